@@ -1,6 +1,7 @@
 """The gateway's protocol for both of its ends: metadata keys, and requests from Python values."""
 
 import difflib
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -29,6 +30,7 @@ ACCEPTED_BY_NAME = MappingProxyType(
     {
         "logit_bias": "a number for each token id in [0, 2^32)",
         "bad_words_ids": "a list of integers in [0, 2^32)",
+        "guided": "one of json_schema, regex and grammar, as text, or choice, a list of texts",
     }
 )
 TEXTS = ("stop", "bad_words")  # one text stands for a list of it
@@ -57,6 +59,7 @@ class Sampling(TypedDict, total=False):
     bad_words: str | Sequence[str]
     bad_words_ids: Sequence[Sequence[int]]
     allowed_token_ids: Sequence[int]
+    guided: Mapping[str, Any]
 
 
 def accepted_value(name: str) -> str:
@@ -85,11 +88,23 @@ def build_request(
         try:
             if name == "bad_words_ids":
                 one = [inference_pb2.TokenIds(ids=word) for word in one]
+            elif name == "guided":
+                one = _guided(value)
             request.sampling.MergeFrom(inference_pb2.SamplingParams(**{name: one}))
         except (TypeError, ValueError):
             which = "each" if known[name].is_repeated and name != "logit_bias" else "it"
             raise InvalidRequest(f"sampling.{name} is {value!r:.80}; {which} must be {accepted_value(name)}") from None
     return request
+
+
+def _guided(value: Mapping[str, Any]) -> inference_pb2.Guided:
+    """A schema may be a mapping, too."""
+    ((kind, content),) = value.items()
+    if kind == "choice":
+        content = inference_pb2.Choice(texts=content)
+    elif kind == "json_schema" and isinstance(content, Mapping):
+        content = json.dumps(content)
+    return inference_pb2.Guided(**{kind: content})
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:

@@ -55,6 +55,7 @@ FLOORS = {
 HOMES = {
     "ray": {"cluster/processes/ray_processes.py"},
     "h11": {"cluster/cli/bench/event_streams.py"},
+    "llguidance": {"workers/sampling/guided.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/server.py"},
     "grpc": {

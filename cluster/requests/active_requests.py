@@ -177,8 +177,9 @@ class ActiveRequests:
     async def _validate(
         self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str
     ) -> ValidRequest:
-        # A template or a long text may take a while, and other requests must not wait for it.
-        if request.HasField("chat") or len(request.text) > LONG_TEXT:
+        # A template, a grammar or a long text may take a while, and other requests must not wait for it.
+        slow = request.HasField("chat") or request.sampling.HasField("guided")
+        if slow or len(request.text) > LONG_TEXT:
             return await asyncio.to_thread(self._validator.validate, request, open_ended, credential)
         return self._validator.validate(request, open_ended, credential)
 

@@ -13,6 +13,7 @@ from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
+from tandem.workers.sampling.guided import Grammars, Guided, InvalidGuide
 from tandem.workers.sampling.sampling_params import SamplingParams, validate
 from tandem.workers.wire.messages import prompt_from_bytes, sampling_from_proto
 
@@ -53,8 +54,16 @@ class ValidRequest:
 class RequestValidator:
     """Turns GenerateRequest messages into ValidRequests; InvalidRequest names the field, the value and the limit."""
 
-    def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None, *, salt_by_token: bool = False) -> None:
-        """salt_by_token: callers with unlike credentials share no prefixes."""
+    def __init__(
+        self,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
+        grammars: Grammars | None = None,
+        *,
+        salt_by_token: bool = False,
+    ) -> None:
+        """grammars: None refuses all. salt_by_token: callers with unlike credentials share no prefixes."""
+        self._grammars = grammars
         self._limits = limits
         self._salt_by_token = salt_by_token
         self._tokenizer = tokenizer
@@ -77,6 +86,8 @@ class RequestValidator:
         if params.bad_words:
             params = replace(params, bad_words=(), bad_words_ids=params.bad_words_ids + self._bad_words(params))
             self._check_sampling(params)
+        if params.guided is not None:
+            self._check_guided(params.guided)
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
         salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
@@ -98,6 +109,15 @@ class RequestValidator:
             validate(params, self._limits.vocab_size)
         except ValueError as error:
             raise InvalidRequest(f"sampling.{error}") from error
+
+    def _check_guided(self, guided: Guided) -> None:
+        """Compiles the grammar, so that no worker is asked for one that cannot be."""
+        if self._grammars is None:
+            raise InvalidRequest("sampling.guided: this gateway takes no grammars")
+        try:
+            self._grammars.compile(guided)
+        except InvalidGuide as error:
+            raise InvalidRequest(f"sampling.guided: {error}") from error
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of texts as they stand, and as they stand behind a space where that is another first token: as in

@@ -17,6 +17,7 @@ from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason, FinishRule
+from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -103,13 +104,14 @@ class Decodes:
         params: SamplingParams,
         token_stream: TokenStream,
         num_output: int = 0,
+        constraint: Constraint | None = None,
     ) -> None:
         """Tokens of a reserved request go to `token_stream`, once its KV is here. A local prompt is queued now.
 
         num_output: tokens at the prompt's end that an earlier placement has put out.
         """
         request = self._reservations.start(request_id, reservation_id, params.max_tokens, num_output)
-        request.params = params
+        request.params, request.constraint = params, constraint
         request.rule = FinishRule.of(params, self._eos_token_ids)
         request.token_stream = token_stream
         if request.is_local:
@@ -316,6 +318,8 @@ class Decodes:
         ):
             if request.ended:
                 continue
+            if request.constraint is not None and not self._follow(request, request.constraint, token):
+                continue
             request.output.append(token)
             assert request.token_stream is not None
             updates.append(TokenUpdate(request.token_stream, token, logprob, FinishReason(reason)))
@@ -326,6 +330,15 @@ class Decodes:
             for request in leaving:
                 self._end(request, writer_quiet=True)
         self._fanout.publish(updates)
+
+    def _follow(self, request: DecodeRequest, constraint: Constraint, token: int) -> bool:
+        """Whether `token` was sampled by the request's grammar, whose next mask is computed from now on."""
+        if constraint.error is not None:
+            self._rows.leave([request])
+            self._fail(request, ForwardFailed(f"decode of {request.request_id!r} failed: {constraint.error}"))
+            return False
+        constraint.follow((token,))
+        return True
 
     def _measure(self, in_flight: StepInFlight) -> None:
         now = self._clock()

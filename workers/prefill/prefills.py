@@ -25,6 +25,7 @@ from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResul
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -110,6 +111,7 @@ class Prefills:
         reservation: Reservation,
         salt: bytes = b"",
         num_output: int = 0,
+        constraint: Constraint | None = None,
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
         num_output: tokens at its end that an earlier placement has put out.
@@ -134,7 +136,9 @@ class Prefills:
             destination=self._handoff,
             salt=salt,
             num_output=num_output,
+            constraint=constraint,
         )
+        request.begin_output()
         self._handoff.begin(request)
         speculative = self._speculative.claim(request_id, prompt, salt)
         if speculative is not None:
@@ -332,6 +336,8 @@ class Prefills:
             self._fail(sampling.prompts, error)
             return
         for row, prompt in enumerate(sampling.prompts):
+            if prompt.constraint is not None and prompt.constraint.error is not None:
+                self._fail([prompt], RuntimeError(prompt.constraint.error))
             if not prompt.left:
                 prompt.left = True
                 first = FirstToken(int(samples.token_ids[row]), samples.logprobs[row])

@@ -9,6 +9,7 @@ from tandem.transfer.completion import Signal
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishRule
+from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ class DecodeRequest:
     output: list[int] = field(default_factory=list)
     salt: bytes = b""  # of the prefixes that it shares
     num_output: int = 0  # tokens at the prompt's end that an earlier placement has put out
+    constraint: Constraint | None = None  # its place in the grammar of params.guided
 
     @property
     def logit_rules(self) -> LogitRules | None:
@@ -41,7 +43,9 @@ class DecodeRequest:
             return None
         context = np.concatenate((self.prompt, np.array(self.output, np.int64)))
         num_output = self.num_output + len(self.output)
-        return LogitRules(self.params, self.rule.stop_ids, context, num_output, len(self.prompt))
+        if self.constraint is not None:
+            self.constraint.follow(context[context.size - num_output + self.constraint.consumed :].tolist())
+        return LogitRules(self.params, self.rule.stop_ids, context, num_output, len(self.prompt), self.constraint)
 
     @property
     def is_local(self) -> bool:

@@ -27,7 +27,8 @@ from tandem.workers.runner.step_inputs import (
     unpack_inputs,
     unpack_sampling,
 )
-from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
+from tandem.workers.sampling.logit_rules import has_constraint
+from tandem.workers.sampling.pending_samples import CopiedSamples, LateSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox
 from tandem.workers.sampling.sample_batch import NO_LOGPROBS, SampleBatch
 from tandem.workers.sampling.token_logprobs import logprobs_of
@@ -61,6 +62,7 @@ class DecodeGraphs:
         self._posts = PostBox(largest, model.device)
         self._last = torch.zeros(largest, dtype=torch.int64, device=model.device)  # what the last step sampled
         self._foreseen: Forward | None = None
+        self._late: LateSamples | None = None  # of the last step
         self._mixed: MixedGraphs | None = None
         self._plain = ForwardGraphs(plain, capture, self._compute)
         self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
@@ -82,6 +84,7 @@ class DecodeGraphs:
         inputs = [tokens, np.full_like(tokens, ON_HOST), np.full_like(tokens, ticket)]
         if not self._cache.begin_foreseen(forward, inputs):
             return None
+        self._late = None
         self._plain.replay(forward.buffers)
         self._cache.commit(forward)
         return self._posts.expect(ticket, tokens.size)
@@ -97,6 +100,7 @@ class DecodeGraphs:
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step."""
         rows = len(sequence_ids)
+        self._sample_late()
         self._foreseen = None  # its buffers are filled with something else
         graphs, buffers = self._choose(sequence_ids)
         ticket = self._posts.next_ticket()
@@ -131,6 +135,7 @@ class DecodeGraphs:
         """
         assert self._mixed is not None, "takes_prompts() is asked first"
         rows = len(sequence_ids)
+        self._sample_late()
         self._foreseen = None
         step_buffers, prompt_buffers = self._mixed.choose(rows, token_ids.size)
         ticket = self._posts.next_ticket()
@@ -155,12 +160,35 @@ class DecodeGraphs:
         return logits
 
     def _pending(self, ticket: int, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
+        if sampling.rules is None:
+            return self._posted(ticket, logits, sampling)
+        rules = sampling.rules
+
+        def sample() -> PendingSamples:
+            self._sample_behind(ticket, logits, sampling, rules, positions)
+            return self._posted(ticket, logits, sampling)
+
+        if not has_constraint(rules):
+            return sample()
+        self._late = late = LateSamples(sample)
+        return late
+
+    def _posted(self, ticket: int, logits: Tensor, sampling: SampleBatch) -> PendingSamples:
         rows = logits.shape[0]
-        if sampling.rules is not None:
-            self._sample_behind(ticket, logits, sampling, sampling.rules, positions)
         logprobs = logprobs_of(logits, self._last[:rows], sampling.num_logprobs)
         return self._posts.expect(ticket, rows) if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 
+    def _sample_late(self) -> None:
+        """Samples of the step before, which wait for the tokens before them: these have been delivered by now."""
+        late, self._late = self._late, None
+        if late is not None:
+            late.launch()
+
+    def forget(self) -> None:
+        """The samples of the last step are not wanted."""
+        self._late = None
+
+    @torch.inference_mode()
     def _sample_behind(
         self,
         ticket: int,

@@ -50,6 +50,7 @@ class LogitsProcessor:
         tables = self._tables
         assert tables is not None, "some row has rules"
         on_device, where = upload([self._slots_before, positions], self._device)
+        self._take_masks(rules, tables)
         return ProcessedLogits(self._kernels.process(logits, on_device, where, tables), on_device)
 
     @torch.inference_mode()
@@ -57,6 +58,15 @@ class LogitsProcessor:
         """tokens int64 [at least n], on the device, were sampled from the processed logits."""
         assert self._tables is not None
         self._kernels.count(processed.slots, tokens, self._tables)
+
+    def _take_masks(self, rules: NDArray[np.object_], tables: RuleTables) -> None:
+        """Those of grammars, for which it waits."""
+        guided = [one for one in rules if one is not None and one.constraint is not None]
+        if not guided:
+            return
+        masks = np.concatenate([one.constraint.mask() for one in guided])
+        slots, words = upload([np.array([self._slots[one] for one in guided]), masks], self._device)
+        tables.allowed.index_copy_(0, slots, words.view(len(guided), -1))
 
     def _slot(self, rules: LogitRules, vocab: int) -> int:
         slot = self._slots.get(rules)

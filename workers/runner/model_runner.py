@@ -137,7 +137,10 @@ class ModelRunner:
         return None if is_past() else is_past
 
     def drain(self) -> None:
-        """Waits until nothing that was launched is under way; raises what the device reports."""
+        """Waits until nothing that was launched is under way; raises what the device reports. The last step's samples
+        may be lost."""
+        if self._graphs is not None:
+            self._graphs.forget()
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 

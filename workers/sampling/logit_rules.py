@@ -1,6 +1,6 @@
 """What a request changes in its logits before its tokens are sampled, in vLLM's order.
 
- 1. masks: a token gets -inf      allowed_token_ids, bad words, stop tokens before min_tokens
+ 1. masks: a token gets -inf      grammar, allowed_token_ids, bad words, stop tokens before min_tokens
  2. logit_bias is added
  3. repetition_penalty            tokens of prompt and output: logit / penalty above 0, else logit · penalty
  4. frequency_penalty             logit - penalty · how often the output has the token
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -58,6 +59,7 @@ class LogitRules:
     context: Int64Array  # [n]: prompt, and output so far
     num_output: int  # how many of them, at the end, are output
     first_output: int  # the position of the output token that min_tokens counts first
+    constraint: Constraint | None = None  # gives the `allowed` of each step
 
     def seen(self) -> tuple[Int64Array, NDArray[np.int16]]:
         """Tokens of the context, each once, and their entries of `seen`."""
@@ -68,7 +70,7 @@ class LogitRules:
         return tokens, counts.astype(np.int16)
 
     def allowed(self, vocab: int) -> Int32Array:
-        """Without grammars; see above."""
+        """Without the grammar; see above."""
         may = np.zeros(-(-vocab // 32) * 32, np.bool_)
         if self.params.allowed_token_ids:
             may[list(self.params.allowed_token_ids)] = True
@@ -96,3 +98,8 @@ class LogitRules:
         latest = self.context[self.context.size - min(self.num_output, NUM_LATEST) :]
         record[LATEST + NUM_LATEST - latest.size : LATEST + NUM_LATEST] = latest
         return record
+
+
+def has_constraint(rules: NDArray[np.object_]) -> bool:
+    """Whether a row follows a grammar: its mask takes the token before."""
+    return any(one is not None and one.constraint is not None for one in rules)

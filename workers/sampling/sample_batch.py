@@ -46,17 +46,17 @@ class SampleBatch:
 
     def take(self, rows: NDArray[np.integer]) -> "SampleBatch":
         """A copy of `rows` (int [m]), in that order."""
-        taken = (getattr(self, name)[rows] for name in ARRAYS)
-        return SampleBatch(*taken, None if self.rules is None else _rules(self.rules[rows]))
+        taken = {name: getattr(self, name)[rows] for name in ARRAYS}
+        return SampleBatch(**taken, rules=None if self.rules is None else _rules(self.rules[rows]))
 
     def join(self, other: "SampleBatch") -> "SampleBatch":
         """These rows, then the other's."""
-        joined = (np.concatenate((getattr(self, name), getattr(other, name))) for name in ARRAYS)
+        joined = {name: np.concatenate((getattr(self, name), getattr(other, name))) for name in ARRAYS}
         both: list[LogitRules | None] = []
         if self.rules is not None or other.rules is not None:
             for batch in (self, other):
                 both += [None] * batch.seed.size if batch.rules is None else batch.rules.tolist()
-        return SampleBatch(*joined, _rules(both))
+        return SampleBatch(**joined, rules=_rules(both))
 
 
 ARRAYS = tuple(field.name for field in fields(SampleBatch) if field.name != "rules")

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem.workers.sampling.guided import Guided
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKEN_IDS = 64
@@ -12,6 +14,8 @@ MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
+MAX_GUIDED_LENGTH = 65_536  # characters
+MAX_CHOICES = 1024
 MAX_BAD_WORDS = 64  # sequences of tokens; a text may be two
 MAX_BAD_WORD_TOKENS = 16
 SEED_LIMIT = 1 << 64
@@ -45,6 +49,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # texts; the gateway makes bad_words_ids of them
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens whose last is not sampled behind the others
     allowed_token_ids: tuple[int, ...] = ()  # all others are never sampled; empty allows all
+    guided: Guided | None = None  # what the output has to follow
 
     @property
     def changes_logits(self) -> bool:
@@ -57,6 +62,7 @@ class SamplingParams:
             or self.logit_bias
             or self.bad_words_ids
             or self.allowed_token_ids
+            or self.guided
         )
 
 
@@ -82,6 +88,8 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     _require(0 <= least <= params.max_tokens, "min_tokens", least, f"in [0, max_tokens], which is {params.max_tokens}")
     _validate_penalties(params)
     _validate_token_rules(params, vocab_size)
+    if params.guided is not None:
+        _validate_guided(params, params.guided)
 
 
 def _validate_penalties(params: SamplingParams) -> None:
@@ -113,6 +121,19 @@ def _validate_token_rules(params: SamplingParams, vocab_size: int) -> None:
     allowed = params.allowed_token_ids
     _require(len(allowed) <= vocab_size, "allowed_token_ids", len(allowed), f"at most {vocab_size}", "ids")
     _require_tokens("allowed_token_ids", allowed, vocab_size)
+
+
+def _validate_guided(params: SamplingParams, guided: Guided) -> None:
+    """Other masks could leave no token at all."""
+    texts, size = guided.texts, sum(map(len, guided.texts))
+    _require(1 <= len(texts) <= MAX_CHOICES, "guided.choice", len(texts), f"1 to {MAX_CHOICES}", "texts")
+    _require(size <= MAX_GUIDED_LENGTH, f"guided.{guided.kind}", size, f"at most {MAX_GUIDED_LENGTH}", "characters")
+    for text in texts:
+        _require(bool(text), f"guided.{guided.kind}", 0, "at least 1", "characters")
+    for field in ("min_tokens", "bad_words", "bad_words_ids", "allowed_token_ids", "ignore_eos"):
+        value = getattr(params, field)
+        given = value if isinstance(value, int) else len(value)
+        _require(not value, field, given, "absent beside guided")
 
 
 def _require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -99,7 +99,8 @@ def build_request(
 
 def _guided(value: Mapping[str, Any]) -> inference_pb2.Guided:
     """A schema may be a mapping, too."""
-    ((kind, content),) = value.items()
+    ((kind, given),) = value.items()
+    content: Any = given
     if kind == "choice":
         content = inference_pb2.Choice(texts=content)
     elif kind == "json_schema" and isinstance(content, Mapping):

@@ -1,6 +1,7 @@
 """Grammars that a request's output has to follow, compiled by llguidance: the extra `guided`."""
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,12 +15,17 @@ import numpy as np
 from tandem.cache.plan.arrays import Int32Array
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import GrammarFormat, LLMatcher, LLTokenizer
 
-KINDS = {"json_schema": "json_schema", "regex": "regex", "grammar": "gbnf", "choice": "choice"}  # llguidance's names
+KINDS: "dict[str, GrammarFormat]" = {  # llguidance's names
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "grammar": "gbnf",
+    "choice": "choice",
+}
 MOST_CACHED = 64  # compiled grammars
-THREADS = 2  # that compute masks beside the step thread
-MASK_SECONDS = 10.0  # a mask takes some ten microseconds; llguidance's limits end one that takes half a second
+THREADS = max(2, min(16, (os.cpu_count() or 1) // 2))  # that compute masks beside the step thread
+MASK_SECONDS = 1.0  # a mask takes some ten microseconds; llguidance gives up one of some ten milliseconds
 COMPILE_FUEL = 1_000_000  # about 20 ms
 MOST_SYMBOLS = 100_000
 

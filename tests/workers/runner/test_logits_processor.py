@@ -139,7 +139,7 @@ def test_transformers_processors_give_the_same(processor: LogitsProcessor, seed:
         stops = list(params.stop_token_ids)
         theirs.append(MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, stops))
     if params.logit_bias:
-        theirs.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
+        theirs.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
     theirs.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
     expected = LogitsProcessorList(theirs)(torch.tensor([prompt + output]), logits.clone())  # type: ignore[arg-type]

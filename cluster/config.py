@@ -184,6 +184,8 @@ class GatewaySection(Section):
     """largest message that the gateway takes"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
+    drain_seconds: Seconds = Field(default=0.0, ge=0, le=3600)
+    """how long the gateway serves on once it is told to stop; meanwhile it says that it is not ready"""
     warm_up: bool | None = None
     """whether the gateway sends requests of its own through new workers before it is ready, so that those of clients
     find all compiled, connected and allocated; null does on a GPU"""
@@ -201,6 +203,17 @@ class GatewaySection(Section):
         if http_port and http_port == info.data.get("port"):
             raise ValueError("must be another one than gateway.port")
         return http_port
+
+
+class MetricsSection(Section):
+    enabled: bool = True
+    """whether requests are counted, and /metrics is served"""
+    port: Port | None = None
+    """port of /metrics, /ready and /health alone; 0 takes any free one, null serves them on gateway.http_port"""
+    host: str = "127.0.0.1"
+    """address that metrics.port listens on"""
+    public: bool = False
+    """whether /metrics needs no token and may be asked for under any host name"""
 
 
 class SecuritySection(Section):
@@ -262,6 +275,8 @@ class ClusterConfig(Section):
     """the workers that can write into each other"""
     gateway: GatewaySection = GatewaySection()
     """what clients connect to"""
+    metrics: MetricsSection = MetricsSection()
+    """what Prometheus reads"""
     recovery: RecoverySection = RecoverySection()
     """what happens when a process ends or falls silent"""
     security: SecuritySection = SecuritySection()
@@ -276,6 +291,22 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"gateway.host is {self.gateway.host!r}; it must be a loopback address, 127.0.0.1, ::1 or localhost, "
                 "unless there are a token and TLS: set security.token_file, tls_cert and tls_key"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _are_counted(self) -> Self:
+        metrics, guarded = self.metrics, self.security.token_file is not None and self.security.tls_cert is not None
+        if metrics.port is None:
+            return self
+        if not metrics.enabled:
+            raise ValueError(f"metrics.port is {metrics.port}; it must be null where metrics.enabled is false")
+        if metrics.port and metrics.port in (self.gateway.port, self.gateway.http_port):
+            raise ValueError(f"metrics.port is {metrics.port}; it must be another one than those of the gateway")
+        if not (guarded or metrics.public or is_loopback(metrics.host)):
+            raise ValueError(
+                f"metrics.host is {metrics.host!r}; it must be a loopback address unless metrics.public is true, or "
+                "security.token_file, tls_cert and tls_key are set"
             )
         return self
 

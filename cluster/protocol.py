@@ -97,7 +97,7 @@ def build_request(
     return request
 
 
-def _guided(value: Mapping[str, Any]) -> inference_pb2.Guided:
+def _guided(value: Any) -> inference_pb2.Guided:
     """A schema may be a mapping, too."""
     ((kind, given),) = value.items()
     content: Any = given

@@ -44,6 +44,7 @@ FLOORS = {
         {"client", "processes"},
         {"routing"},
         {"config", "requests"},
+        {"metrics"},
         {"frontends"},
         {"gateway"},
         {"supervision"},
@@ -58,6 +59,12 @@ HOMES = {
     "llguidance": {"workers/sampling/guided.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/server.py"},
+    "prometheus_client": {
+        "cluster/cli/samples.py",
+        "cluster/metrics/cells.py",
+        "cluster/metrics/cluster_series.py",
+        "cluster/metrics/scrape.py",
+    },
     "grpc": {
         "cluster/client/client.py",
         "cluster/client/client_messages.py",

@@ -195,6 +195,29 @@ def status(
 
 
 @app.command()
+def top(
+    name: Annotated[str | None, typer.Argument(help="The cluster's name; may be left out when only one runs.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and exit.")] = False,
+    interval: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds from one view to the next.")] = 1.0,
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a cluster: workers, queues, pages, pushes, tokens a second, and percentiles of first tokens and gaps."""
+    if name is not None and address is not None:
+        raise UsageError("give NAME or --address, not both")
+
+    from tandem.cluster.cli.input import address_of, open_client
+    from tandem.cluster.cli.top import watch
+
+    with open_client(address if name is None else address_of(name), token_file, tls_ca, tls_cert, tls_key) as client:
+        watch(client, interval, once=once, as_json=as_json)
+
+
+@app.command()
 def scale(
     prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers; as many as now when left out.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode workers; as many as now when left out.")] = None,

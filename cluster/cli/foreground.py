@@ -21,8 +21,8 @@ from tandem.cluster.supervision.start_clock import phase_lines, process_age
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT`, and returns after SIGINT or SIGTERM. It leaves nothing behind.
 
-    ` http=HOST:PORT` follows on that line if there is an HTTP server. Then stderr gets a line for each phase of the
-    start, the address of the Ray, and later each loss and recovery.
+    ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. Then stderr gets a line
+    for each phase of the start, the address of the Ray, and later each loss and recovery.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost.
     """
     age = process_age()
@@ -36,8 +36,9 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
                 address = cluster.start(loading.show)
             seconds = {"command, imports": age} | cluster.clock.seconds
             lock.publish(address, seconds)
-            http = "" if cluster.http_address is None else f" http={cluster.http_address}"
-            print(f"ready grpc={address}{http}", flush=True)
+            others = {"http": cluster.http_address, "metrics": cluster.metrics_address}
+            opened = "".join(f" {name}={there}" for name, there in others.items() if there is not None)
+            print(f"ready grpc={address}{opened}", flush=True)
             print(*phase_lines(seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
             cluster.wait()
         except KeyboardInterrupt:

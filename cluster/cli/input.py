@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from tandem.cluster.cli.runtime_dir import running_clusters
+from tandem.cluster.cli.runtime_dir import running_cluster, running_clusters
 from tandem.cluster.client.client import Client
 from tandem.cluster.credentials import ClientSecurity, read_token
-from tandem.cluster.errors import UsageError
+from tandem.cluster.errors import ClusterNotRunning, UsageError
 from tandem.cluster.protocol import Prompt
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -42,6 +42,21 @@ def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, c
     return [{"role": "user", "content": content}] if chat else content
 
 
+def address_of(name: str) -> str:
+    """HOST:PORT of this machine's cluster of that name. Raises ClusterNotRunning."""
+    state = running_cluster(name)
+    if state is None or state.grpc_address is None:
+        running = ", ".join(one.name for one in running_clusters() if one.grpc_address) or "none"
+        raise ClusterNotRunning(f"name is {name!r}: no such cluster serves here; running: {running}")
+    return _reachable(state.grpc_address)
+
+
+def _reachable(address: str) -> str:
+    """A certificate names no wildcard, and a token is not sent to one."""
+    host, _, port = address.rpartition(":")
+    return f"{'localhost' if host in WILDCARDS else host}:{port}"
+
+
 def _read_token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -63,6 +78,4 @@ def _running_address() -> str:
     addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
     if len(addresses) > 1 and "local" not in addresses:
         raise UsageError(f"give --address; several clusters run: {addresses}")
-    host, _, port = (addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS)).rpartition(":")
-    # A certificate names no wildcard, and a token is not sent to one.
-    return f"{'localhost' if host in WILDCARDS else host}:{port}"
+    return _reachable(addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS))

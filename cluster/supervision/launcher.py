@@ -63,13 +63,14 @@ class Cluster:
         self._failure: Future[None] = Future()
         self.grpc_address = ""
         self.http_address: str | None = None
+        self.metrics_address: str | None = None
         self.clock = StartClock()  # of several islands, the slowest one's phases
 
     def start(self, progress: Progress | None = None) -> str:
         """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve."""
         max_model_len = self._check_model()
         ServerSecurity(**self._config.security.model_dump()).check()
-        check_ports(self._config.gateway)  # it takes a while until they are opened
+        check_ports(self._config.gateway, self._config.metrics)  # it takes a while until they are opened
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
@@ -80,6 +81,7 @@ class Cluster:
             with self.clock.phase("gateway"):
                 addresses = self._start_gateway(max_model_len)
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
+                self.metrics_address = addresses.metrics
         except BaseException:
             self.stop()
             raise

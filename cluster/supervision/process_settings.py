@@ -146,6 +146,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         num_pages,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
+        metrics_port=config.metrics.port,
         token_seconds=(token_seconds(config) or CPU_TOKEN_SECONDS) if is_adaptive(config) else None,
         warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
         security=ServerSecurity(**config.security.model_dump()),

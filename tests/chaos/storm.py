@@ -32,7 +32,7 @@ from tests.support.local_processes import started_at
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
 VOCABULARY = 512
-OUTPUT_TOKENS = 40
+OUTPUT_TOKENS, LONG_OUTPUT_TOKENS = 40, 160  # long: with adaptive roles, so that requests live to be moved
 TARGETS = ("prefill", "decode", "gateway")
 UNRESPONSIVE_SECONDS = 2.5
 # Longest wait for messages to clients before the next blow: a start takes longer on GPUs.
@@ -57,7 +57,8 @@ CONFIG: dict[str, Any] = {
 }
 ADAPTIVE: dict[str, Any] = {
     "scheduler.roles": "adaptive",
-    "scheduler.token_seconds": 0.002,  # so little that no worker seems fast enough for all
+    "scheduler.token_seconds": 0.0005,  # so little that no worker seems fast enough for all
+    "cache.num_pages": 192,
 }
 ON_GPUS: dict[str, Any] = {
     "island.device": "cuda",
@@ -142,6 +143,7 @@ class Storm:
         self._gpus = gpus
         self._seed = seed
         self._num_clients = num_clients
+        self._output_tokens = LONG_OUTPUT_TOKENS if adaptive else OUTPUT_TOKENS
         self.outcome = Outcome()
         self._network = BadNetwork(seed, log)
         self.processes = (BadlyConnectedOnGpus if gpus else BadlyConnectedProcesses)(self._network)
@@ -187,12 +189,12 @@ class Storm:
         async with AsyncClient(address) as client:
             for number in range(12):
                 prompt = shared[: rng.choice((0, 16, 40))] + random_prompt(rng.randrange(1, 90), number, VOCABULARY)
-                sampling: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+                sampling: dict[str, Any] = {"max_tokens": self._output_tokens, "ignore_eos": True, "temperature": 0}
                 if number % 3 == 1:
                     sampling |= {"temperature": 1.0, "seed": number, "top_p": 0.9, "logprobs": 1}
                 tokens = await _tokens(client, prompt, sampling)
                 if sampling["temperature"] == 0:
-                    assert tokens == greedy(oracle, prompt, OUTPUT_TOKENS)
+                    assert tokens == greedy(oracle, prompt, self._output_tokens)
                 if number % 3 == 2:
                     sampling["stop"] = [tokenizer.decode(tokens)[25:28]]
                     tokens = await _tokens(client, prompt, sampling)
@@ -207,7 +209,7 @@ class Storm:
             rng = random.Random(f"{self._seed} {number}")
             while not self._over.is_set() or self._made < num_requests:
                 await self._request(
-                    client, rng.choice(cases), rng.randrange(OUTPUT_TOKENS) if rng.random() < 0.2 else None
+                    client, rng.choice(cases), rng.randrange(self._output_tokens) if rng.random() < 0.2 else None
                 )
 
         async def one_over_http(client: httpx.AsyncClient) -> None:
@@ -215,7 +217,7 @@ class Storm:
             while not self._over.is_set():
                 case = rng.choice(cases)
                 await self._request_over_http(
-                    client, case, rng.randrange(OUTPUT_TOKENS) if rng.random() < 0.2 else None
+                    client, case, rng.randrange(self._output_tokens) if rng.random() < 0.2 else None
                 )
 
         http_url = f"http://{self.cluster.http_address}"

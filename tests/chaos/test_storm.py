@@ -18,3 +18,4 @@ def test_nothing_is_lost_in_a_storm(tmp_path: Path, adaptive: bool) -> None:
     assert outcome.finished_over_http > 0
     assert outcome.placed_again > 0
     assert min(outcome.restarts.values()) > 0
+    assert (outcome.moves > 0) == adaptive

@@ -42,7 +42,7 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
-REGEX = r"[A-F]{2}-(\d{1,3}|zebra){2}"
+REGEX = r"[A-F]{2}-([0-9]{1,3}|zebra){2}"
 CHOICE = ["yes", "no", "perhaps: é"]
 LARK = 'start: "(" term ("+" term){0,3} ")"\nterm: /[0-9]{1,2}/'
 GBNF = 'root ::= "<" [a-c] [a-c] ">"'

@@ -10,7 +10,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
-from tandem.workers.errors import CorruptKV, ForwardFailed, NoRoom, WorkerError
+from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
@@ -18,6 +18,7 @@ from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenSt
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
@@ -237,7 +238,7 @@ class Decodes:
             try:
                 reason = self._receive(request, mailbox)
             except Exception as error:
-                if not isinstance(error, CorruptKV):
+                if not isinstance(error, CorruptKV | LogitsNotFinite):
                     log.exception("receiving KV failed")
                     error = ForwardFailed(f"receiving KV of {request.request_id!r} failed: {error}")
                 self._fail(request, error)
@@ -271,8 +272,11 @@ class Decodes:
     def _receive(self, request: DecodeRequest, mailbox: Int64Array) -> FinishReason:
         """Takes the first token. A prompt that ends with it can be shared, and will not be stepped."""
         assert request.rule is not None
-        request.output.append(self._reservations.receive(request, mailbox))
-        reason = request.rule.reason(request.output[0], 1)
+        token = self._reservations.receive(request, mailbox)
+        if token == NOT_FINITE:
+            raise LogitsNotFinite(request.request_id, len(request.prompt))
+        request.output.append(token)
+        reason = request.rule.reason(token, 1)
         if reason != FinishReason.RUNNING:
             self._publish_prompts([request])
         return reason
@@ -300,11 +304,14 @@ class Decodes:
         if not self._runner.overlaps:
             self._rows.learn(samples.token_ids)
         reasons = in_flight.reasons(samples.token_ids).tolist()
-        updates, leaving = [], []
+        updates, leaving, failed = [], [], []
         for request, token, logprob, reason in zip(
             in_flight.requests, samples.token_ids.tolist(), samples.logprobs, reasons, strict=True
         ):
             if request.ended:
+                continue
+            if reason == FinishReason.ERROR:
+                failed.append(request)
                 continue
             request.output.append(token)
             assert request.token_stream is not None
@@ -315,7 +322,17 @@ class Decodes:
             self._rows.leave(leaving)
             for request in leaving:
                 self._end(request, writer_quiet=True)
+        if failed:
+            self._fail_rows(failed)
         self._fanout.publish(updates)
+
+    def _fail_rows(self, requests: list[DecodeRequest]) -> None:
+        """Their logits are not finite, so that nobody shares their KV."""
+        self._rows.leave(requests)
+        for request in requests:
+            position = len(request.prompt) + len(request.output)
+            request.output.clear()
+            self._fail(request, LogitsNotFinite(request.request_id, position))
 
     def _measure(self, in_flight: StepInFlight) -> None:
         now = self._clock()

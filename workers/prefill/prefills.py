@@ -14,7 +14,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.config import LoopSettings
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.prefill.forwards import PromptForward, PromptForwards
@@ -27,6 +27,7 @@ from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import Batch
@@ -346,7 +347,10 @@ class Prefills:
             if not prompt.left:
                 prompt.left = True
                 first = FirstToken(int(samples.token_ids[row]), samples.logprobs[row])
-                prompt.destination.finish(prompt, first)
+                if first.token_id == NOT_FINITE:
+                    prompt.destination.fail(prompt, LogitsNotFinite(prompt.request_id, prompt.num_tokens))
+                else:
+                    prompt.destination.finish(prompt, first)
 
     def _stop(self, request: PrefillRequest, error: Exception) -> None:
         """Nothing more is computed for the request; its caller hears `error` once its writes are quiet."""

@@ -34,6 +34,12 @@ class DecodeRequest:
     num_output: int = 0  # tokens at the prompt's end that an earlier placement has put out
     constraint: Constraint | None = None  # its place in the grammar of params.guided
 
+    def take(self, token: int) -> None:
+        """The output grows by a token that its row has sampled."""
+        self.output.append(token)
+        if self.constraint is not None:
+            self.constraint.follow((token,))
+
     @property
     def logit_rules(self) -> LogitRules | None:
         """Those of its row behind all tokens that there are, anew at each call; None for a request without."""

@@ -24,6 +24,7 @@ from tandem.workers.runner import logits_processor
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.logits_processor import FEWEST_SLOTS, LogitsProcessor
 from tandem.workers.sampling.logit_rules import LogitRules
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.support.naive_rules import processed, random_params
@@ -121,6 +122,19 @@ def test_a_token_is_counted_no_further_than_a_count_holds(processor: LogitsProce
             one = processor.process(logits, rules, np.array([context.size]))
             assert one.logits[0, token].item() == expected
             processor.count(one, torch.tensor([token], device=processor._device))
+
+
+def test_a_row_that_is_not_finite_counts_nothing(processor: LogitsProcessor) -> None:
+    """All its tokens may be masked: then it has no token, and no state changes."""
+    rows = Rows([random_params(seed, VOCAB, range(60), presence_penalty=1.0) for seed in range(3)])
+    rows.step(processor)
+    assert processor._tables is not None
+    before = [table.clone() for table in vars(processor._tables).values()]
+    device = processor._device
+    rules, positions = np.array(rows.rules, np.object_), np.full(3, 30)
+    processed = processor.process(torch.zeros(3, VOCAB, device=device), rules, positions)
+    processor.count(processed, torch.full((3,), NOT_FINITE, device=device))
+    assert all((old == new).all() for old, new in zip(before, vars(processor._tables).values(), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(6))

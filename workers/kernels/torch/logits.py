@@ -40,6 +40,8 @@ class TorchLogits:
             if slot < 0:
                 continue
             token = int(tokens[row])
+            if token >= tables.seen.shape[1]:
+                continue  # NOT_FINITE: the row ends
             if tables.seen[slot, token] & MOST_COUNTED < MOST_COUNTED:
                 tables.seen[slot, token] += 1
             latest = tables.records[slot, LATEST : LATEST + NUM_LATEST]

@@ -125,8 +125,8 @@ def _ends_of_words(record):
 def _count(slots, tokens, seen, records, vocab):
     row = tl.program_id(0)
     slot = tl.load(slots + row)
-    if slot >= 0:
-        token = tl.load(tokens + row)
+    token = tl.load(tokens + row)
+    if (slot >= 0) & (token < vocab):  # not NOT_FINITE: such a row ends
         entry = seen + slot * vocab + token
         state = tl.load(entry).to(tl.int32)
         grown = state + tl.where((state & MOST_COUNTED) < MOST_COUNTED, 1, 0)

@@ -115,7 +115,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             pool_tokens=settings.num_pages * settings.config.cache.page_size,
             rope_switch=self._model.rope_switch,
         )
-        self._name = folder.name
+        self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
         self._validator = RequestValidator(
             self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token
@@ -183,7 +183,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         if not config.metrics.enabled:
             return None
         served = Served(
-            self._name,
+            self._names[0],
             config.cache.page_size,
             self._settings.num_pages,
             config.cache.kv_cache_dtype,
@@ -239,12 +239,12 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             routes = openai_routes(
                 self._requests,
                 self._tokenizer,
-                model=self._name,
+                names=self._names,
                 max_model_len=self._limits.longest,
                 max_bytes=section.max_message_mib << 20,
             )
             monitoring = Monitoring(lambda: self._readiness.reason, on_http, public=metrics.public)
-            app = HttpApp(routes, monitoring, model=self._name, **common)
+            app = HttpApp(routes, monitoring, names=self._names, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
             monitoring = Monitoring(lambda: self._readiness.reason, scrape, public=metrics.public)
@@ -320,7 +320,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         # The scales do not change the size.
         scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.config.cache.kv_cache_dtype, model) else None
         return inference_pb2.ModelInfo(
-            name=self._name,
+            name=self._names[0],
             architecture=model.architecture,
             dtype=str(model.dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,

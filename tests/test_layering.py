@@ -39,7 +39,7 @@ FLOORS = {
         {"worker"},
     ),
     "cluster": (
-        {"config_errors", "errors", "scaling", "text"},
+        {"config_errors", "config_model", "errors", "scaling", "text"},
         {"config_file", "credentials", "peers", "protocol", "statuses"},
         {"client", "processes"},
         {"routing"},

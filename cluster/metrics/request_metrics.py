@@ -62,7 +62,7 @@ class RequestMetrics:
 class _Watched(RequestObserver):
     """One request."""
 
-    __slots__ = ("_arrived", "_decoding", "_last", "_metrics", "_request")
+    __slots__ = ("_arrived", "_last", "_metrics", "_request")
 
     def __init__(self, metrics: RequestMetrics, arrived: float) -> None:
         self._metrics = metrics
@@ -130,7 +130,7 @@ class _Watched(RequestObserver):
             recorder.add(series.PREFIX_HITS, usage.cached_tokens)
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        decode = self._last - self._arrived - timings.first_token_seconds
+        decode = max(0.0, self._last - self._arrived - timings.first_token_seconds)
         recorder.observe(series.TOTAL, timings.total_seconds)
         recorder.observe(series.QUEUE, timings.queue_seconds)
         recorder.observe(series.INFERENCE, timings.total_seconds - timings.queue_seconds)

@@ -69,7 +69,8 @@ class Scrape:
             *worker_families(info.islands),
         ]
         self._made = asyncio.get_running_loop().time()
-        return generate_latest(_Families(families))  # type: ignore[arg-type]  # only collect() is called
+        # A few milliseconds, in which no stream must wait.
+        return await asyncio.to_thread(generate_latest, _Families(families))  # type: ignore[arg-type]
 
     def _states(
         self, common: dict[str, str], info: inference_pb2.ClusterInfo, table: GatewayTable
@@ -89,6 +90,7 @@ class Scrape:
         gauges = [
             _gauge("vllm:num_requests_running", "Requests that have workers.", common, placed),
             _gauge("vllm:num_requests_waiting", "Requests that wait for room.", common, queued),
+            _gauge("vllm:num_requests_waiting_by_reason", "The same, by why.", common | {"reason": "capacity"}, queued),
             _gauge("vllm:kv_cache_usage_perc", "Part of the pages for decoding in use, 0 to 1.", common, used),
             _gauge("vllm:cache_config_info", "1, with the settings of the cache.", common | cache, 1),
             _gauge("tandem:queued_tokens", "Tokens, prompts and outputs, that wait for room.", {},

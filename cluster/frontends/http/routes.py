@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 from tandem.cluster.credentials import is_loopback
@@ -20,6 +20,7 @@ from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.authentication import HEADER, BearerToken
 
+MODELS = "/v1/models"
 REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
 
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
@@ -38,16 +39,16 @@ class HttpApp:
         limit: CallLimit,
         token: str | None,
         rejected: Callable[[int], None],
-        model: str = "",
+        names: Sequence[str] = (),
     ) -> None:
         """routes: beside those of monitoring, with their methods. limit: bounds calls, monitors' apart. token: None
-        admits everybody. rejected: hears of each error's status. model: the one that /v1/models has."""
+        admits everybody. rejected: hears of each error's status. names: those that /v1/models has."""
         self._routes: Routes = {**monitoring.routes, **routes}
         self._monitoring = monitoring
         self._limit = limit
         self._token = None if token is None else BearerToken(token)
         self._rejected = rejected
-        self._model = model
+        self._names = names
         self._calls: set[asyncio.Task[object]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,9 +87,9 @@ class HttpApp:
         if path not in self._monitoring.open:
             self._check_caller(scope)
         if path not in self._routes:
-            models, _, asked = path.rpartition("/")
-            if models == "/v1/models" and asked and self._model:
-                raise HttpError.other_model(asked, self._model)
+            asked = path.removeprefix(f"{MODELS}/")  # a name may have slashes
+            if asked not in (path, "") and self._names:
+                raise HttpError.other_model(asked, self._names)
             raise HttpError(404, f"{path!r:.80} is not served; {', '.join(self._routes)} are")
         methods, route = self._routes[path]
         if method not in methods:
@@ -110,22 +111,18 @@ class HttpApp:
 
 
 def openai_routes(
-    requests: ActiveRequests, tokenizer: Tokenizer | None, *, model: str, max_model_len: int, max_bytes: int
+    requests: ActiveRequests, tokenizer: Tokenizer | None, *, names: Sequence[str], max_model_len: int, max_bytes: int
 ) -> Routes:
-    """OpenAI's API. model: its name. max_bytes: of one body."""
-    card = {
-        "id": model,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "tandem",
-        "max_model_len": max_model_len,
-    }
-    turns = FairTurns(REQUESTS_A_ROUND)
-    completions = GenerationRoute(CompletionBody, CompletionAnswer, requests, model, tokenizer, max_bytes, turns)
-    chats = GenerationRoute(ChatBody, ChatAnswer, requests, model, tokenizer, max_bytes, turns)
+    """OpenAI's API. names: of the model; all are accepted, answers have the first. max_bytes: of one body."""
+    about = {"object": "model", "created": int(time.time()), "owned_by": "tandem", "max_model_len": max_model_len}
+    cards = [{"id": name, **about} for name in names]
+    model, *aliases = names
+    common = requests, model, tokenizer, max_bytes, FairTurns(REQUESTS_A_ROUND), tuple(aliases)
+    completions = GenerationRoute(CompletionBody, CompletionAnswer, *common)
+    chats = GenerationRoute(ChatBody, ChatAnswer, *common)
     return {
-        "/v1/models": (READS, _constant({"object": "list", "data": [card]})),
-        f"/v1/models/{model}": (READS, _constant(card)),
+        MODELS: (READS, _constant({"object": "list", "data": cards})),
+        **{f"{MODELS}/{card['id']}": (READS, _constant(card)) for card in cards},
         "/v1/completions": (("POST",), completions.serve),
         "/v1/chat/completions": (("POST",), chats.serve),
     }

@@ -17,7 +17,13 @@ from tests.support.http_client import COMPLETIONS, answer, chunks, get, post
 from tests.support.waiting import until
 
 # The names of vLLM's V1 engine, as its documentation lists them, without those of features that are not here.
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info")
+GAUGES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+)
 COUNTERS = (
     "prompt_tokens",
     "generation_tokens",

@@ -4,7 +4,8 @@ TandemError             UsageError ConfigError RuntimeDirError ClusterRunning Cl
 │                       ProcessEnded WorkerLost RayLost ReshapeFailed BuildFailed BenchmarkFailed MissingPlots
 └── CallError           InvalidRequest Overloaded DeadlineExceeded Unavailable Unauthenticated Cancelled
                         AttemptsExhausted Superseded ScaleRefused ServerError
-WorkerCallError         WorkerFull WorkerTimedOut ForwardFailed RequestRefused
+                                                                  └── NotFinite
+WorkerCallError         WorkerFull WorkerTimedOut ForwardFailed LogitsNotFinite RequestRefused
 └── PlacementLost       WorkerUnreachable
 
 Inside the gateway a call to a worker fails with a WorkerCallError. statuses.py maps both trees to gRPC and HTTP.
@@ -136,6 +137,10 @@ class ServerError(CallError):
     """A worker or the gateway failed while it served the request."""
 
 
+class NotFinite(ServerError):
+    """The model gave NaN or infinity for the request's next token."""
+
+
 class WorkerCallError(Exception):
     """The worker answered with an error."""
 
@@ -165,6 +170,12 @@ class WorkerTimedOut(WorkerCallError):
 
 class ForwardFailed(WorkerCallError):
     """A forward failed; another request in it may be at fault."""
+
+
+class LogitsNotFinite(WorkerCallError):
+    """The model gave NaN or infinity for the request's next token, and would again."""
+
+    client_error = NotFinite
 
 
 class RequestRefused(WorkerCallError):

@@ -55,6 +55,7 @@ from tandem.workers.config import max_message_bytes
 from tandem.workers.models.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
 from tandem.workers.runner.model_cache import kv_layout
+from tandem.workers.sampling.guided import Grammars
 
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
@@ -120,7 +121,10 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             rope_switch=self._model.rope_switch,
         )
         self._names = settings.config.model.names
-        self._validator = RequestValidator(self._limits, self._tokenizer, salt_by_token=settings.security.salt_by_token)
+        grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
+        self._validator = RequestValidator(
+            self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token
+        )
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
         if settings.table:

@@ -1,6 +1,7 @@
 """The gateway's protocol for both of its ends: metadata keys, and requests from Python values."""
 
 import difflib
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -27,6 +28,15 @@ ACCEPTED = MappingProxyType(
     }
 )
 
+ACCEPTED_BY_NAME = MappingProxyType(
+    {
+        "logit_bias": "a number for each token id in [0, 2^32)",
+        "bad_words_ids": "a list of integers in [0, 2^32)",
+        "guided": "one of json_schema, regex and grammar, as text, or choice, a list of texts",
+    }
+)
+TEXTS = ("stop", "bad_words")  # one text stands for a list of it
+
 
 class Sampling(TypedDict, total=False):
     """Sampling parameters by vLLM's names, for type checkers. inference.proto has the list and the defaults."""
@@ -43,11 +53,20 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     skip_special_tokens: bool
     include_stop_str_in_output: bool
+    min_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: str | Sequence[str]
+    bad_words_ids: Sequence[Sequence[int]]
+    allowed_token_ids: Sequence[int]
+    guided: Mapping[str, Any]
 
 
 def accepted_value(name: str) -> str:
     """The values that a sampling parameter's field can hold, in words. KeyError for an unknown parameter."""
-    return ACCEPTED[inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].type]
+    return ACCEPTED_BY_NAME.get(name) or ACCEPTED[inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].type]
 
 
 def build_request(
@@ -67,13 +86,28 @@ def build_request(
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise InvalidRequest(f"unknown sampling parameter {name!r}; {hint}known: {', '.join(known)}")
-        one: Any = [value] if name == "stop" and isinstance(value, str) else value
+        one: Any = [value] if name in TEXTS and isinstance(value, str) else value
         try:
+            if name == "bad_words_ids":
+                one = [inference_pb2.TokenIds(ids=word) for word in one]
+            elif name == "guided":
+                one = _guided(value)
             request.sampling.MergeFrom(inference_pb2.SamplingParams(**{name: one}))
         except (TypeError, ValueError):
-            which = "each" if known[name].is_repeated else "it"
+            which = "each" if known[name].is_repeated and name != "logit_bias" else "it"
             raise InvalidRequest(f"sampling.{name} is {value!r:.80}; {which} must be {accepted_value(name)}") from None
     return request
+
+
+def _guided(value: Any) -> inference_pb2.Guided:
+    """A schema may be a mapping, too."""
+    ((kind, given),) = value.items()
+    content: Any = given
+    if kind == "choice":
+        content = inference_pb2.Choice(texts=content)
+    elif kind == "json_schema" and isinstance(content, Mapping):
+        content = json.dumps(content)
+    return inference_pb2.Guided(**{kind: content})
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:

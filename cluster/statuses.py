@@ -26,6 +26,7 @@ STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
     (Overloaded, Code.RESOURCE_EXHAUSTED, 429),
     (errors.Cancelled, Code.CANCELLED, 500),
     (errors.ServerError, Code.INTERNAL, 500),
+    (errors.NotFinite, Code.DATA_LOSS, 500),
     (errors.AttemptsExhausted, Code.ABORTED, 503),
     (errors.Superseded, Code.ABORTED, 503),
     (errors.Unavailable, Code.UNAVAILABLE, 503),  # over gRPC the connection says so, or a cluster that ends
@@ -49,6 +50,7 @@ WORKER_ERRORS: dict[grpc.StatusCode, type[WorkerCallError]] = {
     Code.RESOURCE_EXHAUSTED: errors.WorkerFull,
     Code.DEADLINE_EXCEEDED: errors.WorkerTimedOut,
     Code.INTERNAL: errors.ForwardFailed,
+    Code.OUT_OF_RANGE: errors.LogitsNotFinite,
     Code.INVALID_ARGUMENT: errors.RequestRefused,
 }
 

@@ -86,20 +86,22 @@ class FirstToken(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class RemoteSendRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt", "salt")
+    __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt", "salt", "num_output")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     sampling: _inference_pb2.SamplingParams
     reservation: Reservation
     prompt: bytes
     salt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ...) -> None: ...
+    num_output: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., num_output: _Optional[int] = ...) -> None: ...
 
 class RemoteSendResponse(_message.Message):
     __slots__ = ("first_token", "logprobs", "cached_tokens", "queue_seconds", "prefill_seconds", "push_seconds", "bytes_pushed")
@@ -120,20 +122,22 @@ class RemoteSendResponse(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ...) -> None: ...
 
 class StartGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "reservation_id", "sampling", "feed", "number")
+    __slots__ = ("request_id", "epoch", "reservation_id", "sampling", "feed", "number", "num_output")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     FEED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     reservation_id: int
     sampling: _inference_pb2.SamplingParams
     feed: int
     number: int
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reservation_id: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., feed: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    num_output: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reservation_id: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., feed: _Optional[int] = ..., number: _Optional[int] = ..., num_output: _Optional[int] = ...) -> None: ...
 
 class GeneratedTokens(_message.Message):
     __slots__ = ("token_ids", "logprobs", "finish_reason", "fed", "prefilled")

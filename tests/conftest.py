@@ -33,9 +33,11 @@ SLOW = (
     "tests/transfer/nvshmem/test_triton_push.py",
     "tests/transfer/test_shared_memory.py",
     "tests/workers/kernels/test_cubin_build.py",
+    "tests/workers/kernels/test_logits_registers.py",
     "tests/workers/kernels/test_megakernel.py",
     "tests/workers/kernels/test_resident_gemm.py",
     "tests/workers/models/test_weights.py",
+    "tests/workers/runner/test_logits_processor.py",
     "tests/workers/sampling/test_triton_sampling.py",
     "tests/workers/service/test_hung_gateway.py",
 )

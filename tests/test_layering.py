@@ -66,6 +66,7 @@ FLOORS = {
 HOMES = {
     "ray": {"cluster/processes/own_ray.py", "cluster/processes/ray_processes.py"},
     "h11": {"cluster/cli/bench/event_streams.py", "cluster/frontends/http/connection.py"},
+    "llguidance": {"workers/sampling/guided.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},
     "prometheus_client": {

@@ -7,6 +7,7 @@ WorkerError
 │   ├── StaleReservation
 │   └── StaleEpoch
 ├── Aborted, LeaseExpired, CorruptKV, ForwardFailed, WriterNotQuiet    the request ended without its result
+│   └── LogitsNotFinite     a ForwardFailed
 └── GpuTooSmall        the worker cannot start
 """
 
@@ -52,6 +53,16 @@ class CorruptKV(WorkerError):
 
 class ForwardFailed(WorkerError):
     """The forward that the request was part of raised; the worker goes on."""
+
+
+class LogitsNotFinite(ForwardFailed):
+    """The model gave NaN or infinity for a request's next token; the request ends, the others of its forward go on."""
+
+    def __init__(self, request_id: str, position: int) -> None:
+        super().__init__(
+            f"logits are not finite at token {position} of request {request_id!r}, counted from 0 with its prompt; "
+            "its weights are broken, or numbers exceed the model's dtype"
+        )
 
 
 class GpuTooSmall(WorkerError):

@@ -32,6 +32,7 @@ from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.memory_budget import measure_budget
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.guided import Grammars
 from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.step_loop import Ends, StepLoop
@@ -78,6 +79,7 @@ class Worker:
         self._cache: PagedKVCache | None = None
         self._loop: StepLoop | None = None
         self._step_thread: StepThread | None = None
+        self._grammars: Grammars | None = None
         self._server: grpc.aio.Server | None = None
 
     def load(self) -> None:
@@ -189,6 +191,9 @@ class Worker:
         if self._step_thread is not None:
             self._step_thread.stop()
             self._step_thread = None
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
         self._loop = None
         self._cache = None  # with what was captured over its pools, before their memory ends
         if self._opened is not None:
@@ -233,7 +238,10 @@ class Worker:
         runner = ModelRunner(self._model, cache)
         loop = self._loop = self._make_loop(runner, cache)
         self._step_thread = StepThread(loop, "step")
-        service = WorkerService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
+        grammars = self._grammars = Grammars(
+            Path(config.model_path), self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
+        service = WorkerService(config, self.model_config.vocab_size, self._step_thread, loop, cache, grammars)
         self._step_thread.start()
         self._prepared += 1
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))

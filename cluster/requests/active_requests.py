@@ -218,16 +218,17 @@ class ActiveRequests:
         self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str, host: str
     ) -> ValidRequest:
         self._validator.check(request)
+        tokens = None
         if self._validator.is_long(request):
             try:
                 tokens = await self._readers.tokens(host, request)
             except (ChatTemplateError, TokenizerFailed) as error:
                 raise refused_prompt(request, error) from error
-            return self._validator.validate(request, open_ended, credential, tokens)
-        # A template or a text may take a while, and other requests must not wait for it.
-        if request.HasField("chat") or len(request.text) > LONG_TEXT:
-            return await asyncio.to_thread(self._validator.validate, request, open_ended, credential)
-        return self._validator.validate(request, open_ended, credential)
+        # A template, a grammar or a text may take a while, and other requests must not wait for it.
+        slow = tokens is None and (request.HasField("chat") or len(request.text) > LONG_TEXT)
+        if slow or request.sampling.HasField("guided"):
+            return await asyncio.to_thread(self._validator.validate, request, open_ended, credential, tokens)
+        return self._validator.validate(request, open_ended, credential, tokens)
 
     async def _run(self, call: _Call, holders: list[int], client: str, write: Write, deadline: float) -> None:
         if holders:

@@ -153,8 +153,10 @@ class Generation:
 
     @property
     def decoded_by(self) -> WorkerLink | None:
-        """The worker that decodes the request, from its first token on."""
-        return None if self._decoding is None or not self._sent or self._moved else self._decoding[0].decode
+        """The worker that decodes the request, from its first token to its last."""
+        if self._decoding is None or not self._sent or self._moved or self.finished:
+            return None
+        return self._decoding[0].decode
 
     @property
     def num_moves(self) -> int:
@@ -207,7 +209,9 @@ class Generation:
     def _calls(
         self, placement: Placement, inbox: TokenInbox
     ) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
-        sampling = sampling_to_proto(replace(self._request.params, max_tokens=self.max_tokens_left))
+        params, num_output = self._request.params, len(self._sent)
+        least = max(0, params.min_tokens - num_output)
+        sampling = sampling_to_proto(replace(params, max_tokens=self.max_tokens_left, min_tokens=least, bad_words=()))
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
             epoch=placement.prefill.epoch,
@@ -215,6 +219,7 @@ class Generation:
             salt=self.salt,
             sampling=sampling,
             reservation=placement.reservation,
+            num_output=num_output,
         )
         start = worker_pb2.StartGenerateRequest(
             request_id=placement.request_id,
@@ -223,6 +228,7 @@ class Generation:
             sampling=sampling,
             feed=inbox.feed,
             number=inbox.number,
+            num_output=num_output,
         )
         return send, start
 

@@ -15,6 +15,7 @@ from tandem.cluster.text.prompt_tokens import prompt_tokens
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
+from tandem.workers.sampling.guided import Grammars, Guided, InvalidGuide
 from tandem.workers.sampling.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -63,8 +64,16 @@ class ValidRequest:
 class RequestValidator:
     """Turns GenerateRequest messages into ValidRequests; InvalidRequest names the field, the value and the limit."""
 
-    def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None, *, salt_by_token: bool = False) -> None:
-        """salt_by_token: callers with unlike credentials share no prefixes."""
+    def __init__(
+        self,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
+        grammars: Grammars | None = None,
+        *,
+        salt_by_token: bool = False,
+    ) -> None:
+        """grammars: None refuses all. salt_by_token: callers with unlike credentials share no prefixes."""
+        self._grammars = grammars
         self._limits = limits
         self._salt_by_token = salt_by_token
         self._tokenizer = tokenizer
@@ -118,16 +127,21 @@ class RequestValidator:
         prompt's, int64 [n], where they are known."""
         self.check(message)
         params = sampling_from_proto(message.sampling)
-        try:
-            validate(params, self._limits.vocab_size)
-        except ValueError as error:
-            raise InvalidRequest(f"sampling.{error}") from error
+        ends_anywhere = open_ended is not None and not message.sampling.HasField("max_tokens")
+        if ends_anywhere:
+            params = replace(params, max_tokens=max(params.max_tokens, params.min_tokens))
+        self._check_sampling(params)
+        if params.bad_words:
+            params = replace(params, bad_words=(), bad_words_ids=params.bad_words_ids + self._bad_words(params))
+            self._check_sampling(params)
+        if params.guided is not None:
+            self._check_guided(params.guided)
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
         salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
         token_ids = self._prompt(message, tokens)
-        if open_ended is not None and not message.sampling.HasField("max_tokens"):
-            params = replace(params, max_tokens=max(1, min(open_ended, self._room(len(token_ids)))))
+        if open_ended is not None and ends_anywhere:
+            params = replace(params, max_tokens=max(1, params.min_tokens, min(open_ended, self._room(len(token_ids)))))
         self._check_length(len(token_ids), params.max_tokens)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
@@ -137,6 +151,36 @@ class RequestValidator:
         received = tuple(message.resume.token_ids)
         self._check_vocabulary("resume.token_ids", np.array(received, np.int64))
         return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes, salt)
+
+    def _check_sampling(self, params: SamplingParams) -> None:
+        try:
+            validate(params, self._limits.vocab_size)
+        except ValueError as error:
+            raise InvalidRequest(f"sampling.{error}") from error
+
+    def _check_guided(self, guided: Guided) -> None:
+        """Compiles the grammar, so that no worker is asked for one that cannot be."""
+        if self._grammars is None:
+            raise InvalidRequest("sampling.guided: this gateway takes no grammars")
+        try:
+            self._grammars.compile(guided)
+        except InvalidGuide as error:
+            raise InvalidRequest(f"sampling.guided: {error}") from error
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token ids of texts as they stand, and as they stand behind a space where that is another first token: as in
+        vLLM."""
+        if self._tokenizer is None:
+            raise InvalidRequest("sampling.bad_words: texts need a tokenizer, and the checkpoint has none")
+        words: list[tuple[int, ...]] = []
+        for text in params.bad_words:
+            bare, spaced = (
+                tuple(self._tokenizer.encode(space + text.lstrip(), add_special_tokens=False)) for space in ("", " ")
+            )
+            words += [bare] if bare else []
+            if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                words.append(spaced)
+        return tuple(words)
 
     def _check_text(self, kind: str, message: inference_pb2.GenerateRequest) -> None:
         if self._tokenizer is None:

@@ -144,6 +144,16 @@ def test_a_decode_worker_dies_and_the_stream_goes_on(served: str, case: Case) ->
     assert sorted(new - old for new, old in zip(epochs(served), before, strict=True)) == [0, 1]
 
 
+def test_penalties_go_on_as_they_were_when_a_decode_worker_dies(served: str, case: Case) -> None:
+    until(lambda: whole(served))
+    sampling = {**DRAWN, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "min_tokens": 300, "stop_token_ids": [7]}
+    tokens = tokens_of(complete(served, case.prompt, max_tokens=NUM_TOKENS, **sampling))
+    updates = disturbed(served, case, lambda: os.kill(working(served)[1].pid, signal.SIGKILL), sampling)
+    assert tokens_of(updates) == tokens != case.tokens
+    assert attempts(updates) == 2
+    until(lambda: whole(served))
+
+
 def test_a_prefill_worker_dies_and_what_decodes_is_not_disturbed(served: str, case: Case) -> None:
     until(lambda: whole(served))
     before = sum(epochs(served))

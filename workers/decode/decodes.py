@@ -10,14 +10,16 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
-from tandem.workers.errors import CorruptKV, ForwardFailed, NoRoom, WorkerError
+from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason, FinishRule
+from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
@@ -97,17 +99,26 @@ class Decodes:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
         return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe, salt)
 
-    def start(self, request_id: str, reservation_id: int, params: SamplingParams, token_stream: TokenStream) -> None:
-        """Tokens of a reserved request go to `token_stream`, once its KV is here. A local prompt is queued now."""
-        request = self._reservations.start(request_id, reservation_id, params.max_tokens)
-        request.params = params
+    def start(
+        self,
+        request_id: str,
+        reservation_id: int,
+        params: SamplingParams,
+        token_stream: TokenStream,
+        num_output: int = 0,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Tokens of a reserved request go to `token_stream`, once its KV is here. A local prompt is queued now. See
+        DecodeRequest for the rest."""
+        request = self._reservations.start(request_id, reservation_id, params.max_tokens, num_output)
+        request.params, request.constraint = params, constraint
         request.rule = FinishRule.of(params, self._eos_token_ids)
         request.token_stream = token_stream
         if request.is_local:
             self._local.start(request, params)
             return
         self._awaiting.append(request)
-        if self._runner.overlaps and len(self._reservations) == 1:  # there is time
+        if self._runner.overlaps and len(self._reservations) == 1 and not params.changes_logits:  # there is time
             first = np.array([len(request.prompt) + 1])
             self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
 
@@ -199,7 +210,9 @@ class Decodes:
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            launched = None if step is None else self._launch(step, forward)
+            launched = None
+            if step is not None:
+                launched = self._launched(step, self._runner.step(*step) if forward is None else forward(step))
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
             if self._runner.overlaps:
@@ -238,7 +251,7 @@ class Decodes:
             try:
                 reason = self._receive(request, mailbox)
             except Exception as error:
-                if not isinstance(error, CorruptKV):
+                if not isinstance(error, CorruptKV | LogitsNotFinite):
                     log.exception("receiving KV failed")
                     error = ForwardFailed(f"receiving KV of {request.request_id!r} failed: {error}")
                 self._fail(request, error)
@@ -272,14 +285,14 @@ class Decodes:
     def _receive(self, request: DecodeRequest, mailbox: Int64Array) -> FinishReason:
         """Takes the first token. A prompt that ends with it can be shared, and will not be stepped."""
         assert request.rule is not None
-        request.output.append(self._reservations.receive(request, mailbox))
-        reason = request.rule.reason(request.output[0], 1)
+        token = self._reservations.receive(request, mailbox)
+        if token == NOT_FINITE:
+            raise LogitsNotFinite(request.request_id, len(request.prompt))
+        request.output.append(token)
+        reason = request.rule.reason(token, 1)
         if reason != FinishReason.RUNNING:
             self._publish_prompts([request])
         return reason
-
-    def _launch(self, step: DecodeStep, forward: StepForward | None) -> StepInFlight:
-        return self._launched(step, self._runner.step(*step) if forward is None else forward(step))
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
@@ -301,13 +314,16 @@ class Decodes:
         if not self._runner.overlaps:
             self._rows.learn(samples.token_ids)
         reasons = in_flight.reasons(samples.token_ids).tolist()
-        updates, leaving = [], []
+        updates, leaving, failed = [], [], []
         for request, token, logprob, reason in zip(
             in_flight.requests, samples.token_ids.tolist(), samples.logprobs, reasons, strict=True
         ):
             if request.ended:
                 continue
-            request.output.append(token)
+            if reason == FinishReason.ERROR or (request.constraint is not None and request.constraint.error):
+                failed.append(request)
+                continue
+            request.take(token)
             assert request.token_stream is not None
             updates.append(TokenUpdate(request.token_stream, token, logprob, FinishReason(reason)))
             if reason != FinishReason.RUNNING:
@@ -317,7 +333,19 @@ class Decodes:
             self._rows.leave(leaving)
             for request in leaving:
                 self._end(request, writer_quiet=True)
+        if failed:
+            self._fail_rows(failed)
         self._fanout.publish(updates)
+
+    def _fail_rows(self, requests: list[DecodeRequest]) -> None:
+        """Their logits are not finite, so that nobody shares their KV, or their masks have failed."""
+        self._rows.leave(requests)
+        for request in requests:
+            position = len(request.prompt) + len(request.output)
+            request.output.clear()
+            error = None if request.constraint is None else request.constraint.error
+            failure = ForwardFailed(f"decode of {request.request_id!r} failed: {error}")
+            self._fail(request, failure if error else LogitsNotFinite(request.request_id, position))
 
     def _measure(self, in_flight: StepInFlight) -> None:
         now = self._clock()

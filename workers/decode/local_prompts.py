@@ -49,8 +49,11 @@ class LocalPrompts:
             request,
             destination=self,
             salt=request.salt,
+            num_output=request.num_output,
+            constraint=request.constraint,
         )
         prompt.computed = prompt.cached_tokens = len(request.prompt) - request.expected_tokens
+        prompt.begin_output()
         self._prompts[request.request_id] = prompt
         self._queue.add(prompt)
 

@@ -121,10 +121,11 @@ class Reservations:
         self._leases[request_id] = Lease(self._lease_seconds, self._clock)
         return self._offers[request_id]
 
-    def start(self, request_id: str, reservation_id: int, max_tokens: int) -> DecodeRequest:
+    def start(self, request_id: str, reservation_id: int, max_tokens: int, num_output: int = 0) -> DecodeRequest:
         """The request, whose lease ends here: from now on it lives as long as its stream.
 
-        InvalidCall when it has one already, or wants more tokens than pages were reserved for.
+        InvalidCall when it has one already, wants more tokens than pages were reserved for, or its prompt is not longer
+        than the num_output tokens at its end that an earlier placement has put out.
         """
         request = self._requests.get(request_id)
         if request is None or request.sequence_id != reservation_id:
@@ -136,7 +137,10 @@ class Reservations:
             raise InvalidCall(f"request {request_id!r} has a stream already")
         if max_tokens > request.max_tokens:
             raise InvalidCall(f"sampling.max_tokens is {max_tokens}; pages are reserved for {request.max_tokens}")
+        if num_output >= len(request.prompt):
+            raise InvalidCall(f"num_output is {num_output}; the prompt of {len(request.prompt)} tokens must be longer")
         del self._leases[request_id]
+        request.num_output = num_output
         return request
 
     def narrow(self, request: DecodeRequest) -> None:

@@ -81,16 +81,43 @@ class Sampler(Protocol):
     """Samples the tokens of a step's n rows (int64) and hands them to the next step; the host takes no part."""
 
     def inputs(self, tokens: Tensor, sources: Tensor, last: Tensor) -> Tensor:
-        """[n]: tokens [n] where sources [n] is negative, elsewhere last[sources]."""
+        """[n]: tokens [n] where sources [n] is negative, elsewhere last[sources], or 0 for NOT_FINITE."""
         ...
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, last: Tensor, tickets: Tensor, words: Tensor) -> None:
         """Samples a token for each row of logits [n, vocab], whose rows are contiguous, into last [at least n].
 
-        Below the temperature GREEDY_BELOW it is the first of the row's best tokens. A row with NaN gets some token.
-        ticket | token goes into the row's word, in pinned memory where the device is a GPU.
+        Below the temperature GREEDY_BELOW it is the first of the row's best tokens. A row whose best logit is not
+        finite, or that has NaN, gets NOT_FINITE. ticket | token goes into the row's word, in pinned memory where the
+        device is a GPU.
 
         tickets: [at least n], see posted_samples; 0: nothing is posted. words: [2, at least n]; the ticket chooses the
         half.
         """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RuleTables:
+    """The states of rows whose logits are processed, one a slot: see tandem.workers.sampling.logit_rules."""
+
+    seen: Tensor  # int16 [slots, vocab]
+    allowed: Tensor  # int32 [slots, ceil(vocab / 32)]
+    records: Tensor  # int32 [slots, RECORD]
+
+
+class LogitsKernels(Protocol):
+    """Process a step's logits between the model and the Sampler, and keep the states that this takes."""
+
+    def process(self, logits: Tensor, slots: Tensor, positions: Tensor, tables: RuleTables) -> Tensor:
+        """The processed logits, float32 [n, vocab], of logits [n, vocab] in 16 bits or float32, which stay as they are.
+
+        slots: int64 [n], negative for rows that only change their dtype. positions: int64 [n], of the tokens that are
+        sampled next.
+        """
+        ...
+
+    def count(self, slots: Tensor, tokens: Tensor, tables: RuleTables) -> None:
+        """The rows' states have these output tokens more: int64 [at least n], NOT_FINITE for none. slots: as
+        above."""
         ...

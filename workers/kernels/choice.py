@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 import torch
 
-from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear, Sampler
+from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear, LogitsKernels, Sampler
 from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
+from tandem.workers.kernels.torch.logits import TorchLogits
 from tandem.workers.kernels.torch.sampler import TorchSampler
 
 
@@ -62,3 +63,12 @@ def choose_sampler(num_rows: int, device: torch.device) -> Sampler:
     from tandem.workers.kernels.triton.sampler import TritonSampler  # triton may be missing elsewhere
 
     return TritonSampler(num_rows, device)
+
+
+def choose_logits_kernels(device: torch.device) -> LogitsKernels:
+    """Triton's on a GPU, else torch's."""
+    if device.type != "cuda":
+        return TorchLogits()
+    from tandem.workers.kernels.triton.logits import TritonLogits  # triton may be missing elsewhere
+
+    return TritonLogits()

@@ -14,7 +14,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.config import LoopSettings
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.prefill.forwards import PromptForward, PromptForwards
@@ -25,7 +25,9 @@ from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResul
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import Batch
@@ -80,6 +82,7 @@ class Prefills:
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
+        self._eos_token_ids = settings.eos_token_ids
         self._sampling: deque[Sampling] = deque()
         self._ahead: deque[IsPast] = deque()  # of forwards launched beside the decode side's work
 
@@ -108,8 +111,11 @@ class Prefills:
         params: SamplingParams,
         reservation: Reservation,
         salt: bytes = b"",
+        num_output: int = 0,
+        constraint: Constraint | None = None,
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
+        num_output: tokens at its end that an earlier placement has put out.
 
         A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap,
         Aborted, StaleEpoch, StaleReservation. The lease runs until attend().
@@ -130,7 +136,10 @@ class Prefills:
             lease,
             destination=self._handoff,
             salt=salt,
+            num_output=num_output,
+            constraint=constraint,
         )
+        request.begin_output()
         self._handoff.begin(request)
         speculative = self._speculative.claim(request_id, prompt, salt)
         if speculative is not None:
@@ -292,7 +301,10 @@ class Prefills:
                 self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids, prompt.salt)
         tokens, pending = self._runner.sample_async(
             logits,
-            SampleBatch.from_params([prompt.params for prompt in prompts]),
+            SampleBatch.from_params(
+                [prompt.params for prompt in prompts],
+                [prompt.logit_rules(self._eos_token_ids) for prompt in prompts],
+            ),
             np.array([prompt.num_tokens for prompt in prompts], np.int64),
         )
         for row, prompt in enumerate(prompts):
@@ -330,10 +342,15 @@ class Prefills:
             self._fail(sampling.prompts, error)
             return
         for row, prompt in enumerate(sampling.prompts):
+            if prompt.constraint is not None and prompt.constraint.error is not None:
+                self._fail([prompt], RuntimeError(prompt.constraint.error))
             if not prompt.left:
                 prompt.left = True
                 first = FirstToken(int(samples.token_ids[row]), samples.logprobs[row])
-                prompt.destination.finish(prompt, first)
+                if first.token_id == NOT_FINITE:
+                    prompt.destination.fail(prompt, LogitsNotFinite(prompt.request_id, prompt.num_tokens))
+                else:
+                    prompt.destination.finish(prompt, first)
 
     def _stop(self, request: PrefillRequest, error: Exception) -> None:
         """Nothing more is computed for the request; its caller hears `error` once its writes are quiet."""

@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tandem.cache.plan.arrays import Int64Array
 from tandem.transfer.completion import Signal
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishRule
+from tandem.workers.sampling.guided import Constraint
+from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sampling_params import SamplingParams
 
 
@@ -27,6 +31,27 @@ class DecodeRequest:
     ended: bool = False  # a step launched before may still have a row for it, which is then ignored
     output: list[int] = field(default_factory=list)
     salt: bytes = b""  # of the prefixes that it shares
+    num_output: int = 0  # tokens at the prompt's end that an earlier placement has put out
+    constraint: Constraint | None = None  # its place in the grammar of params.guided
+
+    def take(self, token: int) -> None:
+        """The output grows by a token that its row has sampled."""
+        self.output.append(token)
+        if self.constraint is not None:
+            self.constraint.follow((token,))
+
+    @property
+    def logit_rules(self) -> LogitRules | None:
+        """Those of its row behind all tokens that there are, anew at each call; None for a request without."""
+        assert self.params is not None
+        assert self.rule is not None
+        if not self.params.changes_logits:
+            return None
+        context = np.concatenate((self.prompt, np.array(self.output, np.int64)))
+        num_output = self.num_output + len(self.output)
+        if self.constraint is not None:
+            self.constraint.follow(context[context.size - num_output + self.constraint.consumed :].tolist())
+        return LogitRules(self.params, self.rule.stop_ids, context, num_output, len(self.prompt), self.constraint)
 
     @property
     def is_local(self) -> bool:

@@ -9,6 +9,9 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.errors import ForwardFailed
 from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.sampling.finish import FinishRule
+from tandem.workers.sampling.guided import Constraint
+from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sampling_params import SamplingParams
 
 OfKind = TypeVar("OfKind", contravariant=True)
@@ -43,6 +46,8 @@ class Prompt:
     params: SamplingParams
     destination: Destination[Any] = field(kw_only=True, repr=False)
     salt: bytes = field(default=b"", kw_only=True)  # of the prefixes that it shares
+    num_output: int = field(default=0, kw_only=True)  # tokens at its end that an earlier placement has put out
+    constraint: Constraint | None = field(default=None, kw_only=True)  # its place in the grammar of params.guided
     computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
     cached_tokens: int = field(default=0, kw_only=True)  # found in the prefix index
     logits: Tensor | None = field(default=None, kw_only=True)  # [1, vocab], where all was launched speculatively
@@ -54,6 +59,18 @@ class Prompt:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def logit_rules(self, eos_token_ids: tuple[int, ...]) -> LogitRules | None:
+        """Those of its first token; None for a request without."""
+        if not self.params.changes_logits:
+            return None
+        stop_ids = FinishRule.of(self.params, eos_token_ids).stop_ids
+        return LogitRules(self.params, stop_ids, self.token_ids, self.num_output, self.num_tokens, self.constraint)
+
+    def begin_output(self) -> None:
+        """The mask of the first token is computed while the prompt is."""
+        if self.constraint is not None:
+            self.constraint.follow(self.token_ids[self.num_tokens - self.num_output :].tolist())
 
     @property
     def has_room(self) -> bool:

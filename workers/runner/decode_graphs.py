@@ -4,20 +4,31 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.attention.forward import Batch, Forward
 from tandem.cache.attention.graph_buffers import GraphBuffers
+from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, MIXED_ROWS
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
+from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.mixed_attention import MixedAttention
 from tandem.workers.runner.mixed_graphs import MixedGraphs
-from tandem.workers.runner.step_inputs import ON_HOST, StepInputs, pack_inputs, unpack_inputs
-from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
+from tandem.workers.runner.step_inputs import (
+    ON_HOST,
+    StepInputs,
+    pack_inputs,
+    pack_sampling,
+    unpack_inputs,
+    unpack_sampling,
+)
+from tandem.workers.sampling.logit_rules import has_constraint
+from tandem.workers.sampling.pending_samples import CopiedSamples, LateSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox
 from tandem.workers.sampling.sample_batch import NO_LOGPROBS, SampleBatch
 from tandem.workers.sampling.token_logprobs import logprobs_of
@@ -26,7 +37,7 @@ from tandem.workers.sampling.token_logprobs import logprobs_of
 class DecodeGraphs:
     """Each step's graph fetches its arrays from the host, takes its input tokens from there or from the step before;
     then embeds, attends, samples tokens and posts them to the host. Nothing stands between two graphs, unless rows
-    report log-probabilities.
+    report log-probabilities or have LogitRules.
 
     So a step can be launched before the host knows what the one before has sampled. A step whose rows share so many
     pages that reading them once for all pays (PagedKVCache.pays_to_share) runs in the graph of buffers for sharing.
@@ -39,16 +50,19 @@ class DecodeGraphs:
         plain: Sequence[GraphBuffers],
         sharing: Sequence[GraphBuffers],
         capture: Capture,
+        processor: LogitsProcessor,
     ) -> None:
         """plain, sharing: PagedKVCache.graph_buffers of steps with NUM_INPUTS, in ascending order; captures a graph for
         each."""
         self._model = model
         self._cache = cache
+        self._processor = processor
         largest = plain[-1].size
         self._sampler = choose_sampler(largest, model.device)
         self._posts = PostBox(largest, model.device)
         self._last = torch.zeros(largest, dtype=torch.int64, device=model.device)  # what the last step sampled
         self._foreseen: Forward | None = None
+        self._late: LateSamples | None = None  # of the last step
         self._mixed: MixedGraphs | None = None
         self._plain = ForwardGraphs(plain, capture, self._compute)
         self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
@@ -70,6 +84,7 @@ class DecodeGraphs:
         inputs = [tokens, np.full_like(tokens, ON_HOST), np.full_like(tokens, ticket)]
         if not self._cache.begin_foreseen(forward, inputs):
             return None
+        self._late = None
         self._plain.replay(forward.buffers)
         self._cache.commit(forward)
         return self._posts.expect(ticket, tokens.size)
@@ -85,6 +100,7 @@ class DecodeGraphs:
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step."""
         rows = len(sequence_ids)
+        self._sample_late()
         self._foreseen = None  # its buffers are filled with something else
         graphs, buffers = self._choose(sequence_ids)
         ticket = self._posts.next_ticket()
@@ -92,7 +108,7 @@ class DecodeGraphs:
         forward = self._cache.begin(Batch(sequence_ids), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
-        return self._pending(ticket, logits, sampling)
+        return self._pending(ticket, logits, sampling, positions)
 
     def capture_with_prompts(self, prompts: Sequence[GraphBuffers], capture: Capture) -> None:
         """Captures steps of some sizes with prompt chunks in each of `prompts`, ascending buffers of prompts."""
@@ -119,6 +135,7 @@ class DecodeGraphs:
         """
         assert self._mixed is not None, "takes_prompts() is asked first"
         rows = len(sequence_ids)
+        self._sample_late()
         self._foreseen = None
         step_buffers, prompt_buffers = self._mixed.choose(rows, token_ids.size)
         ticket = self._posts.next_ticket()
@@ -129,7 +146,7 @@ class DecodeGraphs:
         self._cache.commit(step)
         self._cache.commit(chunks)
         behind_prompts = logits[step_buffers.size :][: last_rows.size].clone()
-        return self._pending(ticket, logits[:rows], inputs.sampling), behind_prompts
+        return self._pending(ticket, logits[:rows], inputs.sampling, inputs.positions), behind_prompts
 
     def _compute_with_prompts(self, buffers: GraphBuffers, prompts: GraphBuffers) -> Tensor:
         num_rows, (prompt_ids, last_rows) = buffers.size, prompts.inputs
@@ -142,10 +159,49 @@ class DecodeGraphs:
         self._sampler.sample(own, parameters, self._last[:num_rows], tickets, self._posts.words)
         return logits
 
-    def _pending(self, ticket: int, logits: Tensor, sampling: SampleBatch) -> PendingSamples:
+    def _pending(self, ticket: int, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
+        if sampling.rules is None:
+            return self._posted(ticket, logits, sampling)
+        rules = sampling.rules
+
+        def sample() -> PendingSamples:
+            self._sample_behind(ticket, logits, sampling, rules, positions)
+            return self._posted(ticket, logits, sampling)
+
+        if not has_constraint(rules):
+            return sample()
+        self._late = late = LateSamples(sample)
+        return late
+
+    def _posted(self, ticket: int, logits: Tensor, sampling: SampleBatch) -> PendingSamples:
         rows = logits.shape[0]
         logprobs = logprobs_of(logits, self._last[:rows], sampling.num_logprobs)
         return self._posts.expect(ticket, rows) if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
+
+    def _sample_late(self) -> None:
+        """Samples of the step before, which wait for the tokens before them: these have been delivered by now."""
+        late, self._late = self._late, None
+        if late is not None:
+            late.launch()
+
+    def forget(self) -> None:
+        """The samples of the last step are not wanted."""
+        self._late = None
+
+    @torch.inference_mode()
+    def _sample_behind(
+        self,
+        ticket: int,
+        logits: Tensor,
+        sampling: SampleBatch,
+        rules: NDArray[np.object_],
+        positions: Int64Array,
+    ) -> None:
+        """Samples a step behind its graph, which has sampled the best tokens for nothing (decision 0076)."""
+        tickets, parameters = unpack_sampling(upload(pack_sampling(ticket, sampling, positions), logits.device))
+        processed = self._processor.process(logits, rules, positions)
+        self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
+        self._processor.count(processed, self._last)
 
     def _choose(self, sequence_ids: Sequence[int] | Int64Array) -> tuple[ForwardGraphs, GraphBuffers]:
         rows = len(sequence_ids)

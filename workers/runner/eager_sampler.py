@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
+from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.step_inputs import NUM_SAMPLING, pack_sampling, unpack_sampling
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox, half_of
@@ -20,13 +21,16 @@ class EagerSampler:
     before or behind it: copies wait for those that push KV. Owned by one thread, on whose current stream all is queued.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, processor: LogitsProcessor | None = None) -> None:
+        """processor: of rows with rules, None for one of its own."""
         self._device = device
+        self._processor = processor or LogitsProcessor(device)
         self._make_room(FEWEST_ROWS)
 
     def sample(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
         """A token for each row of logits [n, vocab], which are of 16 bits or float32; positions [n]: its index in its
-        sequence. It depends on the row's logits, parameters, seed and position, on nothing else."""
+        sequence. It depends on the row's logits, parameters, seed and position; with LogitRules also on the tokens
+        before it."""
         rows = logits.shape[0]
         if rows > self._last.shape[0]:
             if self._device.type == "cuda":
@@ -35,7 +39,12 @@ class EagerSampler:
         ticket = self._posts.next_ticket()
         inputs, tickets, parameters = self._halves[half_of(ticket)]
         inputs[:, :rows] = pack_sampling(ticket, sampling, positions)
-        self._sampler.sample(logits, parameters, self._last, tickets, self._posts.words)
+        if sampling.rules is None:
+            self._sampler.sample(logits, parameters, self._last, tickets, self._posts.words)
+        else:
+            processed = self._processor.process(logits, sampling.rules, positions)
+            self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
+            self._processor.count(processed, self._last)
         posted = self._posts.expect(ticket, rows)
         logprobs = logprobs_of(logits, self._last, sampling.num_logprobs)
         return posted if logprobs is None else CopiedSamples(self._last[:rows], logprobs)

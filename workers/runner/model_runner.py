@@ -18,6 +18,7 @@ from tandem.workers.runner.batch_buckets import MIXED_TOKENS, MOST_PROMPTS, buck
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
+from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -42,7 +43,8 @@ class ModelRunner:
     def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
-        self._eager_sampler = EagerSampler(model.device)
+        self._processor = LogitsProcessor(model.device)
+        self._eager_sampler = EagerSampler(model.device, self._processor)
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: ForwardGraphs | None = None
 
@@ -68,7 +70,9 @@ class ModelRunner:
             for sizes, shared in ((bucket_sizes(max_sequences), False), (sharing_sizes(max_sequences), True))
         )
         if plain:
-            self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, capture or GraphCapture())
+            self._graphs = DecodeGraphs(
+                self._model, self._cache, plain, sharing, capture or GraphCapture(), self._processor
+            )
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
         """From now on launch() replays CUDA graphs for short forwards of up to max_tokens that push nothing, as
@@ -133,7 +137,10 @@ class ModelRunner:
         return None if is_past() else is_past
 
     def drain(self) -> None:
-        """Waits until nothing that was launched is under way; raises what the device reports."""
+        """Waits until nothing that was launched is under way; raises what the device reports. The last step's samples
+        may be lost."""
+        if self._graphs is not None:
+            self._graphs.forget()
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 

@@ -29,7 +29,10 @@ class StepInputs(NamedTuple):
 def pack_inputs(
     tokens: Int64Array, sources: Int64Array, ticket: int, sampling: SampleBatch, positions: Int64Array
 ) -> list[Int64Array]:
-    """NUM_INPUTS arrays int64 [n], of floats their bits; see ModelRunner.step and PostBox."""
+    """NUM_INPUTS arrays int64 [n], of floats their bits; see ModelRunner.step and PostBox. With LogitRules the step
+    itself posts nothing: its tokens are sampled behind it."""
+    if sampling.rules is not None:
+        return [tokens, sources, *[np.zeros(positions.size, np.int64)] * NUM_SAMPLING]
     return [tokens, sources, *pack_sampling(ticket, sampling, positions)]
 
 

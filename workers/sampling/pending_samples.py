@@ -1,5 +1,6 @@
 """Sampled tokens on their way from the device to the host."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,6 +30,26 @@ class PendingSamples(Protocol):
     def wait(self) -> Samples:
         """Blocks until the step is done; raises what the device reports."""
         ...
+
+
+class LateSamples:
+    """Samples of a step whose sampling is launched behind the step, once what it takes is known."""
+
+    def __init__(self, launch: Callable[[], PendingSamples]) -> None:
+        self._launch = launch
+        self._launched: PendingSamples | None = None
+
+    def launch(self) -> PendingSamples:
+        """Idempotent. Until it is called the device samples nothing."""
+        if self._launched is None:
+            self._launched = self._launch()
+        return self._launched
+
+    def is_done(self) -> bool:
+        return self.launch().is_done()
+
+    def wait(self) -> Samples:
+        return self.launch().wait()
 
 
 class CopiedSamples:

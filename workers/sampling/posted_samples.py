@@ -1,6 +1,6 @@
 """Tokens that a step's last kernel writes into the host's memory itself: no copy stands behind it.
 
-word of a row   bits 62…24 turn, a number that each step has to itself, from 1 | bits 23…0 token id
+word of a row   bits 62…24 turn, a number that each step has to itself, from 1 | bits 23…0 token id, or NOT_FINITE
 
 The turn without a token is the row's ticket. A word is stored at once, so a reader that finds the turn in it has the
 token, too, as with a signal (tandem.transfer.completion). Steps alternate between two halves of the memory: the host
@@ -19,7 +19,8 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.sampling.pending_samples import Samples
 
 TOKEN_BITS = 24
-MAX_VOCAB = 1 << TOKEN_BITS
+MAX_VOCAB = (1 << TOKEN_BITS) - 1
+NOT_FINITE = MAX_VOCAB  # in place of a token: the row's logits have NaN or infinity
 POLL_SECONDS = 0.00002
 WAIT_SECONDS = 60.0  # a kernel that waits for another gives up long before
 
@@ -63,7 +64,7 @@ class PostedSamples:
     def _look(self) -> bool:
         if self._tokens is None:
             tokens = self._words - self._ticket
-            if tokens.view(np.uint64).max() < MAX_VOCAB:
+            if tokens.view(np.uint64).max() <= NOT_FINITE:
                 self._tokens = tokens
         return self._tokens is not None
 

@@ -1,12 +1,23 @@
 """How tokens are sampled and when a request ends: vLLM's names and defaults, and one validator for every frontend."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tandem.workers.sampling.guided import Guided
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+MAX_GUIDED_LENGTH = 65_536  # characters
+MAX_CHOICES = 1024
+MAX_BAD_WORDS = 64  # sequences of tokens; a text may be two
+MAX_BAD_WORD_TOKENS = 16
 SEED_LIMIT = 1 << 64
 
 
@@ -30,6 +41,29 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    min_tokens: int = 0  # output tokens before which no stop token is sampled
+    presence_penalty: float = 0.0  # of tokens in the output
+    frequency_penalty: float = 0.0  # of tokens in the output, each time
+    repetition_penalty: float = 1.0  # of tokens in prompt and output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit grows by), each id once
+    bad_words: tuple[str, ...] = ()  # texts; the gateway makes bad_words_ids of them
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens whose last is not sampled behind the others
+    allowed_token_ids: tuple[int, ...] = ()  # all others are never sampled; empty allows all
+    guided: Guided | None = None  # what the output has to follow
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are processed before a token is sampled; see tandem.workers.sampling.logit_rules."""
+        return bool(
+            self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.bad_words_ids
+            or self.allowed_token_ids
+            or self.guided
+        )
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
@@ -49,8 +83,62 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
         _require(fits, "stop", len(text), f"1 to {MAX_STOP_LENGTH}", "characters in one string")
     ids = params.stop_token_ids
     _require(len(ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", len(ids), f"at most {MAX_STOP_TOKEN_IDS}", "ids")
+    _require_tokens("stop_token_ids", ids, vocab_size)
+    least = params.min_tokens
+    _require(0 <= least <= params.max_tokens, "min_tokens", least, f"in [0, max_tokens], which is {params.max_tokens}")
+    _validate_penalties(params)
+    _validate_token_rules(params, vocab_size)
+    if params.guided is not None:
+        _validate_guided(params, params.guided)
+
+
+def _validate_penalties(params: SamplingParams) -> None:
+    for field in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, field)
+        _require(-MAX_PENALTY <= value <= MAX_PENALTY, field, value, f"in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+    repetition = params.repetition_penalty
+    fits = 0 < repetition <= MAX_REPETITION_PENALTY
+    _require(fits, "repetition_penalty", repetition, f"in (0, {MAX_REPETITION_PENALTY:g}]")
+
+
+def _validate_token_rules(params: SamplingParams, vocab_size: int) -> None:
+    bias = params.logit_bias
+    _require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", len(bias), f"at most {MAX_BIASED_TOKENS}", "tokens")
+    _require_tokens("logit_bias", [token for token, _ in bias], vocab_size)
+    for token, value in bias:
+        fits = -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS
+        _require(fits, f"logit_bias[{token}]", value, f"in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
+    for text in params.bad_words:
+        fits = 1 <= len(text) <= MAX_STOP_LENGTH
+        _require(fits, "bad_words", len(text), f"1 to {MAX_STOP_LENGTH}", "characters in one text")
+    words = params.bad_words_ids
+    num_words = len(words) + len(params.bad_words)
+    _require(num_words <= MAX_BAD_WORDS, "bad_words", num_words, f"at most {MAX_BAD_WORDS}", "words")
+    for word in words:
+        fits = 1 <= len(word) <= MAX_BAD_WORD_TOKENS
+        _require(fits, "bad_words_ids", len(word), f"1 to {MAX_BAD_WORD_TOKENS}", "tokens in one word")
+        _require_tokens("bad_words_ids", word, vocab_size)
+    allowed = params.allowed_token_ids
+    _require(len(allowed) <= vocab_size, "allowed_token_ids", len(allowed), f"at most {vocab_size}", "ids")
+    _require_tokens("allowed_token_ids", allowed, vocab_size)
+
+
+def _validate_guided(params: SamplingParams, guided: Guided) -> None:
+    """Other masks could leave no token at all."""
+    texts, size = guided.texts, sum(map(len, guided.texts))
+    _require(1 <= len(texts) <= MAX_CHOICES, "guided.choice", len(texts), f"1 to {MAX_CHOICES}", "texts")
+    _require(size <= MAX_GUIDED_LENGTH, f"guided.{guided.kind}", size, f"at most {MAX_GUIDED_LENGTH}", "characters")
+    for text in texts:
+        _require(bool(text), f"guided.{guided.kind}", 0, "at least 1", "characters")
+    for field in ("min_tokens", "bad_words", "bad_words_ids", "allowed_token_ids", "ignore_eos"):
+        value = getattr(params, field)
+        given = value if isinstance(value, int) else len(value)
+        _require(not value, field, given, "absent beside guided")
+
+
+def _require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:
     for token in ids:
-        _require(0 <= token < vocab_size, "stop_token_ids", token, f"inside the vocabulary, [0, {vocab_size})")
+        _require(0 <= token < vocab_size, field, token, f"inside the vocabulary, [0, {vocab_size})")
 
 
 def _require(holds: bool, field: str, value: float | None, accepted: str, unit: str = "") -> None:

@@ -42,7 +42,8 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_logprobs: NDArray[np.int64])
     values = logits[where].float().log_softmax(dim=-1)
     counts = np.minimum(num_logprobs[rows], logits.shape[-1])
     top, ids = values.topk(int(counts.max()), dim=-1)
-    chosen = values.gather(1, tokens[where][:, None]).squeeze(1)
+    inside = tokens[where].clamp(max=logits.shape[-1] - 1)  # NOT_FINITE is outside
+    chosen = values.gather(1, inside[:, None]).squeeze(1)
     return Logprobs(rows, chosen, counts, ids, top)
 
 

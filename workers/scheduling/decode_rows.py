@@ -11,10 +11,9 @@ from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.scheduling.batch import DecodeStep
-
-NO_TOKEN = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,8 @@ class StepInFlight:
         stops = self.stop_ids == sampled[:, None]
         if not np.count_nonzero(stops):  # a third of any()
             return self.limits
-        return np.where(stops.any(axis=1), int(FinishReason.STOP), self.limits)
+        reasons = np.where(stops.any(axis=1), int(FinishReason.STOP), self.limits)
+        return np.where(sampled == NOT_FINITE, int(FinishReason.ERROR), reasons)
 
 
 class DecodeRows:
@@ -43,7 +43,7 @@ class DecodeRows:
     tokens, sources: see DecodeStep.
     lengths: positions whose KV is stored once the steps launched so far are done.
     ends: the length with which a request has all tokens that it may have.
-    stop_ids: [n, k], rows filled up with NO_TOKEN.
+    stop_ids: [n, k], rows filled up with at least one NOT_FINITE, which ends a request, too.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,8 @@ class DecodeRows:
         self._append("ends", before + np.array([rule.max_tokens for rule in rules], np.int64))
         self.stop_ids = _stack(self.stop_ids, rules)
         params = [request.params for request in requests if request.params is not None]
-        self.sampling = self.sampling.join(SampleBatch.from_params(params))
+        rules = [request.logit_rules for request in requests]
+        self.sampling = self.sampling.join(SampleBatch.from_params(params, rules))
         self._set_requests([*self.requests, *requests])
 
     def leave(self, requests: Sequence[DecodeRequest]) -> None:
@@ -125,8 +126,8 @@ class DecodeRows:
 def _stack(stop_ids: Int64Array, rules: Sequence[FinishRule]) -> Int64Array:
     """stop_ids with a row more for each rule."""
     rows = stop_ids.shape[0]
-    width = max([stop_ids.shape[1], *(len(rule.stop_ids) for rule in rules)])
-    stacked = np.full((rows + len(rules), width), NO_TOKEN, np.int64)
+    width = max([stop_ids.shape[1], *(len(rule.stop_ids) + 1 for rule in rules)])
+    stacked = np.full((rows + len(rules), width), NOT_FINITE, np.int64)
     stacked[:rows, : stop_ids.shape[1]] = stop_ids
     for row, rule in enumerate(rules, start=rows):
         stacked[row, : len(rule.stop_ids)] = sorted(rule.stop_ids)

@@ -50,3 +50,9 @@ def check_sampling(message: inference_pb2.SamplingParams, vocab_size: int) -> Sa
     if params.temperature > 0 and params.seed is None:
         raise InvalidCall("sampling.seed is missing; where temperature is above 0 the gateway draws it")
     return params
+
+
+def check_num_output(num_output: int, prompt_tokens: int) -> int:
+    if num_output >= prompt_tokens:
+        raise InvalidCall(f"num_output is {num_output}; the prompt of {prompt_tokens} tokens must be longer")
+    return num_output

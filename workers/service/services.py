@@ -22,7 +22,14 @@ from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
-from tandem.workers.service.call_checks import check_prompt, check_request_id, check_salt, check_sampling
+from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
+from tandem.workers.service.call_checks import (
+    check_num_output,
+    check_prompt,
+    check_request_id,
+    check_salt,
+    check_sampling,
+)
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.status import outcome, refuse
 from tandem.workers.step_loop import StepLoop
@@ -39,7 +46,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Every call to a worker, whatever it is mainly for."""
 
     def __init__(
-        self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: StepLoop, cache: PagedKVCache
+        self,
+        config: WorkerConfig,
+        vocab_size: int,
+        thread: StepThread,
+        loop: StepLoop,
+        cache: PagedKVCache,
+        grammars: Grammars,
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
@@ -48,6 +61,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._loop = loop
         self._cache = cache
         self._feeds = Feeds()
+        self._grammars = grammars
 
     async def _on_step_thread(self, context: Context, epoch: int, command: Callable[[], T]) -> T:
         def of_this_epoch() -> T:
@@ -103,6 +117,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await context.write(report)
             await reports.due()
 
+    async def _constraint(self, context: Context, sampling: inference_pb2.SamplingParams) -> Constraint | None:
+        """Compiled beside the step thread; None for a request without."""
+        if not sampling.HasField("guided"):
+            return None
+        try:
+            guided = check_sampling(sampling, self._vocab_size).guided
+            return None if guided is None else await asyncio.to_thread(self._grammars.constraint, guided)
+        except InvalidGuide as error:
+            await refuse(context, InvalidCall(f"sampling.guided: {error}"))
+        except InvalidCall as error:
+            await refuse(context, error)
+
     # Prefill
 
     async def Announce(self, request_iterator: AsyncIterable[worker_pb2.AnnounceRequest], context: Context) -> None:
@@ -133,11 +159,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             prompt = self._check_prompt(request.request_id, request.prompt, 1)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
-            future = prefills.submit(request.request_id, prompt, params, reservation, check_salt(request.salt))
+            salt, num_output = check_salt(request.salt), check_num_output(request.num_output, prompt.size)
+            future = prefills.submit(request.request_id, prompt, params, reservation, salt, num_output, constraint)
             lease = prefills.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
 
+        constraint = await self._constraint(context, request.sampling)
         try:
             result = await outcome(context, await self._on_step_thread(context, request.epoch, submit))
         except asyncio.CancelledError:
@@ -174,9 +202,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         def start() -> None:
             check_request_id(request.request_id)
             params = check_sampling(request.sampling, self._vocab_size)
-            decodes.start(request.request_id, request.reservation_id, params, token_stream)
+            decodes.start(
+                request.request_id, request.reservation_id, params, token_stream, request.num_output, constraint
+            )
             started.append(request.request_id)
 
+        constraint = await self._constraint(context, request.sampling)
         finished = False
         try:
             await self._on_step_thread(context, request.epoch, start)

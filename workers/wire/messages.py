@@ -10,6 +10,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.transfer.wire_map import WireMap
 from tandem.workers.errors import InvalidCall
+from tandem.workers.sampling.guided import Guided
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 from tandem.workers.wire.reservation import Reservation
@@ -39,11 +40,32 @@ def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams
     given: dict[str, Any] = {
         field.name: tuple(value) if field.is_repeated else value for field, value in message.ListFields()
     }
+    if message.logit_bias:
+        given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    if message.bad_words_ids:
+        given["bad_words_ids"] = tuple(tuple(word.ids) for word in message.bad_words_ids)
+    given.pop("guided", None)
+    if message.HasField("guided"):
+        given["guided"] = _guided(message.guided)
     return SamplingParams(**given)
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
-    return inference_pb2.SamplingParams(**{name: value for name, value in vars(params).items() if value is not None})
+    given: dict[str, Any] = {name: value for name, value in vars(params).items() if value is not None}
+    given["logit_bias"] = dict(params.logit_bias)
+    given["bad_words_ids"] = [inference_pb2.TokenIds(ids=word) for word in params.bad_words_ids]
+    if params.guided is not None:
+        kind, texts = params.guided.kind, params.guided.texts
+        value = inference_pb2.Choice(texts=texts) if kind == "choice" else texts[0]
+        given["guided"] = inference_pb2.Guided(**{kind: value})  # type: ignore[arg-type]  # by their names
+    return inference_pb2.SamplingParams(**given)
+
+
+def _guided(message: inference_pb2.Guided) -> Guided | None:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return None
+    return Guided(kind, tuple(message.choice.texts) if kind == "choice" else (getattr(message, kind),))
 
 
 def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:

@@ -13,7 +13,7 @@ from tandem.workers.kernels.triton import sampler as triton_sampler
 from tandem.workers.kernels.triton.sampler import TritonSampler
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.step_inputs import pack_sampling, unpack_sampling
-from tandem.workers.sampling.posted_samples import TOKEN_BITS
+from tandem.workers.sampling.posted_samples import NOT_FINITE, TOKEN_BITS
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -23,9 +23,10 @@ GREEDY = SamplingParams(temperature=0)
 
 def test_inputs_come_from_the_host_or_from_the_last_step() -> None:
     tokens, last = torch.arange(100, 105, device=DEVICE), torch.arange(200, 208, device=DEVICE)
+    last[3] = NOT_FINITE  # no embedding has a row for it
     sources = torch.tensor([-1, 7, 0, -1, 3], device=DEVICE)
     actual = TritonSampler(8, torch.device(DEVICE)).inputs(tokens, sources, last)
-    assert actual.tolist() == TorchSampler().inputs(tokens, sources, last).tolist() == [100, 207, 200, 103, 203]
+    assert actual.tolist() == TorchSampler().inputs(tokens, sources, last).tolist() == [100, 207, 200, 103, 0]
 
 
 @pytest.mark.parametrize("programs", [1, 12, 128])
@@ -44,7 +45,7 @@ def test_the_first_of_the_best_tokens_is_kept(
     logits[5, [13, 200]] = torch.tensor([-0.0, 0.0]).to(dtype)
     tickets = torch.tensor([turn << TOKEN_BITS for turn in (7, 7, 2**38, 1, 6, 0)])
     kept, words = sample_by_both(logits, [GREEDY] * 6, tickets)
-    assert kept == [202, 0, 6, 0, 150, 13]
+    assert kept == [202, 0, 6, NOT_FINITE, NOT_FINITE, 13]
     posted = [int(ticket) | token for ticket, token in zip(tickets[:5], kept, strict=False)]
     assert words == [[-3, -3, posted[2], -3, posted[4], -3, -3], [*posted[:2], -3, posted[3], -3, -3, -3]]
 

@@ -1,6 +1,5 @@
 """Draws against a naive row-by-row reference, and what they promise: to depend on (seed, position) alone."""
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,9 @@ from hypothesis import strategies as st
 
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.pending_samples import Samples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.random import uniform
-from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sample_batch import ARRAYS, SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
@@ -154,15 +154,17 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_gets_a_token_of_the_vocabulary(bad: float, options: dict[str, Any]) -> None:
-    """Anything else would fail the forward of all that are stepped with it."""
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_row_that_is_not_finite_gets_no_token(bad: float, options: dict[str, Any], logprobs: int | None) -> None:
+    """The others of its batch get theirs."""
     logits = random_logits(3)
-    params = [SamplingParams(seed=row, **options) for row in range(3)]
+    params = [SamplingParams(seed=row, logprobs=logprobs, **options) for row in range(3)]
     expected = sample(logits, params, [0] * 3)
     logits[1] = bad
-    tokens = sample(logits, params, [0] * 3)
-    assert 0 <= tokens[1] < VOCAB
-    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+    assert sample(logits, params, [0] * 3) == [expected[0], NOT_FINITE, expected[2]]
+    logits[1] = random_logits(1, seed=9)
+    logits[1, 17] = bad
+    assert (sample(logits, params, [0] * 3)[1] == NOT_FINITE) == (bad != -np.inf)
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
@@ -200,5 +202,5 @@ def test_take_picks_rows_of_every_array() -> None:
     other = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=11, logprobs=2)
     batch = SampleBatch.from_params([SamplingParams(temperature=0), other])
     picked, alone = batch.take(np.array([1])), SampleBatch.from_params([other])
-    for field in fields(SampleBatch):
-        assert getattr(picked, field.name).tolist() == getattr(alone, field.name).tolist()
+    for name in ARRAYS:
+        assert getattr(picked, name).tolist() == getattr(alone, name).tolist()

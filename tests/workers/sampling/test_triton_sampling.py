@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tandem.workers.runner.eager_sampler import EagerSampler
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -58,11 +59,23 @@ def test_draws_equal_those_of_torch(seed: int, block: int, monkeypatch: pytest.M
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_gets_a_token_of_the_vocabulary(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "programs"), [(slice(None), 128), (slice(170, 172), 1)])
+def test_rows_that_are_not_finite_get_no_token(
+    bad: float, tokens: slice, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the bad logits stand; negative infinity is only bad where no token is possible."""
     monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 128)
-    logits = random_logits(len(PARAMS), seed=3).fill_(bad)
-    _, actual = both(logits, [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS)])
-    assert all(0 <= token < VOCAB for token in actual)
+    monkeypatch.setattr(triton_sampler, "BLOCK", 64)
+    monkeypatch.setattr(triton_sampler, "MAX_PROGRAMS", programs)
+    options: list[dict[str, Any]] = [*PARAMS, {"temperature": 0}]
+    params = [SamplingParams(**one, seed=row) for row, one in enumerate(options)]
+    logits = random_logits(len(params), seed=3)
+    _, good = both(logits, params)
+    logits[1::2, tokens] = bad
+    expected, actual = both(logits, params)
+    assert actual == expected
+    assert actual[::2] == good[::2]
+    assert {token == NOT_FINITE for token in actual[1::2]} == {bad != -torch.inf or tokens == slice(None)}
 
 
 def test_logits_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:

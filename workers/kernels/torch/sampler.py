@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import SamplingInputs
-from tandem.workers.sampling.posted_samples import half_of
+from tandem.workers.sampling.posted_samples import NOT_FINITE, half_of
 from tandem.workers.sampling.sample_batch import GREEDY_BELOW
 
 
@@ -13,15 +13,18 @@ class TorchSampler:
     """See Sampler."""
 
     def inputs(self, tokens: Tensor, sources: Tensor, last: Tensor) -> Tensor:
-        return torch.where(sources < 0, tokens, last[sources])  # at -1 is some number
+        sampled = last[sources]  # at -1 is some number
+        return torch.where(sources < 0, tokens, sampled.masked_fill(sampled == NOT_FINITE, 0))
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, last: Tensor, tickets: Tensor, words: Tensor) -> None:
         rows = logits.shape[0]
-        last[:rows] = logits.argmax(-1)
+        best = logits.argmax(-1, keepdim=True)  # NaN is better than any number
+        last[:rows] = best.squeeze(-1)
         (sampled,) = (sampling.temperature[:rows].float() >= GREEDY_BELOW).nonzero(as_tuple=True)
         if sampled.shape[0]:
             columns = (column[sampled, None] for column in vars(sampling).values())
             last[sampled] = _sample(logits[sampled].float(), SamplingInputs(*columns))
+        last[:rows].masked_fill_(~logits.gather(-1, best).isfinite().squeeze(-1), NOT_FINITE)
         (posted,) = tickets[:rows].nonzero(as_tuple=True)
         words[half_of(tickets[posted]), posted] = tickets[posted] | last[posted]
 
@@ -78,5 +81,5 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     index = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
     # uniforms · total may round up to the total itself: then the last index that carries weight
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    # Of a row that is not finite both are behind its end: such a token would fail the whole batch's next forward.
+    # Of a row that is not finite both are behind its end.
     return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(1)

@@ -23,17 +23,19 @@ ROUNDING = tl.constexpr(1e-4)  # of a sum of a vocabulary's weights, far more th
 
 @triton.jit
 def sample_token(
-    row, one, uniforms, temperature, top_p, min_p, top_k, gathered, indices, vocab, BLOCK: tl.constexpr
+    row, one, uniforms, temperature, top_p, min_p, top_k, gathered, indices, vocab, NOT_FINITE: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     """Samples a token, int64, from the logits at `row`, with entry `one` of the others. A token's weight is its
-    probability ÷ that of the best. cold: 1 ÷ temperature."""
+    probability ÷ that of the best. cold: 1 ÷ temperature. NOT_FINITE of logits that have NaN or infinity."""
     cold, least, mass, k = (
         1 / tl.load(temperature + one).to(tl.float32), tl.load(min_p + one).to(tl.float32),
         tl.load(top_p + one).to(tl.float32), tl.load(top_k + one)
     )  # fmt: skip
     row_max = tl.full((BLOCK,), float("-inf"), tl.float32)
     for begin in range(0, vocab, BLOCKS * BLOCK):
-        row_max = tl.maximum(row_max, tl.max(_load_blocks(row, begin, vocab, 1.0, BLOCK), 0))
+        logits = _load_blocks(row, begin, vocab, 1.0, BLOCK)
+        row_max = tl.maximum(row_max, tl.max(tl.where(logits != logits, float("inf"), logits), 0))
     row_max *= cold
     best = tl.max(row_max, 0)
     above = order_of(best).to(tl.int64) + 1  # nothing has an order this high
@@ -54,7 +56,7 @@ def sample_token(
     token = _invert(row, vocab, cold, best, least, low, tl.load(uniforms + one) * row_sum, BLOCK)
     if few:
         token = tl.load(indices + token).to(tl.int64)
-    return token
+    return tl.where(tl.abs(best) == float("inf"), NOT_FINITE, token)
 
 
 @triton.jit

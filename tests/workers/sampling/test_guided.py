@@ -1,0 +1,122 @@
+"""Random schemas and regexes: what follows from their masks, drawn from random logits, is valid; also placed again."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.workers.runner.eager_sampler import EagerSampler
+from tandem.workers.sampling.guided import MOST_CACHED, Grammars, Guided, InvalidGuide
+from tandem.workers.sampling.logit_rules import LogitRules
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+VOCAB, EOS, ENOUGH = 512, 1, 600
+PROGRAMS = 40  # 1,000 took a minute, and none failed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guided") / "model"
+    make_checkpoint(folder, arch="qwen3", size="tiny", seed=1)
+    return folder
+
+
+def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "integer", "boolean", "enum", "null", *["array", "object", "anyOf"] * (depth < 2)]
+    kind = "object" if depth == 0 else chance.choice(kinds)
+    if kind == "object":
+        names = chance.sample(["a", "bc", "d e", 'f"g', "é"], chance.randint(1, 4))
+        properties = {name: random_schema(chance, depth + 1) for name in names}
+        return {"type": kind, "properties": properties, "required": names[: chance.randint(0, 4)], **NO_MORE}
+    if kind == "array":
+        least = chance.randint(0, 2)
+        items = random_schema(chance, depth + 1)
+        return {"type": kind, "items": items, "minItems": least, "maxItems": least + chance.randint(0, 2)}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(chance, depth + 1) for _ in range(2)]}
+    if kind == "enum":
+        return {"enum": chance.sample(["x", "y z", 3, None, True, "ü"], 3)}
+    if kind == "integer":
+        return {"type": kind, "minimum": chance.randint(-99, 0), "maximum": chance.randint(1, 999)}
+    return {"type": kind, "maxLength": chance.randint(0, 9)} if kind == "string" else {"type": kind}
+
+
+NO_MORE = {"additionalProperties": False}
+
+
+def random_regex(chance: random.Random) -> str:
+    parts = ["[a-e]", "x{1,3}", "[0-9]{2}", "(foo|ba)", "é?", r"\.", "( [A-Z]){0,2}"]
+    return "".join(chance.choice(parts) for _ in range(chance.randint(1, 6)))
+
+
+def draw(grammars: Grammars, guided: Guided, seed: int, again_at: int) -> list[int]:
+    """Its tokens; the request is placed again behind again_at of them."""
+    rng, params, output = np.random.default_rng(seed), SamplingParams(guided=guided, seed=seed), list[int]()
+    sampler = EagerSampler(torch.device("cpu"))
+    batch, constraint = SampleBatch.from_params([]), None
+    while EOS not in output and len(output) < ENOUGH:
+        if constraint is None or len(output) == again_at:
+            constraint = grammars.constraint(guided)
+            constraint.follow(output)
+            rules = LogitRules(params, frozenset((EOS,)), np.array([5, *output]), len(output), 1, constraint)
+            batch = SampleBatch.from_params([params], [rules])
+        logits = torch.from_numpy(rng.normal(0, 2, (1, VOCAB)).astype(np.float32))
+        token = int(sampler.sample(logits, batch, np.array([1 + len(output)])).wait().token_ids[0])
+        assert constraint.error is None
+        constraint.follow((token,))
+        output.append(token)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex"])
+def test_random_grammars(folder: Path, kind: str) -> None:
+    tokenizer, grammars = Tokenizer.from_folder(folder), Grammars(folder, VOCAB, (EOS,))
+    assert tokenizer is not None
+    ended = 0
+    for seed in range(PROGRAMS):
+        chance = random.Random(seed)
+        schema = random_schema(chance) | {"x-guidance": {"whitespace_flexible": False}}
+        text = json.dumps(schema) if kind == "json_schema" else random_regex(chance)
+        output = draw(grammars, Guided(kind, (text,)), seed, again_at=chance.randint(1, 30))
+        if output[-1] != EOS:
+            continue
+        ended += 1
+        answer = tokenizer.decode(output[:-1], skip_special_tokens=False)
+        if kind == "json_schema":
+            jsonschema.validate(json.loads(answer), schema)
+        else:
+            assert re.fullmatch(text, answer)
+    grammars.close()
+    assert ended > 0.95 * PROGRAMS
+
+
+def test_no_more_grammars_are_kept_than_said(folder: Path) -> None:
+    grammars = Grammars(folder, VOCAB, (EOS,))
+    for number in range(MOST_CACHED + 5):
+        grammars.compile(Guided("regex", (f"a{{{number + 1}}}",)))
+    assert len(grammars._compiled) == MOST_CACHED
+
+
+def test_a_matcher_is_its_rows_own(folder: Path) -> None:
+    grammars = Grammars(folder, VOCAB, (EOS,))
+    first, second = (grammars.constraint(Guided("choice", ("yes", "no"))) for _ in range(2))
+    before = second.mask()
+    first.follow([int(np.flatnonzero(np.unpackbits(first.mask().view(np.uint8), bitorder="little"))[0])])
+    assert (first.mask() != before).any()
+    assert (second.mask() == before).all()
+    grammars.close()
+
+
+def test_a_checkpoint_without_a_tokenizer_or_an_end(folder: Path, tmp_path: Path) -> None:
+    for grammars in (Grammars(tmp_path, VOCAB, (EOS,)), Grammars(folder, VOCAB, ())):
+        with pytest.raises(InvalidGuide, match=r"need a tokenizer.json and an end token"):
+            grammars.compile(Guided("regex", ("a",)))

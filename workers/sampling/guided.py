@@ -1,0 +1,148 @@
+"""Grammars that a request's output has to follow, compiled by llguidance: the extra `guided`."""
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int32Array
+
+if TYPE_CHECKING:
+    from llguidance import GrammarFormat, LLMatcher, LLTokenizer
+
+KINDS: "dict[str, GrammarFormat]" = {  # llguidance's names
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "grammar": "gbnf",
+    "choice": "choice",
+}
+MOST_CACHED = 64  # compiled grammars
+THREADS = max(2, min(16, (os.cpu_count() or 1) // 2))  # that compute masks beside the step thread
+MASK_SECONDS = 1.0  # a mask takes some ten microseconds; llguidance gives up one of some ten milliseconds
+COMPILE_FUEL = 1_000_000  # about 20 ms
+MOST_SYMBOLS = 100_000
+
+
+class InvalidGuide(ValueError):
+    """A grammar that cannot be compiled, or no way to compile any; the text says which."""
+
+
+@dataclass(frozen=True)
+class Guided:
+    """What the output has to follow. texts: one, of choice several."""
+
+    kind: str  # of KINDS
+    texts: tuple[str, ...]
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the latest. Any thread may use it."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """folder: that of the checkpoint, whose tokenizer is read when the first grammar comes."""
+        self._path = folder / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[Guided, LLMatcher] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def compile(self, guided: Guided) -> "LLMatcher":
+        """A matcher of its own at the grammar's beginning. Takes up to seconds the first time; InvalidGuide."""
+        with self._lock:
+            matcher = self._compiled.get(guided)
+            if matcher is None:
+                matcher = self._compiled[guided] = self._compile(guided)
+            self._compiled.move_to_end(guided)
+            if len(self._compiled) > MOST_CACHED:
+                self._compiled.popitem(last=False)
+            return matcher.deep_copy()
+
+    def constraint(self, guided: Guided) -> "Constraint":
+        """Of one row; as compile()."""
+        matcher = self.compile(guided)
+        with self._lock:
+            self._pool = self._pool or ThreadPoolExecutor(THREADS, "masks")
+            return Constraint(matcher, self._pool, self._vocab_size)
+
+    def close(self) -> None:
+        """Ends the threads. Constraints are not used behind it."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, guided: Guided) -> "LLMatcher":
+        try:
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+        except ModuleNotFoundError:
+            raise InvalidGuide("grammars need llguidance, the extra `guided`, which is not installed") from None
+        if not self._path.exists() or not self._eos_token_ids:
+            raise InvalidGuide("grammars need a tokenizer.json and an end token, and the checkpoint lacks one of them")
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = LLTokenizer(str(self._path), self._vocab_size, list(self._eos_token_ids))
+            except ValueError as error:
+                raise InvalidGuide(f"llguidance cannot use the checkpoint's tokenizer: {error}") from None
+        text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
+        try:
+            grammar = grammar_from(KINDS[guided.kind], text)
+        except ValueError as error:
+            raise InvalidGuide(f"{guided.kind} cannot be read: {error}") from None
+        limits = LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, max_grammar_size=MOST_SYMBOLS, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise InvalidGuide(f"{guided.kind} cannot be compiled: {matcher.get_error()}")
+        return matcher
+
+
+class Constraint:
+    """One row's place in its grammar. Owned by the step thread; masks are computed on another one."""
+
+    def __init__(self, matcher: "LLMatcher", pool: ThreadPoolExecutor, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._pool = pool
+        self._words = -(-vocab_size // 32)
+        self._mask: Future[Int32Array] | None = None
+        self.consumed = 0  # output tokens
+        self.error: str | None = None
+        """Why there are no more masks: the request has to end."""
+
+    def follow(self, output: Sequence[int]) -> None:
+        """The output has grown by these tokens, or begins with them. The next mask is computed from now on."""
+        before, tokens = self._mask, [int(token) for token in output]
+        self.consumed += len(tokens)
+
+        def next_mask() -> Int32Array:
+            if before is not None:
+                before.result(MASK_SECONDS)
+            return self._next_mask(tokens)
+
+        self._mask = self._pool.submit(next_mask)
+
+    def mask(self) -> Int32Array:
+        """Of the next token, as LogitRules.allowed; all tokens are allowed where there is an error. Waits for it."""
+        if self._mask is None:
+            self.follow(())
+        assert self._mask is not None
+        try:
+            return self._mask.result(MASK_SECONDS)
+        except Exception as error:
+            self.error = str(error) or type(error).__name__
+            return np.full(self._words, -1, np.int32)
+
+    def _next_mask(self, tokens: list[int]) -> Int32Array:
+        matcher = self._matcher
+        if tokens:
+            matcher.consume_tokens(tokens)
+        mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words]
+        if matcher.is_error():
+            raise RuntimeError(f"the output cannot follow its grammar: {matcher.get_error()[:200]}")
+        return mask

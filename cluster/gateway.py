@@ -21,16 +21,17 @@ from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError, Unavailable
 from tandem.cluster.frontends.admin import Admin
-from tandem.cluster.frontends.grpc_server import grpc_server, host_of, open_port
+from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.routes import HttpApp, openai_routes
+from tandem.cluster.frontends.inference import Inference
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
 from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
-from tandem.cluster.protocol import CLIENT_ID_KEY, CLUSTER_ENDS
+from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
@@ -47,10 +48,8 @@ from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
-from tandem.cluster.statuses import grpc_status, refuse
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from tandem.workers.authentication import HEADER
 from tandem.workers.config import max_message_bytes
 from tandem.workers.models.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
@@ -60,7 +59,6 @@ from tandem.workers.sampling.guided import Grammars
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
-Context = grpc.aio.ServicerContext
 READ_BY = ("tandem.cluster.frontends.http.bodies",)  # whose functions read long requests
 LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -103,7 +101,7 @@ class GatewayAddresses:
     metrics: str | None = None  # where it has a port of its own
 
 
-class Gateway(inference_pb2_grpc.InferenceServicer):
+class Gateway:
     """Validates, places, streams. Everything but the constructor runs on the event loop that answers the calls.
 
     It knows no island until update_island() tells it; until then requests queue.
@@ -232,7 +230,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             shared=settings.processes > 1,
             rejected=self._metrics.rejected_grpc,
         )
-        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+        inference = Inference(self._requests, self._model_info(), self._cluster_info, self._metrics.rejected_grpc)
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -325,49 +324,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         """As Admin.answer."""
         self._admin.answer(number, outcome)
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        try:
-            serving = self._requests.serve(
-                request,
-                _client_of(context),
-                context.write,
-                host=host_of(context),
-                credential=_metadata(context, HEADER),
-                seconds=context.time_remaining(),
-            )
-            del request  # which may be large, and the call long
-            await serving
-        except TandemError as error:
-            self._metrics.rejected_grpc(grpc_status(error).name)
-            await refuse(context, error)
-
-    async def GetModelInfo(
-        self, request: inference_pb2.GetModelInfoRequest, context: Context
-    ) -> inference_pb2.ModelInfo:
-        model, settings = self._model, self._settings
-        # The scales do not change the size.
-        scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.config.cache.kv_cache_dtype, model) else None
-        return inference_pb2.ModelInfo(
-            name=self._names[0],
-            architecture=model.architecture,
-            dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=model.vocab_size,
-            max_model_len=self._limits.longest,
-            num_layers=model.num_layers,
-            page_size=settings.config.cache.page_size,
-            kv_bytes_per_token=kv_layout(model, settings.config.cache.page_size, scales).token_bytes,
-            eos_token_ids=model.eos_token_ids,
-            has_tokenizer=self._tokenizer is not None,
-            has_chat_template=self._tokenizer is not None and self._tokenizer.has_chat_template,
-        )
-
-    async def GetClusterInfo(
-        self, request: inference_pb2.GetClusterInfoRequest, context: Context
-    ) -> inference_pb2.ClusterInfo:
-        return await self._cluster_info()
-
     async def _cluster_info(self) -> inference_pb2.ClusterInfo:
-        """Asks all workers."""
         islands = await self._islands.info(self._settings.config.island.transport)
         gateways = [self._process_info(process) for process in range(self._table.processes)]
         return inference_pb2.ClusterInfo(
@@ -390,13 +347,20 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             process=process, pid=pid, queued=queued, active=active, calls=calls, restarts=restarts
         )
 
-
-def _client_of(context: Context) -> str:
-    """Whose request it is: what the metadata client-id says, else the host it comes from."""
-    given = _metadata(context, CLIENT_ID_KEY)
-    return f"id:{given}" if given else host_of(context)
-
-
-def _metadata(context: Context, wanted: str) -> str:
-    """The last value of a key; empty without one."""
-    return str(dict(context.invocation_metadata() or ()).get(wanted, ""))
+    def _model_info(self) -> inference_pb2.ModelInfo:
+        model, settings = self._model, self._settings
+        # The scales do not change the size.
+        scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.config.cache.kv_cache_dtype, model) else None
+        return inference_pb2.ModelInfo(
+            name=self._names[0],
+            architecture=model.architecture,
+            dtype=str(model.dtype).removeprefix("torch."),
+            vocab_size=model.vocab_size,
+            max_model_len=self._limits.longest,
+            num_layers=model.num_layers,
+            page_size=settings.config.cache.page_size,
+            kv_bytes_per_token=kv_layout(model, settings.config.cache.page_size, scales).token_bytes,
+            eos_token_ids=model.eos_token_ids,
+            has_tokenizer=self._tokenizer is not None,
+            has_chat_template=self._tokenizer is not None and self._tokenizer.has_chat_template,
+        )

@@ -82,6 +82,7 @@ HOMES = {
         "cluster/credentials.py",
         "cluster/frontends/admin.py",
         "cluster/frontends/grpc_server.py",
+        "cluster/frontends/inference.py",
         "cluster/gateway.py",
         "cluster/peers/claims.py",
         "cluster/peers/links.py",

@@ -38,19 +38,15 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "audio": (),
         "best_of": (1,),
         "echo": (False,),
-        "frequency_penalty": (0,),
         "function_call": ("none",),
         "functions": ([],),
         "logit_bias": ({},),
-        "min_tokens": (0,),
         "modalities": (["text"],),
         "n": (1,),
         "parallel_tool_calls": (True, False),
         "prediction": (),
-        "presence_penalty": (0,),
         "prompt_logprobs": (),
         "reasoning_effort": (),
-        "repetition_penalty": (1,),
         "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
@@ -120,14 +116,14 @@ def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
     return kind | None, Field(default=None, description=accepted)
 
 
-SAMPLING = inference_pb2.SamplingParams.DESCRIPTOR.fields
+SAMPLING = [field for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.message_type is None]
 if TYPE_CHECKING:
     SamplingFields = Part
 else:
     SamplingFields = create_model(
         "SamplingFields", __base__=Part, **{field.name: _sampling_field(field) for field in SAMPLING}
     )
-"""All sampling parameters that the protocol has."""
+"""All sampling parameters of the protocol that are numbers or texts, or lists of them."""
 
 
 class GenerationBody(SamplingFields, ABC):

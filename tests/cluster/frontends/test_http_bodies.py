@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.frontends.http.bodies import ChatBody, CompletionBody, GenerationBody, read_body
+from tandem.cluster.frontends.http.bodies import SAMPLING, ChatBody, CompletionBody, GenerationBody, read_body
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.workers.wire.messages import prompt_from_bytes
 
@@ -29,16 +29,20 @@ def refusal(kind: type[GenerationBody], body: Any) -> HttpError:
 def test_every_sampling_parameter_gets_through() -> None:
     sampling = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 1 << 63}
     sampling |= {"logprobs": 4, "stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True}
-    sampling |= {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    sampling |= {"skip_special_tokens": False, "include_stop_str_in_output": True, "min_tokens": 2}
+    sampling |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5}
+    sampling |= {"bad_words": ["a"], "allowed_token_ids": [5]}
     request = read(CompletionBody, {"prompt": "text", **sampling}).request()
     assert request.text == "text"
-    sent = {field.name: getattr(request.sampling, field.name) for field in request.sampling.DESCRIPTOR.fields}
-    assert sent | {name: list(sent[name]) for name in ("stop", "stop_token_ids")} == sampling
+    sent = {field.name: getattr(request.sampling, field.name) for field in SAMPLING}
+    assert {
+        name: list(value) if isinstance(sampling[name], list) else value for name, value in sent.items()
+    } == sampling
 
 
 def test_what_is_not_given_is_not_set() -> None:
     null: dict[str, Any] = dict.fromkeys(("model", "max_tokens", "temperature", "stop", "logprobs", "stream_options"))
-    neutral: dict[str, Any] = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "u"}
+    neutral: dict[str, Any] = {"n": 1, "logit_bias": {}, "tools": [], "user": "u"}
     for body in ({}, null, neutral):
         request = read(CompletionBody, {"prompt": "text", **body}).request()
         assert not request.sampling.ListFields()
@@ -71,7 +75,6 @@ def test_chats() -> None:
         ("echo", True, "false"),
         ("tools", [{}], "[]"),
         ("response_format", {"type": "json_object"}, '"text"'),
-        ("presence_penalty", 0.5, "0"),
         ("logit_bias", {"5": 1}, "{}"),
         ("suffix", "x", '""'),
         ("store", True, "false"),

@@ -259,9 +259,9 @@ class TestStop:
                 until(lambda: len(opened.worker.sent) == 2)
                 opened.events.run(opened.gateway.stop(0.05), timeout=30)
                 *_, last = [line for line in lines if line]
-            assert last.startswith('data: {"error":{"message":"the gateway is stopping"')
+            assert last.startswith('data: {"error":{"message":"the cluster ends: it was stopped"')
             asked.join(20)
-            assert "stopping" in refused(answers[0], 503)["message"]
+            assert "the cluster ends" in refused(answers[0], 503)["message"]
             assert len(opened.worker.ended) == 4  # both workers of both
             assert not caplog.records  # uvicorn has cancelled nothing
 

@@ -80,7 +80,7 @@ def test_all_of_vllms_names_are_there_before_the_first_request(gateway: OpenGate
     assert wanted <= found.names
     for name in wanted:
         for labels, _ in found.series(name):
-            assert labels.items() >= {"model_name": gateway.gateway._name, "engine": "0"}.items()
+            assert labels.items() >= {"model_name": gateway.gateway._names[0], "engine": "0"}.items()
 
 
 def test_requests_through_both_frontends_count(gateway: OpenGateway) -> None:

@@ -47,7 +47,7 @@ def assert_full(opened: OpenGateway, client: Client) -> None:
     assert "gateway.max_calls is 1" in refused(response, 429)["message"]
     assert response.headers["retry-after"] == "1"
     assert get(opened.http, "/health").status_code == 200
-    assert health(opened) == health_pb2.HealthCheckResponse.SERVING
+    assert health(opened) == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_an_http_call_counts_at_both_frontends(narrow: OpenGateway) -> None:
@@ -84,9 +84,11 @@ def test_questions_after_health_take_no_room(narrow: OpenGateway) -> None:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(OPEN_CALLS)]
         for watch in watches:
-            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.RpcError) as caught:
             next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
-        assert stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
+        assert (
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        )
         assert client.model_info().vocab_size

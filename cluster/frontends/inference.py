@@ -1,0 +1,69 @@
+"""The service of tandem's own protocol, tandem.v1.Inference, over gRPC."""
+
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from tandem.cluster.errors import TandemError
+from tandem.cluster.frontends.grpc_server import host_of
+from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.statuses import grpc_status, refuse
+from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.workers.authentication import HEADER
+
+Context = grpc.aio.ServicerContext
+
+
+class Inference(inference_pb2_grpc.InferenceServicer):
+    """Runs requests, and tells of the model and the cluster."""
+
+    def __init__(
+        self,
+        requests: ActiveRequests,
+        model: inference_pb2.ModelInfo,
+        cluster: Callable[[], Awaitable[inference_pb2.ClusterInfo]],
+        rejected: Callable[[str], None],
+    ) -> None:
+        """cluster: asks all workers. rejected: counts a failed call by the name of its status."""
+        self._requests = requests
+        self._model = model
+        self._cluster = cluster
+        self._rejected = rejected
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        try:
+            serving = self._requests.serve(
+                request,
+                _client_of(context),
+                context.write,
+                host=host_of(context),
+                credential=_metadata(context, HEADER),
+                seconds=context.time_remaining(),
+            )
+            del request  # which may be large, and the call long
+            await serving
+        except TandemError as error:
+            self._rejected(grpc_status(error).name)
+            await refuse(context, error)
+
+    async def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.ModelInfo:
+        return self._model
+
+    async def GetClusterInfo(
+        self, request: inference_pb2.GetClusterInfoRequest, context: Context
+    ) -> inference_pb2.ClusterInfo:
+        return await self._cluster()
+
+
+def _client_of(context: Context) -> str:
+    """Whose request it is: what the metadata client-id says, else the host it comes from."""
+    given = _metadata(context, CLIENT_ID_KEY)
+    return f"id:{given}" if given else host_of(context)
+
+
+def _metadata(context: Context, wanted: str) -> str:
+    """The last value of a key; empty without one."""
+    return str(dict(context.invocation_metadata() or ()).get(wanted, ""))

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -17,8 +20,9 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from tandem.cluster.config_errors import explain, names
-from tandem.cluster.config_file import parse_override, put, read_mapping
-from tandem.cluster.credentials import is_loopback
+from tandem.cluster.config_file import environment_keys, parse_override, put, read_mapping
+from tandem.cluster.config_model import find_model, model_name
+from tandem.cluster.credentials import ServerSecurity, is_loopback
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
@@ -63,18 +67,36 @@ def _resolve(path: str) -> str:
     return str(Path(path).expanduser().resolve())
 
 
+def _names(value: object) -> object:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("must be a name, or a list of names")
+    return names
+
+
 ResolvedPath = Annotated[str, AfterValidator(_resolve)]
+ModelPath = Annotated[str, AfterValidator(find_model)]
+Names = Annotated[list[str], BeforeValidator(_names), Field(json_schema_extra={"accepted": "text, or a list of texts"})]
 
 
 class ModelSection(Section):
-    path: ResolvedPath | None = None
-    """folder of a Hugging Face checkpoint; `~` and relative paths are resolved"""
+    path: ModelPath | None = None
+    """folder of a Hugging Face checkpoint, or the hub id of one in the Hugging Face cache, such as Qwen/Qwen3-8B; `~`
+    and relative paths are resolved"""
+    served_model_name: Names | None = None
+    """what clients call the model: all names are accepted, answers have the first; null is the hub id or the folder's
+    name"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """element type of weights and KV; auto takes the checkpoint's"""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """where weights come from; dummy draws them at random and needs config.json only"""
     max_model_len: Positions | None = Field(default=None, le=1 << 24)
     """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit"""
+
+    @property
+    def names(self) -> list[str]:
+        """What it is called, the name in answers first."""
+        return self.served_model_name or [model_name(self.path or "")]
 
 
 class CacheSection(Section):
@@ -184,6 +206,8 @@ class GatewaySection(Section):
     """largest message that the gateway takes"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
+    drain_seconds: Seconds = Field(default=0.0, ge=0, le=3600)
+    """how long the gateway serves on once it is told to stop; meanwhile it says that it is not ready"""
     warm_up: bool | None = None
     """whether the gateway sends requests of its own through new workers before it is ready, so that those of clients
     find all compiled, connected and allocated; null does on a GPU"""
@@ -203,11 +227,24 @@ class GatewaySection(Section):
         return http_port
 
 
+class MetricsSection(Section):
+    enabled: bool = True
+    """whether requests are counted, and /metrics is served"""
+    port: Port | None = None
+    """port of /metrics, /ready and /health alone; 0 takes any free one, null serves them on gateway.http_port"""
+    host: str = "127.0.0.1"
+    """address that metrics.port listens on"""
+    public: bool = False
+    """whether /metrics needs no token and may be asked for under any host name"""
+
+
 class SecuritySection(Section):
     """Whoever can reach the gateway may use it, unless it asks for a token."""
 
     token_file: ResolvedPath | None = None
     """file with the bearer token that every call must carry; only its owner may read it"""
+    api_key: SecretStr | None = None
+    """the bearer token itself, in place of token_file; better in TANDEM_SECURITY__API_KEY than in a file"""
     tls_cert: ResolvedPath | None = None
     """the gateway's certificate chain, PEM"""
     tls_key: ResolvedPath | None = None
@@ -217,8 +254,16 @@ class SecuritySection(Section):
     salt_by_token: bool = False
     """whether callers share cached prefixes only with those of the same bearer token"""
 
+    @property
+    def server(self) -> ServerSecurity:
+        """As the gateway takes it."""
+        key = None if self.api_key is None else self.api_key.get_secret_value()
+        return ServerSecurity(**self.model_dump(exclude={"api_key"}), api_key=key)
+
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
+        if self.api_key is not None and self.token_file is not None:
+            raise ValueError("must have token_file or api_key, not both")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("must have both tls_cert and tls_key, or neither")
         if self.client_ca is not None and self.tls_cert is None:
@@ -262,6 +307,8 @@ class ClusterConfig(Section):
     """the workers that can write into each other"""
     gateway: GatewaySection = GatewaySection()
     """what clients connect to"""
+    metrics: MetricsSection = MetricsSection()
+    """what Prometheus reads"""
     recovery: RecoverySection = RecoverySection()
     """what happens when a process ends or falls silent"""
     security: SecuritySection = SecuritySection()
@@ -271,11 +318,28 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
-        guarded = self.security.token_file is not None and self.security.tls_cert is not None
+        keyed = self.security.token_file is not None or self.security.api_key is not None
+        guarded = keyed and self.security.tls_cert is not None
         if not guarded and not is_loopback(self.gateway.host):
             raise ValueError(
                 f"gateway.host is {self.gateway.host!r}; it must be a loopback address, 127.0.0.1, ::1 or localhost, "
-                "unless there are a token and TLS: set security.token_file, tls_cert and tls_key"
+                "unless there are a token and TLS: set security.token_file or api_key, tls_cert and tls_key"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _are_counted(self) -> Self:
+        metrics, guarded = self.metrics, self.security.token_file is not None and self.security.tls_cert is not None
+        if metrics.port is None:
+            return self
+        if not metrics.enabled:
+            raise ValueError(f"metrics.port is {metrics.port}; it must be null where metrics.enabled is false")
+        if metrics.port and metrics.port in (self.gateway.port, self.gateway.http_port):
+            raise ValueError(f"metrics.port is {metrics.port}; it must be another one than those of the gateway")
+        if not (guarded or metrics.public or is_loopback(metrics.host)):
+            raise ValueError(
+                f"metrics.host is {metrics.host!r}; it must be a loopback address unless metrics.public is true, or "
+                "security.token_file, tls_cert and tls_key are set"
             )
         return self
 
@@ -290,28 +354,47 @@ class ClusterConfig(Section):
         return self
 
 
-def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ClusterConfig:
-    """Reads a cluster's YAML and lays overrides over it; None stands for an empty file.
+def load_config(
+    path: Path | str | None,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> ClusterConfig:
+    """Reads a cluster's YAML, lays the environment's keys over it, and overrides over both; None is an empty file.
 
-    overrides: dotted keys and values, or `dotted.key=value` with the value in YAML.
+    overrides: dotted keys and values, or `dotted.key=value` with the value in YAML. environ: see environment_keys().
     Raises ConfigError with one line for each finding.
     """
     values = {} if path is None else read_mapping(Path(path), names(ClusterConfig))
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides))
-    for key, value in pairs:
+    given = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
+    pairs = [
+        (f"{variable}: ", *pair)
+        for variable, pair in environment_keys(environ, ClusterConfig.model_fields, _takes_text)
+    ]
+    pairs += [("", *pair) for pair in given]
+    for _, key, value in pairs:
         put(values, key, value)
+    sources = {key: source for source, key, _ in pairs}
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
-        given = [key for key, _ in pairs]
         raise ConfigError(
-            "\n".join(_place(finding, path, given) + explain(finding, ClusterConfig) for finding in error.errors())
+            "\n".join(_source(finding, path, sources) + explain(finding, ClusterConfig) for finding in error.errors())
         ) from None
 
 
-def _place(finding: ErrorDetails, path: Path | str | None, overrides: Sequence[str]) -> str:
-    """Where the value stands: in the file, unless an override has given it, or may have."""
-    if not finding["loc"] and overrides:
+def _source(finding: ErrorDetails, path: Path | str | None, sources: Mapping[str, str]) -> str:
+    """Where the value stands: in the file, unless a variable or an override has given it, or may have."""
+    if not finding["loc"] and sources:
         return ""
     dotted = ".".join(map(str, finding["loc"])) + "."
-    return "" if path is None or any(dotted.startswith(f"{key}.") for key in overrides) else f"{path}: "
+    over = [source for key, source in sources.items() if dotted.startswith(f"{key}.")]
+    return over[-1] if over else "" if path is None else f"{path}: "
+
+
+def _takes_text(key: str) -> bool:
+    """Whether a dotted key is one that only texts are accepted for."""
+    kind: Any = ClusterConfig
+    for name in key.split("."):
+        field = kind.model_fields.get(name) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+        kind = None if field is None else field.annotation
+    return bool({str, SecretStr} & {kind, *get_args(kind)})

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 MAX_SHOWN = 80  # characters of a value in an error
+SECRETS = ("api_key",)
 
 
 def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
@@ -29,7 +30,8 @@ def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
         return f"{dotted} is {shown(finding['input'])}; it must be {description}"
     else:
         accepted = finding["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{dotted} is {shown(finding['input'])}; it {accepted} ({description})"
+    found = "hidden" if location[-1] in SECRETS else shown(finding["input"])
+    return f"{dotted} is {found}; it {accepted} ({description})"
 
 
 def explain_yaml(error: yaml.YAMLError) -> str:

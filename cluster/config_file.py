@@ -1,5 +1,10 @@
-"""Reads a cluster's YAML, and overrides of its keys. Raises ConfigError for what is not of that form."""
+"""Reads a cluster's YAML, and overrides of its keys from options and the environment.
 
+Raises ConfigError for what is not of that form.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +12,9 @@ import yaml
 
 from tandem.cluster.config_errors import cut, explain_yaml, shown
 from tandem.cluster.errors import ConfigError
+
+PREFIX = "TANDEM_"
+Scalar = int | float | date
 
 
 def read_mapping(path: Path, keys: str) -> dict[str, Any]:
@@ -45,6 +53,28 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, _load_yaml(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {shown(text)}: the value is not YAML: {explain_yaml(error)}") from None
+
+
+def environment_keys(
+    environ: Mapping[str, str], sections: Iterable[str], is_text: Callable[[str], bool]
+) -> list[tuple[str, tuple[str, Any]]]:
+    """Each variable that gives a key, with the dotted key and its value: `TANDEM_GATEWAY__PORT=8080` is gateway.port.
+
+    Two underscores stand for the dot. The value is YAML, as that of --set; for a key of which is_text() says that it
+    takes text, digits are text, too. Other variables that begin with TANDEM_ and
+    have no two underscores are not for here.
+    """
+    found: list[tuple[str, tuple[str, Any]]] = []
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        key = variable.removeprefix(PREFIX).lower().replace("__", ".")
+        if "." not in key and key not in sections:
+            continue
+        try:
+            value = _load_yaml(environ[variable])
+            found.append((variable, (key, environ[variable] if isinstance(value, Scalar) and is_text(key) else value)))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{variable}: the value is not YAML: {explain_yaml(error)}") from None
+    return found
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

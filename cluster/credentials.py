@@ -3,7 +3,7 @@
 import ipaddress
 import ssl
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ StubT = TypeVar("StubT")
 class ServerSecurity:
     """Paths; None where the gateway does without. client_ca: clients must show a certificate that it signed.
 
+    api_key: the token itself, in place of a file.
     salt_by_token: callers share cached prefixes only with those that show the same token.
     """
 
@@ -28,6 +29,7 @@ class ServerSecurity:
     tls_key: str | None = None
     client_ca: str | None = None
     salt_by_token: bool = False
+    api_key: str | None = field(default=None, repr=False)
 
     def check(self) -> None:
         """ConfigError for a file that cannot be read or used."""
@@ -35,6 +37,8 @@ class ServerSecurity:
         self.credentials()
 
     def token(self) -> str | None:
+        if self.api_key is not None:
+            return check_token("security.api_key", self.api_key)
         return None if self.token_file is None else read_token(Path(self.token_file))
 
     def credentials(self) -> grpc.ServerCredentials | None:
@@ -76,10 +80,14 @@ class ClientSecurity:
 
 def read_token(path: Path) -> str:
     """The one line of a token file. ConfigError unless only its owner may read it and it is long enough."""
-    token = _read_private("token_file", str(path)).decode("ascii", "replace").strip()
+    return check_token(f"token_file {path}", _read_private("token_file", str(path)).decode("ascii", "replace").strip())
+
+
+def check_token(source: str, token: str) -> str:
+    """The token. ConfigError, which does not show it, unless it is long enough."""
     if len(token) < MIN_TOKEN_LENGTH or not token.isprintable() or " " in token or not token.isascii():
         raise ConfigError(
-            f"token_file {path} holds {len(token)} characters; at least {MIN_TOKEN_LENGTH} of printable ASCII without "
+            f"{source} holds {len(token)} characters; at least {MIN_TOKEN_LENGTH} of printable ASCII without "
             "spaces are accepted: `openssl rand -hex 32` makes some"
         )
     return token

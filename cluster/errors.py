@@ -1,7 +1,7 @@
 """The errors of the control plane and its clients. Each names the field, the value and what is accepted.
 
 TandemError             UsageError ConfigError RuntimeDirError ClusterRunning ClusterNotRunning StopTimedOut StartFailed
-│                       ProcessEnded WorkerLost ReshapeFailed BenchmarkFailed MissingPlots
+│                       ProcessEnded WorkerLost ReshapeFailed BuildFailed BenchmarkFailed MissingPlots
 └── CallError           InvalidRequest Overloaded DeadlineExceeded Unavailable Unauthenticated Cancelled
                         AttemptsExhausted Superseded ScaleRefused ServerError
                                                                   └── NotFinite
@@ -63,6 +63,10 @@ class ProcessEnded(TandemError):
 
     def __reduce__(self) -> tuple[type["ProcessEnded"], tuple[str, str]]:
         return type(self), (self.name, self.reason)  # it travels between processes
+
+
+class BuildFailed(TandemError):
+    """Something could not be compiled."""
 
 
 class WorkerLost(TandemError):

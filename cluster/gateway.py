@@ -22,13 +22,17 @@ from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError
 from tandem.cluster.frontends.admin import Admin
 from tandem.cluster.frontends.grpc_server import grpc_server, open_port
-from tandem.cluster.frontends.http.routes import HttpApp
+from tandem.cluster.frontends.http.monitoring import Monitoring
+from tandem.cluster.frontends.http.routes import HttpApp, openai_routes
+from tandem.cluster.metrics.request_metrics import RequestMetrics
+from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
 from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.observer import all_of
 from tandem.cluster.requests.rebalancer import Rebalancer
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
 from tandem.cluster.requests.warm_up import WarmUp
@@ -37,9 +41,10 @@ from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.islands import Islands
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import POLICIES
+from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
-from tandem.cluster.statuses import refuse
+from tandem.cluster.statuses import grpc_status, refuse
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.authentication import HEADER
@@ -52,10 +57,8 @@ if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
 Context = grpc.aio.ServicerContext
-SERVICES = (
-    inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
-)
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 def attempt_prefix(process: int, incarnation: int) -> str:
@@ -72,6 +75,7 @@ class GatewaySettings:
     num_pages: int
     port: int
     http_port: int | None  # None: no HTTP
+    metrics_port: int | None  # None: no port of its own
     token_seconds: float | None  # the bound of adaptive roles; None where roles are split
     warm_up: bool
     security: ServerSecurity
@@ -86,10 +90,11 @@ class GatewaySettings:
 
 @dataclass(frozen=True)
 class GatewayAddresses:
-    """A gateway's addresses, HOST:PORT. http is None without an HTTP server."""
+    """A gateway's addresses, HOST:PORT. http and metrics are None without such a port."""
 
     grpc: str
     http: str | None = None
+    metrics: str | None = None  # where it has a port of its own
 
 
 class Gateway(inference_pb2_grpc.InferenceServicer):
@@ -109,7 +114,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             pool_tokens=settings.num_pages * settings.config.cache.page_size,
             rope_switch=self._model.rope_switch,
         )
-        self._name = folder.name
+        self._names = settings.config.model.names
         self._validator = RequestValidator(self._limits, self._tokenizer, salt_by_token=settings.security.salt_by_token)
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
@@ -119,7 +124,6 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             )
             self._table.clear(settings.process, settings.incarnation - 1)
         self._warm_up: WarmUp | None = None
-        self._rebalancing: asyncio.Task[None] | None = None
 
     async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
@@ -136,6 +140,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             queue_seconds=section.queue_seconds,
         )
         self._claims = Claims(self._table, settings.peer_token)
+        self._readiness = Readiness(self._islands, adaptive=bound is not None)
+        self._metrics = RequestMetrics(self._table)
         self._requests = ActiveRequests(
             self._validator,
             self._router,
@@ -145,24 +151,50 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             self._claims,
             max_attempts=section.max_attempts,
             request_seconds=section.request_seconds,
+            observe=all_of([self._metrics.observe] if settings.config.metrics.enabled else []),
         )
         if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._limits, local=bound is not None)
+        self._tasks = [asyncio.create_task(self._metrics.run())]
         if bound is not None:
             turn = settings.process, settings.processes
-            self._rebalancing = asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run())
+            rebalancer = Rebalancer(self._islands, self._requests, bound, turn)
+            self._tasks.append(asyncio.create_task(rebalancer.run()))
         self._limit = CallLimit(section.max_calls, self._table)
-        self._admin = Admin()
+        scrape = self._scrape()
+        self._admin = Admin(scrape)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._peers = await self._peer_server()
         self._server = self._grpc_server()
-        self._http = self._http_server()
+        self._http, self._monitor = self._http_servers(scrape)
         address = open_port(self._server, section.host, settings.port, settings.security.credentials())
-        self._addresses = GatewayAddresses(address, None if self._http is None else await self._http.start())
+        http, monitor = [None if server is None else await server.start() for server in (self._http, self._monitor)]
+        self._addresses = GatewayAddresses(address, http, monitor)
+        await self._tell_health()
         await self._server.start()
-        for service in ("", *SERVICES):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         return self._addresses
+
+    def _scrape(self) -> Scrape | None:
+        config = self._settings.config
+        if not config.metrics.enabled:
+            return None
+        served = Served(
+            self._names[0],
+            config.cache.page_size,
+            self._settings.num_pages,
+            config.cache.kv_cache_dtype,
+            prefix_sharing=config.cache.prefix_sharing,
+            adaptive=self._settings.token_seconds is not None,
+        )
+        return Scrape(self._metrics, served, self._cluster_info, lambda: self._readiness.reason)
+
+    async def _tell_health(self) -> None:
+        """Inference, and the server as a whole, serve where requests would be served. Admin serves as long as the
+        gateway lives."""
+        states = health_pb2.HealthCheckResponse
+        ready = states.NOT_SERVING if self._readiness.reason else states.SERVING
+        for service, state in (("", ready), (INFERENCE, ready), (ADMIN, states.SERVING)):
+            await self._health.set(service, state)
 
     async def _peer_server(self) -> PeerServer | None:
         """The table says where it listens before there is a request to ask for."""
@@ -181,39 +213,58 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             settings.security.token(),
             section.max_message_mib << 20,
             shared=settings.processes > 1,
+            rejected=self._metrics.rejected_grpc,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        reflection.enable_server_reflection([INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
 
-    def _http_server(self) -> "HttpServer | None":
-        settings, section = self._settings, self._settings.config.gateway
-        if settings.http_port is None:
-            return None
+    def _http_servers(self, scrape: Scrape | None) -> "tuple[HttpServer | None, HttpServer | None]":
+        """Clients', and monitors' own."""
+        settings, section, metrics = self._settings, self._settings.config.gateway, self._settings.config.metrics
+        if settings.http_port is None and settings.metrics_port is None:
+            return None, None
         from tandem.cluster.frontends.http.server import HttpServer  # needs tandem[http]
 
-        app = HttpApp(
-            self._requests,
-            self._tokenizer,
-            model=self._name,
-            max_model_len=self._limits.longest,
-            limit=self._limit,
-            token=settings.security.token(),
-            max_bytes=section.max_message_mib << 20,
-        )
-        shared = settings.processes > 1
-        return HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
+        common = {"limit": self._limit, "token": settings.security.token(), "rejected": self._metrics.rejected_http}
+        on_http = scrape if settings.metrics_port is None else None
+        shared, http, monitor = settings.processes > 1, None, None
+        if settings.http_port is not None:
+            routes = openai_routes(
+                self._requests,
+                self._tokenizer,
+                names=self._names,
+                max_model_len=self._limits.longest,
+                max_bytes=section.max_message_mib << 20,
+            )
+            monitoring = Monitoring(lambda: self._readiness.reason, on_http, public=metrics.public)
+            app = HttpApp(routes, monitoring, names=self._names, **common)
+            http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
+        if settings.metrics_port is not None:
+            monitoring = Monitoring(lambda: self._readiness.reason, scrape, public=metrics.public)
+            app, key = HttpApp({}, monitoring, **common), "metrics.port"
+            monitor = HttpServer(app, metrics.host, settings.metrics_port, settings.security, shared=shared, key=key)
+        return http, monitor
+
+    async def drain(self) -> None:
+        """Says that it is not ready, and serves on for gateway.drain_seconds. At once where it was not ready before."""
+        was_ready = not self._readiness.reason
+        self._readiness.drain()
+        await self._tell_health()
+        if was_ready:
+            await asyncio.sleep(self._settings.config.gateway.drain_seconds)
 
     async def stop(self, grace: float) -> None:
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
+        self._readiness.drain()
         self._admin.close()
         await self._health.enter_graceful_shutdown()
-        servers = [self._server] if self._http is None else [self._server, self._http]
-        await asyncio.gather(*(server.stop(grace) for server in servers))
-        if self._rebalancing is not None:
-            self._rebalancing.cancel()
+        http = [server for server in (self._http, self._monitor) if server is not None]
+        await asyncio.gather(*(server.stop(grace) for server in (self._server, *http)))
+        for task in self._tasks:
+            task.cancel()
         await self._router.close()
         await self._islands.close()
         await self._claims.close()
@@ -229,6 +280,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._router.look_again()
         if self._warm_up is not None and state.workers:
             await self._warm_up.run(state.name)
+        if state.workers:
+            self._readiness.start()
+        await self._tell_health()
 
     async def placed_tokens(self, island: str) -> int:
         """Tokens of this process's requests that the island's workers have not yet ended."""
@@ -252,6 +306,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
                 seconds=context.time_remaining(),
             )
         except TandemError as error:
+            self._metrics.rejected_grpc(grpc_status(error).name)
             await refuse(context, error)
 
     async def GetModelInfo(
@@ -261,7 +316,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         # The scales do not change the size.
         scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.config.cache.kv_cache_dtype, model) else None
         return inference_pb2.ModelInfo(
-            name=self._name,
+            name=self._names[0],
             architecture=model.architecture,
             dtype=str(model.dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,
@@ -277,6 +332,10 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def GetClusterInfo(
         self, request: inference_pb2.GetClusterInfoRequest, context: Context
     ) -> inference_pb2.ClusterInfo:
+        return await self._cluster_info()
+
+    async def _cluster_info(self) -> inference_pb2.ClusterInfo:
+        """Asks all workers."""
         islands = await self._islands.info(self._settings.config.island.transport)
         gateways = [self._process_info(process) for process in range(self._table.processes)]
         return inference_pb2.ClusterInfo(

@@ -33,6 +33,10 @@ STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
     (errors.DeadlineExceeded, Code.DEADLINE_EXCEEDED, 504),
 )
 HTTP_OF_ERROR: dict[type[CallError], int] = {kind: status for kind, _, status in STATUSES}
+GRPC_CODES = tuple(sorted({code.name for _, code, _ in STATUSES}))
+"""Names of the statuses with which the gateway ends calls over gRPC."""
+HTTP_CODES = tuple(sorted({401, 404, 405, 408, 413, 415, 421, *HTTP_OF_ERROR.values()}))
+"""Those with which it ends calls over HTTP."""
 ERROR_OF_GRPC: dict[grpc.StatusCode, type[CallError]] = {code: kind for kind, code, _ in reversed(STATUSES)}
 
 WORKER_ERRORS: dict[grpc.StatusCode, type[WorkerCallError]] = {
@@ -55,14 +59,19 @@ def http_status(error: CallError) -> int:
     return HTTP_OF_ERROR.get(type(error), 500)
 
 
+def grpc_status(error: TandemError) -> grpc.StatusCode:
+    """Errors without one are INTERNAL."""
+    return next((code for kind, code, _ in STATUSES if kind is type(error)), Code.INTERNAL)
+
+
 def retry_after_ms(error: Overloaded) -> str:
     """The value of RETRY_AFTER_KEY."""
     return str(math.ceil(1000 * error.retry_after_seconds))
 
 
 async def refuse(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
-    """Ends a call with the error's status. Errors without one are INTERNAL."""
-    code = next((code for kind, code, _ in STATUSES if kind is type(error)), Code.INTERNAL)
+    """Ends a call with the error's status."""
+    code = grpc_status(error)
     advice = ((RETRY_AFTER_KEY, retry_after_ms(error)),) if isinstance(error, Overloaded) else ()
     await context.abort(code, str(error), trailing_metadata=advice)
     raise AssertionError("abort() raises")

@@ -21,8 +21,10 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 
 - Every key may be left out. `deploy/local.yaml` lists all of them with their defaults.
 - `--set cache.num_pages=4096` overrides one key. The value is YAML. The option may be repeated.
-- `--model`, `--grpc-port`, `--http-port` and `--verify-kv` override `model.path`, `gateway.port`, `gateway.http_port`
-  and `island.verify_kv`.
+- `--model`, `--grpc-port`, `--http-port`, `--verify-kv` and `--api-key` override `model.path`, `gateway.port`,
+  `gateway.http_port`, `island.verify_kv` and `security.api_key`.
+- A variable gives a key, too: `TANDEM_CACHE__NUM_PAGES=4096`. Two underscores stand for the dot, and the value is YAML.
+- Options come before variables, variables before the file, and the file before the defaults.
 - Unknown keys are refused, and the error names the nearest known key.
 - No value is converted, except an integer where a fraction is accepted: `"16"` is not 16.
 - Relative paths start at the folder in which `tandem up` runs. `~` is your home.
@@ -36,10 +38,21 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `island.transport` | must be shared_memory where `island.device` is cpu, and nvshmem where it is cuda |
 | `gateway.host` | must be a loopback address unless `security` has a token and TLS |
 | `gateway.http_port` | must differ from `gateway.port`; it needs `pip install 'tandem[http]'` |
+| `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
 | `model.max_model_len` | at most what the checkpoint takes |
 
-`tandem up` checks these rules, the checkpoint, the token file and the certificates before it starts a process.
+`tandem up` checks these rules, the checkpoint, the token file and the certificates before it starts a process. What it
+checks of the host stands in [operations](operations.md#start).
+
+Other variables name no key:
+
+| variable | what it is |
+|---|---|
+| `TANDEM_API_KEY` | the bearer token: `--api-key` of `tandem up`; `generate`, `status` and `scale` show it |
+| `TANDEM_TOKEN_FILE`, `TANDEM_TLS_CA`, `TANDEM_TLS_CERT`, `TANDEM_TLS_KEY` | what those three commands show and check |
+| `TANDEM_KERNEL_CACHE` | folder of compiled kernels, see [GPU hosts](gpu-hosts.md#compiling-ahead) |
+| `HF_HUB_CACHE`, `HF_HOME` | where hub ids are looked up |
 """
 
 Schema = Mapping[str, Any]
@@ -83,6 +96,8 @@ def _value(value: object) -> str:
 
 
 def _accepted(kind: Schema) -> str:
+    if "accepted" in kind:
+        return kind["accepted"]
     if "enum" in kind:
         return ", ".join(map(str, kind["enum"]))
     if kind["type"] == "boolean":

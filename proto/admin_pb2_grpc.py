@@ -39,6 +39,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_proto_dot_admin__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_admin__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/tandem.v1.Admin/GetMetrics',
+                request_serializer=tandem_dot_proto_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_admin__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -56,6 +61,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """What /metrics answers over HTTP: of all the gateway's processes and all workers. INVALID_ARGUMENT where
+        metrics.enabled is false.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +76,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=tandem_dot_proto_dot_admin__pb2.ScaleRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_admin__pb2.ScaleResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=tandem_dot_proto_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_admin__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +110,33 @@ class Admin(object):
             '/tandem.v1.Admin/Scale',
             tandem_dot_proto_dot_admin__pb2.ScaleRequest.SerializeToString,
             tandem_dot_proto_dot_admin__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/GetMetrics',
+            tandem_dot_proto_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            tandem_dot_proto_dot_admin__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -206,7 +206,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters")
+    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,8 @@ class WorkerInfo(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     role: Role
     pe: int
     pid: int
@@ -233,21 +235,35 @@ class WorkerInfo(_message.Message):
     waiting: int
     resident_bytes: int
     counters: WorkerCounters
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ...) -> None: ...
+    token_seconds: float
+    prompt_tokens_per_second: float
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class WorkerCounters(_message.Message):
-    __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt")
+    __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt", "reservations", "drains", "pushes", "bytes_pushed", "prompt_tokens", "decoded_tokens")
     STALE_CALLS_FIELD_NUMBER: _ClassVar[int]
     STALE_SIGNALS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
     RECALLED_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAINS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PUSHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     stale_calls: int
     stale_signals: int
     expired_leases: int
     recalled: int
     corrupt: int
-    def __init__(self, stale_calls: _Optional[int] = ..., stale_signals: _Optional[int] = ..., expired_leases: _Optional[int] = ..., recalled: _Optional[int] = ..., corrupt: _Optional[int] = ...) -> None: ...
+    reservations: int
+    drains: int
+    pushes: int
+    bytes_pushed: int
+    prompt_tokens: int
+    decoded_tokens: int
+    def __init__(self, stale_calls: _Optional[int] = ..., stale_signals: _Optional[int] = ..., expired_leases: _Optional[int] = ..., recalled: _Optional[int] = ..., corrupt: _Optional[int] = ..., reservations: _Optional[int] = ..., drains: _Optional[int] = ..., pushes: _Optional[int] = ..., bytes_pushed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ...) -> None: ...
 
 class IslandInfo(_message.Message):
     __slots__ = ("name", "epoch", "transport", "workers", "restarts")

@@ -39,11 +39,12 @@ FLOORS = {
         {"worker"},
     ),
     "cluster": (
-        {"config_errors", "errors", "scaling", "text"},
+        {"config_errors", "config_model", "errors", "scaling", "text"},
         {"config_file", "credentials", "peers", "protocol", "statuses"},
         {"client", "processes"},
         {"routing"},
         {"config", "requests"},
+        {"metrics"},
         {"frontends"},
         {"gateway"},
         {"supervision"},
@@ -57,6 +58,12 @@ HOMES = {
     "h11": {"cluster/cli/bench/event_streams.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/server.py"},
+    "prometheus_client": {
+        "cluster/cli/samples.py",
+        "cluster/metrics/cells.py",
+        "cluster/metrics/cluster_series.py",
+        "cluster/metrics/scrape.py",
+    },
     "grpc": {
         "cluster/client/client.py",
         "cluster/client/client_messages.py",

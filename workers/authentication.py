@@ -31,9 +31,10 @@ class BearerToken:
 class TokenRequired(grpc.aio.ServerInterceptor):
     """Ends each call without `Bearer <token>` with UNAUTHENTICATED, methods that do not exist included."""
 
-    def __init__(self, token: str) -> None:
-        """ValueError when token is empty."""
+    def __init__(self, token: str, denied: Callable[[], None] = lambda: None) -> None:
+        """denied: called for each call that is denied. ValueError when token is empty."""
         self._token = BearerToken(token)
+        self._denied = denied
 
     async def intercept_service(
         self,
@@ -43,6 +44,7 @@ class TokenRequired(grpc.aio.ServerInterceptor):
         given = [value for key, value in handler_call_details.invocation_metadata or () if key == HEADER]
         if handler_call_details.method in OPEN_METHODS or self._token.admits(given):
             return await continuation(handler_call_details)
+        self._denied()
         return grpc.stream_unary_rpc_method_handler(_deny)  # one that asks for no request: it may never come
 
 

@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE
 from tandem.cluster.cli.bench.commands import app as bench_app
-from tandem.cluster.cli.options import AsJson, TlsCa, TlsCert, TlsKey, TokenFile
+from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
 from tandem.cluster.errors import (
     ClusterNotRunning,
     ConfigError,
@@ -55,6 +56,21 @@ Address = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tandem {package_version('tandem')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print tandem's version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line (sys.argv when None) and exits."""
     if sys.stdout is None:  # closed, as by `>&-`
@@ -72,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @app.command()
 def up(
     config: Annotated[Path, typer.Argument(help="The cluster's YAML; deploy/ has some.")],
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; overrides model.path.")] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub id; overrides model.path.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Overrides gateway.port; 0 takes any free port.")] = None,
     http_port: Annotated[
         int | None,
@@ -85,17 +101,22 @@ def up(
         bool, typer.Option("--verify-kv", help="Compares digests of the KV that was pushed; sets island.verify_kv.")
     ] = False,
     address: Annotated[str | None, typer.Option(help="Joins the Ray at this address instead of starting one.")] = None,
+    api_key: ApiKey = None,
 ) -> None:
-    """Start a cluster, print `ready grpc=HOST:PORT`, and stay until Ctrl-C or SIGTERM."""
+    """Start a cluster, print `ready grpc=HOST:PORT`, and stay until Ctrl-C or SIGTERM.
+
+    A variable gives a key, too: TANDEM_GATEWAY__PORT is gateway.port. Options come before variables, both before FILE.
+    """
+    from tandem.cluster.cli.preflight import require_model
     from tandem.cluster.config import load_config
     from tandem.cluster.config_file import parse_override
 
-    given: dict[str, Any] = {"model.path": model and str(model), "island.verify_kv": verify_kv or None}
+    given: dict[str, Any] = {"model.path": model, "security.api_key": api_key, "island.verify_kv": verify_kv or None}
     given |= {"gateway.port": grpc_port, "gateway.http_port": http_port}
     values = dict(map(parse_override, overrides or ()))
-    loaded = load_config(config, values | {key: value for key, value in given.items() if value is not None})
-    if loaded.model.path is None:
-        raise ConfigError("model.path is null; it must be a checkpoint folder: give --model DIR or set it in the YAML")
+    values |= {key: value for key, value in given.items() if value is not None}
+    loaded = load_config(config, values, os.environ)
+    require_model(loaded)
 
     from tandem.cluster.processes.ray_access import token_shown
 
@@ -179,6 +200,7 @@ def generate(
 
 @app.command()
 def status(
+    name: Annotated[str | None, typer.Argument(help="A cluster of this machine; else the running one.")] = None,
     address: Address = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
@@ -187,11 +209,36 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show a cluster's workers, pages and requests."""
-    from tandem.cluster.cli.input import open_client
+    from tandem.cluster.cli.input import address_of, open_client
     from tandem.cluster.cli.output import print_cluster
 
-    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+    if name is not None and address is not None:
+        raise UsageError("give NAME or --address, not both")
+    with open_client(address if name is None else address_of(name), token_file, tls_ca, tls_cert, tls_key) as client:
         print_cluster(client.cluster_info(), as_json)
+
+
+@app.command()
+def top(
+    name: Annotated[str | None, typer.Argument(help="The cluster's name; may be left out when only one runs.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and exit.")] = False,
+    interval: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds from one view to the next.")] = 1.0,
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a cluster: workers, queues, pages, pushes, tokens a second, and percentiles of first tokens and gaps."""
+    if name is not None and address is not None:
+        raise UsageError("give NAME or --address, not both")
+
+    from tandem.cluster.cli.input import address_of, open_client
+    from tandem.cluster.cli.top import watch
+
+    with open_client(address if name is None else address_of(name), token_file, tls_ca, tls_cert, tls_key) as client:
+        watch(client, interval, once=once, as_json=as_json)
 
 
 @app.command()
@@ -244,11 +291,37 @@ def make_model(
 @app.command()
 def doctor() -> None:
     """Say what this machine has for tandem and what it lacks; always exits with 0."""
-    from tandem.cluster.cli.doctor import examine
+    from tandem.cache.kernels.build.nvml import read_driver
+    from tandem.cluster.cli.doctor import examine, verdicts
     from tandem.cluster.cli.output import print_findings
     from tandem.cluster.config import GatewaySection
 
-    print_findings(examine(GatewaySection().port))
+    print(*verdicts(print_findings(examine(GatewaySection().port)), read_driver()), sep="\n")
+
+
+@app.command()
+def build_kernels(
+    config: Annotated[Path, typer.Argument(help="The cluster's YAML.")],
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub id; overrides model.path.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(envvar=KERNEL_CACHE, help="Where they lie; ~/.cache/tandem when left out.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="For which GPU, as h200; this host's when left out.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints what is missing and builds nothing.")] = False,
+) -> None:
+    """Compile what a model needs ahead of its first start, side by side within this host's memory.
+
+    TANDEM_KERNEL_CACHE=FOLDER lets `tandem up` use the folder, on this host and on like ones.
+    """
+    from tandem.cluster.cli.kernels.prebuild import prebuild
+    from tandem.cluster.config import load_config
+    from tandem.cluster.config_file import parse_override
+
+    values = dict(map(parse_override, overrides or ())) | ({} if model is None else {"model.path": model})
+    prebuild(load_config(config, values, os.environ), output, gpu, dry_run=dry_run)
 
 
 @app.command()

@@ -9,16 +9,23 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
+from tandem.cache.kernels.build.nvml import Driver, Gpu, read_driver
+from tandem.cluster.cli.preflight import FILES, fitting_config
 from tandem.transfer.nvshmem.kernels.device_build import find_nvshmem
 
 COMMAND_SECONDS = 20.0
 SHM_BYTES = 8 << 30  # of /dev/shm: Ray's object store and NCCL's buffers
+GIB = 1 << 30
+NEEDED = ("python", "torch", "ray", "grpcio", "memory files", "open files")
+NEEDED_BY_GPUS = ("nvidia driver", "gpus", "nvshmem4py", "flashinfer-python", "triton")
+OLDEST_GPU = (8, 0)
+BUSY_BYTES = 1 << 30  # of a GPU's memory: a driver alone takes less
 OLDEST_DRIVER = 570  # CUDA 12.8, whose driver takes copies in batches
 
 
@@ -40,9 +47,10 @@ def examine(port: int) -> Iterator[Finding]:
     yield _python()
     for name in ("torch", "ray", "grpcio"):
         yield _package(name, "reinstall tandem: it is needed everywhere")
-    yield _driver()
-    yield _gpus()
-    yield _peer_to_peer()
+    driver = read_driver()
+    yield _driver(driver)
+    yield _gpus(driver)
+    yield _peer_to_peer(driver)
     for name in ("nvshmem4py", "flashinfer-python", "triton"):
         yield _package(name, "for a GPU island: pip install 'tandem[cuda13]', or [cuda12] for CUDA 12")
     yield _device_library()
@@ -51,7 +59,39 @@ def examine(port: int) -> Iterator[Finding]:
     yield _shm()
     yield _memory_files()
     yield _ray_token()
+    yield _files()
     yield _port(port)
+
+
+def verdicts(findings: Sequence[Finding], driver: Driver) -> Iterator[str]:
+    """What can run here, a line for the CPU and one for each GPU. findings: of examine()."""
+    lacking = {finding.name for finding in findings if not finding.ok}
+    for_all = [name for name in NEEDED if name in lacking]
+    if for_all:
+        yield f"CPU: nothing runs here; see {', '.join(for_all)}"
+    else:
+        yield f"CPU: {fitting_config(0)} runs here, on {os.cpu_count()} cores"
+    missing = [name for name in (*NEEDED, *NEEDED_BY_GPUS) if name in lacking]
+    if not driver.gpus:
+        yield "GPU: none; an island of GPUs runs on a host with two or more, see docs/gpu-hosts.md"
+    for index, gpu in enumerate(driver.gpus):
+        yield f"GPU {index}: {_verdict(index, gpu, missing, driver)}"
+
+
+def _verdict(index: int, gpu: Gpu, missing: Sequence[str], driver: Driver) -> str:
+    named = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB"
+    if missing:
+        return f"{named}: cannot serve; see {', '.join(missing)}"
+    if gpu.capability < OLDEST_GPU:
+        major, minor = gpu.capability
+        return f"{named}: cannot serve; its compute capability is {major}.{minor}, 8.0 or later is needed"
+    others = [other for other in range(len(driver.gpus)) if other != index]
+    peers = [other for other in others if _reaches(index, other) and _reaches(other, index)]
+    if not peers:
+        return f"{named}: cannot serve; an island needs another GPU that it reaches peer to peer"
+    busy = f", {gpu.used / GIB:.0f} GiB in use by other processes" if gpu.used > BUSY_BYTES else ""
+    tried = "" if gpu.capability == (9, 0) else "; tandem has run on Hopper only"
+    return f"{named}{busy}: {fitting_config(len(peers) + 1)} runs here{tried}"
 
 
 def _python() -> Finding:
@@ -69,39 +109,47 @@ def _package(name: str, advice: str) -> Finding:
     return Finding(name, "missing", advice)
 
 
-def _driver() -> Finding:
-    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    found = lines[0].strip() if lines else "missing"
+def _driver(driver: Driver) -> Finding:
+    found = driver.version or "missing"
     major = found.split(".")[0]
     if major.isdecimal() and int(major) >= OLDEST_DRIVER:
         return Finding("nvidia driver", found)
     return Finding("nvidia driver", found, f"for a GPU island: install the NVIDIA driver, {OLDEST_DRIVER} or later")
 
 
-def _gpus() -> Finding:
-    """As torch sees them: a driver alone does not help a CPU build of torch."""
+def _gpus(driver: Driver) -> Finding:
+    """Those of the driver. It does not help a CPU build of torch."""
     torch = _torch()
     if torch is None:
-        return Finding("gpus", "not looked for without torch", "install torch")
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    if names:
-        return Finding("gpus", ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
+        return Finding("gpus", "of no use without torch", "install torch")
+    names = [f"{gpu.name} of {gpu.memory / GIB:.0f} GiB" for gpu in driver.gpus]
+    found = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or "none"
+    if names and torch.version.cuda:
+        return Finding("gpus", found)
     build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
-    return Finding("gpus", f"none; {build}", "for a GPU island: a GPU, its driver and a CUDA build of torch")
+    return Finding("gpus", f"{found}; {build}", "for a GPU island: a GPU, its driver and a CUDA build of torch")
 
 
-def _peer_to_peer() -> Finding:
-    """Whether every GPU can write into every other, and by what link where nvidia-smi knows."""
+def _peer_to_peer(driver: Driver) -> Finding:
+    """Whether every GPU can write into every other, and by what link."""
     torch = _torch()
     count = torch.cuda.device_count() if torch else 0
-    if torch is None or count < 2:
+    if count < 2:
         return Finding("peer to peer", f"{count} GPUs", "an island of GPUs needs two or more in one host")
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    apart = [f"{i}→{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    apart = [f"{i}→{j}" for i, j in pairs if not _reaches(i, j)]
     if apart:
         advice = "keep these GPUs out of one island: they would write by slower puts, not tried between such GPUs"
         return Finding("peer to peer", f"not {', '.join(apart)}", advice)
-    return Finding("peer to peer", f"all {len(pairs)} pairs{_links()}")
+    link = "NVLink" if 2 * len(driver.links) >= len(pairs) else "PCIe, some of them"
+    return Finding("peer to peer", f"all {len(pairs)} pairs ({link})")
+
+
+def _reaches(one: int, other: int) -> bool:
+    torch = _torch()
+    if torch is None or max(one, other) >= torch.cuda.device_count():
+        return False
+    return torch.cuda.can_device_access_peer(one, other)
 
 
 def _torch() -> ModuleType | None:
@@ -109,14 +157,6 @@ def _torch() -> ModuleType | None:
         return importlib.import_module("torch")
     except ImportError:
         return None
-
-
-def _links() -> str:
-    """How GPUs are linked, like ' (NV18)', from `nvidia-smi topo -m`; empty when it does not say."""
-    rows = [line.split() for line in _output("nvidia-smi", "topo", "-m").splitlines() if line.startswith("GPU")]
-    count = len(rows)
-    links = sorted({link for row in rows for link in row[1 : count + 1]} - {"X"})
-    return f" ({', '.join(links)})" if links else ""
 
 
 def _device_library() -> Finding:
@@ -191,6 +231,13 @@ def _ray_token() -> Finding:
     if mode & 0o077:
         return Finding("ray token", f"{path} has mode {mode:o}", f"others can read it: chmod 600 {path}")
     return Finding("ray token", str(path))
+
+
+def _files() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= FILES:
+        return Finding("open files", "without a limit" if hard == resource.RLIM_INFINITY else f"up to {hard}")
+    return Finding("open files", f"up to {hard}", f"at least {FILES} are needed: ulimit -n, or LimitNOFILE= of systemd")
 
 
 def _port(port: int) -> Finding:

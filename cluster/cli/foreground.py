@@ -1,49 +1,64 @@
-"""`tandem up`: a cluster that lives until this process is asked to stop."""
+"""`tandem up`: a cluster that lives until this process is asked to stop.
+
+What can be checked without torch and Ray is checked before they are imported, which takes seconds.
+"""
 
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
-
+from tandem.cluster.cli.preflight import check_host
 from tandem.cluster.cli.runtime_dir import ClusterLock
+from tandem.cluster.cli.start_report import StartReport
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.processes.ray_processes import RayProcesses
-from tandem.cluster.supervision.island import LoadState
-from tandem.cluster.supervision.launcher import Cluster
-from tandem.cluster.supervision.start_clock import phase_lines, process_age
+from tandem.cluster.processes.actor_server import set_title
+from tandem.cluster.supervision.start_clock import StartClock, phase_lines, process_age
 
 
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT`, and returns after SIGINT or SIGTERM. It leaves nothing behind.
 
-    ` http=HOST:PORT` follows on that line if there is an HTTP server. Then stderr gets a line for each phase of the
-    start, the address of the Ray, and later each loss and recovery.
+    ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. stderr gets a line as each
+    phase of the start begins, then the seconds of all, the address of the Ray, and later each loss and recovery.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost.
     """
-    age = process_age()
+    set_title(f"{config.name}/launcher")
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("tandem").setLevel(logging.INFO)
-    with ClusterLock(config.name) as lock, _signals_interrupt():
+    with StartReport(config.name) as report, suppress(KeyboardInterrupt), _signals_interrupt():
+        clock = StartClock(report.phase)
+        clock.seconds["command"] = process_age()
+        with ClusterLock(config.name) as lock:
+            with clock.phase("host"):
+                for warning in check_host(config, own_ray=ray_address is None):
+                    report.line(warning)
+            _serve(config, ray_address, lock, report, clock)
+
+
+def _serve(
+    config: ClusterConfig, ray_address: str | None, lock: ClusterLock, report: StartReport, clock: StartClock
+) -> None:
+    with clock.phase("imports"):
+        from tandem.cluster.cli.kernels.builds import prepare_start
+        from tandem.cluster.processes.ray_processes import RayProcesses
+        from tandem.cluster.supervision.launcher import Cluster
+
         processes = RayProcesses(ray_address)
-        cluster = Cluster(config, processes)
-        try:
-            with _Loading() as loading:
-                address = cluster.start(loading.show)
-            seconds = {"command, imports": age} | cluster.clock.seconds
-            lock.publish(address, seconds)
-            http = "" if cluster.http_address is None else f" http={cluster.http_address}"
-            print(f"ready grpc={address}{http}", flush=True)
-            print(*phase_lines(seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
-            cluster.wait()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            cluster.stop()
+        cluster = Cluster(config, processes, clock)
+    try:
+        address = cluster.start(report.show, lambda: prepare_start(config, report.line))
+        report.stop()
+        lock.publish(address, clock.seconds)
+        others = {"http": cluster.http_address, "metrics": cluster.metrics_address}
+        opened = "".join(f" {name}={there}" for name, there in others.items() if there is not None)
+        print(f"ready grpc={address}{opened}", flush=True)
+        print(*phase_lines(clock.seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
+        cluster.wait()
+    finally:
+        cluster.stop()
 
 
 @contextmanager
@@ -63,32 +78,3 @@ def _signals_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class _Loading:
-    """On a terminal a bar for each worker, with the phase of its start; elsewhere nothing."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-            transient=True,
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> "_Loading":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def show(self, states: Sequence[LoadState]) -> None:
-        for name, phase, done, total in states:
-            if name not in self._tasks:
-                self._tasks[name] = self._progress.add_task(name, total=None)
-            text = f"{name}: {phase}" if phase else name
-            self._progress.update(self._tasks[name], description=text, completed=done, total=total or None)

@@ -1,12 +1,15 @@
 """The `tandem` command's input: a prompt, and a client of the gateway."""
 
+import os
 import sys
+import time
 from pathlib import Path
 
-from tandem.cluster.cli.runtime_dir import running_clusters
+from tandem.cluster.cli.options import API_KEY
+from tandem.cluster.cli.runtime_dir import running_cluster, running_clusters
 from tandem.cluster.client.client import Client
 from tandem.cluster.credentials import ClientSecurity, read_token
-from tandem.cluster.errors import UsageError
+from tandem.cluster.errors import ClusterNotRunning, UsageError
 from tandem.cluster.protocol import Prompt
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -16,9 +19,13 @@ WILDCARDS = ("0.0.0.0", "[::]")
 def open_client(
     address: str | None, token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
 ) -> Client:
-    """A client of the gateway at HOST:PORT, or of this machine's cluster. Raises UsageError, ConfigError."""
+    """A client of the gateway at HOST:PORT, or of this machine's cluster. Raises UsageError, ConfigError.
+
+    Its token is that of token_file, else TANDEM_API_KEY's.
+    """
     paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
-    security = ClientSecurity(None if token_file is None else read_token(token_file), *paths)
+    key = os.environ.get(API_KEY) or None
+    security = ClientSecurity(key if token_file is None else read_token(token_file), *paths)
     return Client(address or _running_address(), security)
 
 
@@ -42,6 +49,12 @@ def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, c
     return [{"role": "user", "content": content}] if chat else content
 
 
+def _reachable(address: str) -> str:
+    """A certificate names no wildcard, and a token is not sent to one."""
+    host, _, port = address.rpartition(":")
+    return f"{'localhost' if host in WILDCARDS else host}:{port}"
+
+
 def _read_token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -58,11 +71,21 @@ def _read_stdin(*, asked: bool) -> str:
         raise UsageError(f"stdin: {error}") from None
 
 
+def address_of(name: str) -> str:
+    """HOST:PORT of this machine's cluster of that name. Raises ClusterNotRunning."""
+    state = running_cluster(name)
+    if state is None:
+        running = ", ".join(one.name for one in running_clusters()) or "none"
+        raise ClusterNotRunning(f"name is {name!r}: no such cluster runs here; running: {running}")
+    if state.grpc_address is None:
+        seconds = time.time() - state.started
+        raise ClusterNotRunning(f"cluster {name!r} (pid {state.pid}) is still starting, for {seconds:.0f} s now")
+    return _reachable(state.grpc_address)
+
+
 def _running_address() -> str:
     """The running cluster's address; `local`'s when several run."""
     addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
     if len(addresses) > 1 and "local" not in addresses:
         raise UsageError(f"give --address; several clusters run: {addresses}")
-    host, _, port = (addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS)).rpartition(":")
-    # A certificate names no wildcard, and a token is not sent to one.
-    return f"{'localhost' if host in WILDCARDS else host}:{port}"
+    return _reachable(addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS))

@@ -50,11 +50,14 @@ def print_json(updates: Iterable[GenerateUpdate]) -> None:
     print(json.dumps(result | {"token_seconds": seconds}))  # ASCII: whole in any encoding
 
 
-def print_findings(findings: Iterable[Finding]) -> None:
+def print_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Prints a line for each finding as soon as it is known: ok or missing, name, what was found, advice."""
+    printed: list[Finding] = []
     for finding in findings:
+        printed.append(finding)
         line = f"{'ok' if finding.ok else 'missing':8} {finding.name:18} {finding.found}"
         print(f"{line} → {finding.advice}" if finding.advice else line, flush=True)
+    return printed
 
 
 def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:

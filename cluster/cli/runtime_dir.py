@@ -67,7 +67,9 @@ def running_cluster(name: str) -> ClusterState | None:
 
 
 class ClusterLock:
-    """A cluster's name on this machine, held until release() or until this process ends. Raises ClusterRunning.
+    """A cluster's name on this machine, held until release() or until this process ends.
+
+    Raises ClusterRunning, and RuntimeDirError where its file cannot be written.
 
     Programs that the process starts do not inherit the file.
     """
@@ -75,8 +77,15 @@ class ClusterLock:
     def __init__(self, name: str) -> None:
         self._state = ClusterState(name, os.getpid(), time.time())
         self._path = _path(name)
-        self._file: int | None = self._acquire()
-        self._write()
+        self._file: int | None = None
+        try:
+            self._file = self._acquire()
+            self._write()
+        except OSError as error:
+            self.release()
+            raise RuntimeDirError(
+                f"{self._path} cannot be written: {error.strerror}; XDG_RUNTIME_DIR moves it"
+            ) from None
 
     def publish(self, grpc_address: str, start_seconds: Mapping[str, float]) -> None:
         """Writes the gateway's HOST:PORT and the seconds of each phase of the start."""

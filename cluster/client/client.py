@@ -37,9 +37,10 @@ UpdatesT = TypeVar("UpdatesT")
 ModelT = TypeVar("ModelT")
 ClusterT = TypeVar("ClusterT")
 ScaledT = TypeVar("ScaledT")
+MetricsT = TypeVar("MetricsT")
 
 
-class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT]):
+class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT]):
     """A channel to a gateway, and the calls of both clients. Each client gives the types that its calls return."""
 
     _grpc: ClassVar[ModuleType]  # grpc or grpc.aio, whose channels have the same makers
@@ -89,6 +90,10 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT]):
     def cluster_info(self, timeout: float = INFO_SECONDS) -> ClusterT:
         return self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
 
+    def metrics(self, timeout: float = INFO_SECONDS) -> MetricsT:
+        """What /metrics says, in Prometheus' text format."""
+        return self._ask(self._admin.GetMetrics, admin_pb2.GetMetricsRequest(), timeout)
+
     def scale(
         self,
         island: str = "",
@@ -126,6 +131,7 @@ class Client(
         inference_pb2.ModelInfo,
         inference_pb2.ClusterInfo,
         admin_pb2.ScaleResponse,
+        admin_pb2.GetMetricsResponse,
     ]
 ):
     """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
@@ -174,6 +180,7 @@ class AsyncClient(
         Coroutine[Any, Any, inference_pb2.ModelInfo],
         Coroutine[Any, Any, inference_pb2.ClusterInfo],
         Coroutine[Any, Any, admin_pb2.ScaleResponse],
+        Coroutine[Any, Any, admin_pb2.GetMetricsResponse],
     ]
 ):
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""

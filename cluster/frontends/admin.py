@@ -1,4 +1,4 @@
-"""tandem.v1.Admin: takes scale orders, and keeps each until the island's supervisor answers."""
+"""tandem.v1.Admin: takes scale orders, and keeps each until the island's supervisor answers. Answers with metrics."""
 
 import asyncio
 import itertools
@@ -7,6 +7,7 @@ from dataclasses import asdict
 import grpc.aio
 
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, TandemError
+from tandem.cluster.metrics.scrape import Scrape
 from tandem.cluster.scaling import MAX_WORKERS, ScaleOrder, ScaleOutcome
 from tandem.cluster.statuses import refuse
 from tandem.proto import admin_pb2, admin_pb2_grpc
@@ -18,7 +19,9 @@ POLL_SECONDS = 10.0
 class Admin(admin_pb2_grpc.AdminServicer):
     """Owned by the gateway's event loop, which runs all of its methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, scrape: Scrape | None) -> None:
+        """scrape: None where nothing is counted."""
+        self._scrape = scrape
         self._numbers = itertools.count(1)
         self._orders: asyncio.Queue[ScaleOrder | None] = asyncio.Queue()
         self._outcomes: dict[int, asyncio.Future[ScaleOutcome]] = {}
@@ -40,6 +43,13 @@ class Admin(admin_pb2_grpc.AdminServicer):
             await refuse(context, error)
         finally:
             del self._outcomes[order.number]
+
+    async def GetMetrics(
+        self, request: admin_pb2.GetMetricsRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.GetMetricsResponse:
+        if self._scrape is None:
+            await refuse(context, InvalidRequest("metrics.enabled is false; GetMetrics answers where it is true"))
+        return admin_pb2.GetMetricsResponse(text=(await self._scrape.text()).decode())
 
     async def next_order(self) -> ScaleOrder | None:
         """The next order whose caller still waits. None after POLL_SECONDS without one, and after close()."""

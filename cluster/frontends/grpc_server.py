@@ -9,7 +9,7 @@ import grpc.aio
 
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, StartFailed
 from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
-from tandem.cluster.statuses import refuse
+from tandem.cluster.statuses import grpc_status, refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
 from tandem.workers.service.well_formed import WellFormedRequired
 
@@ -21,8 +21,11 @@ OPEN_CALLS = 256  # of each method that needs no token: strangers take no room f
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
-def grpc_server(limit: CallLimit, token: str | None, max_bytes: int, *, shared: bool) -> grpc.aio.Server:
-    """A server without services and without a port. max_bytes: of one message. token: None admits everybody.
+def grpc_server(
+    limit: CallLimit, token: str | None, max_bytes: int, *, shared: bool, rejected: Callable[[str], None]
+) -> grpc.aio.Server:
+    """A server without services and without a port. max_bytes: of one message. token: None admits everybody. rejected:
+    hears of each call that no method takes, by its status.
 
     shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
     """
@@ -36,8 +39,9 @@ def grpc_server(limit: CallLimit, token: str | None, max_bytes: int, *, shared: 
         ("grpc.keepalive_timeout_ms", SILENT_MS),
         ("grpc.http2.ping_timeout_ms", SILENT_MS),
     )
-    access = [] if token is None else [TokenRequired(token)]
-    return grpc.aio.server(options=options, interceptors=[*access, BoundedCalls(limit), WellFormedRequired()])
+    access = [] if token is None else [TokenRequired(token, lambda: rejected(grpc.StatusCode.UNAUTHENTICATED.name))]
+    bounded = BoundedCalls(limit, rejected)
+    return grpc.aio.server(options=options, interceptors=[*access, bounded, WellFormedRequired()])
 
 
 def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> str:
@@ -57,14 +61,16 @@ def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.S
 class BoundedCalls(grpc.aio.ServerInterceptor):
     """Refuses calls beyond the limit before it reads their requests, and ends calls that send none."""
 
-    def __init__(self, limit: CallLimit) -> None:
+    def __init__(self, limit: CallLimit, rejected: Callable[[str], None]) -> None:
         self._limit = limit
+        self._rejected = rejected
         self._open = {method: CallLimit(OPEN_CALLS) for method in OPEN_METHODS}
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         try:
             self._open.get(handler_call_details.method, self._limit).admit()
         except Overloaded as error:
+            self._rejected(grpc_status(error).name)
             return _refusal(error)
         handler = await continuation(handler_call_details)
         return None if handler is None else _bounded(handler)

@@ -1,10 +1,11 @@
 """What the gateway's processes tell each other without a message: a table in shared memory, a row for each process.
 
-    row 0   port  pid  calls  queued …   tokens placed on each worker   waiting requests by client   running ids
+    row 0   port  pid  calls  queued …   tokens placed on each worker   waiting clients   running ids   lasting counts
     row 1   …
 
 Each process writes its own row and reads all of them, so no lock is needed. A cell is an aligned int64, which is read
-and written whole. The supervisor makes the file, and clears the row of a process that has ended.
+and written whole. The supervisor makes the file, and clears the row of a process that has ended. The lasting counts
+stay: the next process of that row goes on counting, so that no sum of all rows ever goes down.
 """
 
 import fcntl
@@ -21,6 +22,7 @@ MAX_KEY_SIZE = blake2b.MAX_KEY_SIZE
 WORKERS = 512  # of an island: as many of each role as the configuration has
 CLIENT_CELLS = 1 << 12
 ID_CELLS = 1 << 14
+LASTING_CELLS = 1 << 10  # of a process and those that follow it
 
 
 class Column(IntEnum):
@@ -32,6 +34,7 @@ class Column(IntEnum):
     ACTIVE = auto()  # requests that are placed or wait for room
     QUEUED = auto()  # requests that wait for room
     QUEUED_TOKENS = auto()
+    DECODING = auto()  # requests that have their first token
     TURN = auto()  # the number of the turn that the head of the queue has; 0 without a head
     TURN_SINCE = auto()  # in monotonic nanoseconds
     TURN_LOOKED = auto()  # when the head last looked for room
@@ -55,6 +58,7 @@ class GatewayTable:
         self._width = row_cells(num_islands)
         self._first_client = SINGLE + 2 * num_islands * WORKERS
         self._first_id = self._first_client + CLIENT_CELLS
+        self._first_lasting = self._first_id + ID_CELLS
         self._cells = memoryview(memory).cast("q")
         self._own = process * self._width
         self._rows = [number * self._width for number in range(processes)]
@@ -107,6 +111,11 @@ class GatewayTable:
     def of(self, process: int, column: int) -> int:
         return self._cells[process * self._width + column]
 
+    def lasting(self, process: int) -> "memoryview[int]":
+        """Counts that outlast a process: LASTING_CELLS of them. Only the process itself writes there."""
+        begin = process * self._width + self._first_lasting
+        return self._cells[begin : begin + LASTING_CELLS]
+
     def others(self) -> list[int]:
         """The other processes that are there."""
         return [other for other in range(self.processes) if other != self.process and self.of(other, Column.PORT)]
@@ -116,9 +125,10 @@ class GatewayTable:
         return int.from_bytes(digest, "little")
 
     def clear(self, process: int, restarts: int) -> None:
-        """The process has ended, and nothing of it counts any more. For the supervisor, and for the next process."""
+        """The process has ended, and only its lasting counts count any more. For the supervisor, and for the next
+        process."""
         begin = process * self._width
-        self._cells[begin : begin + self._width] = memoryview(bytes(8 * self._width)).cast("q")
+        self._cells[begin : begin + self._first_lasting] = memoryview(bytes(8 * self._first_lasting)).cast("q")
         self._cells[begin + Column.RESTARTS] = restarts
 
 
@@ -163,7 +173,7 @@ def open_table(path: str, processes: int, num_islands: int, process: int, key: s
 
 
 def row_cells(num_islands: int) -> int:
-    return SINGLE + 2 * num_islands * WORKERS + CLIENT_CELLS + ID_CELLS
+    return SINGLE + 2 * num_islands * WORKERS + CLIENT_CELLS + ID_CELLS + LASTING_CELLS
 
 
 def table_bytes(processes: int, num_islands: int) -> int:

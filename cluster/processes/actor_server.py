@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from setproctitle import setproctitle
+
 NUMBER_BYTES = 8
 TITLE_BYTES = 15  # as long as Linux keeps
 _loads: Callable[[bytes], Any] = vars(ForkingPickler)["loads"]  # typeshed takes it for a method
@@ -19,7 +21,11 @@ CONSTRUCTOR = 0  # the number of the first message, (kind, argument); it is answ
 
 
 def set_title(name: str) -> None:
-    """Sets what `ps -e` and `top` show of this process to the last part of its actor's name. From any thread."""
+    """Sets what `ps` shows of this process to `tandem: ` and its actor's name, which begins with the cluster's.
+
+    `top` and `ps -e` show the last part. From any thread.
+    """
+    setproctitle(f"tandem: {name}")
     title = name.rpartition("/")[2].encode()[:TITLE_BYTES] or b"?"
     with open(f"/proc/self/task/{os.getpid()}/comm", "wb") as comm:
         comm.write(title)

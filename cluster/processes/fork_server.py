@@ -34,15 +34,16 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 class ForkServer:
     """This process's end of a server. fork() is safe from any thread."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], title: str = "") -> None:
         """Returns at once. modules: what the server imports; of `module:name` it also calls the function `name`.
+        title: what `ps` shows of it, behind `tandem: `.
 
         Failed imports are skipped: the actor that needs one reports it. If an import touches a GPU, all are skipped.
         """
         self._lock = Lock()
         self._control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            _command(theirs.fileno(), modules),
+            _command(theirs.fileno(), modules, title),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -77,8 +78,10 @@ class ForkServer:
         self._process.wait()
 
 
-def run(control: int, modules: Sequence[str]) -> NoReturn:
+def run(control: int, modules: Sequence[str], title: str) -> NoReturn:
     """The server. It ends when the other end of the socket `control` is closed."""
+    if title:
+        set_title(title)
     for entry in modules:
         module, _, function = entry.partition(":")
         with suppress(Exception):
@@ -87,7 +90,7 @@ def run(control: int, modules: Sequence[str]) -> NoReturn:
                 getattr(imported, function)()
     if _has_touched_gpu():
         os.set_inheritable(control, True)
-        os.execv(sys.executable, _command(control, ()))
+        os.execv(sys.executable, _command(control, (), title))
     gc.collect()
     gc.freeze()  # a collection in an actor would write to, and so copy, what is shared
     ends: dict[int, int] = {}  # where to write, by pid, how an actor ended
@@ -100,8 +103,8 @@ def run(control: int, modules: Sequence[str]) -> NoReturn:
             _fork(asked, name.decode(errors="replace"), fds[0], ends)
 
 
-def _command(control: int, modules: Sequence[str]) -> list[str]:
-    program = f"from tandem.cluster.processes.fork_server import run; run({control}, {list(modules)!r})"
+def _command(control: int, modules: Sequence[str], title: str) -> list[str]:
+    program = f"from tandem.cluster.processes.fork_server import run; run({control}, {list(modules)!r}, {title!r})"
     return [sys.executable, "-c", program]
 
 

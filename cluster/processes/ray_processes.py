@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import count
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE, TRITON_CACHE
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
 from tandem.cluster.processes.actor_server import pack
@@ -34,6 +36,7 @@ NODE_FRACTION = 0.001  # of the resource that every node has under its own name:
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
+_numbers = count(1)  # of placement groups
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
 
@@ -65,7 +68,7 @@ class RayProcesses(Processes):
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
         resources = _resources(gpus)
         with self._placing:  # islands that start at once must not count on the same room
-            (whole,) = _place([resources] * len(specs), together=True)
+            (whole,) = _place([resources] * len(specs), [f"{cluster_of(specs[0].name)}/room"], together=True)
             host = _host_of(whole)
             remove_placement_group(whole)
             group = RayGroup(resources | {host: NODE_FRACTION})
@@ -121,7 +124,7 @@ class RayGroup(ProcessGroup):
 
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
         started: list[RayActor] = []
-        unused = _place([self._resources] * len(specs), together=False)
+        unused = _place([self._resources] * len(specs), [spec.name for spec in specs], together=False)
         try:
             for spec in specs:
                 started.append(self._start(spec, unused[0], threads))
@@ -182,6 +185,7 @@ class RayGroup(ProcessGroup):
                     "OMP_NUM_THREADS": str(threads),
                     "OMP_WAIT_POLICY": "PASSIVE",
                     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # who asked for no GPU sees none
+                    **{name: os.environ[name] for name in (KERNEL_CACHE, TRITON_CACHE) if name in os.environ},
                 }
             },
         }
@@ -190,7 +194,7 @@ class RayGroup(ProcessGroup):
             start = pack((spec.kind, spec.argument))
             handle = ray.remote(ProcessHost).options(**options).remote(modules, spec.name, start)
         except ValueError as error:
-            raise ClusterRunning(spec.name.split("/")[0], None, None) from error
+            raise ClusterRunning(cluster_of(spec.name), None, None) from error
         return RayActor(spec.name, handle)
 
 
@@ -201,7 +205,7 @@ class ProcessHost:
     """
 
     def __init__(self, modules: Sequence[str], name: str, start: bytes) -> None:
-        self._server = ForkServer(modules)
+        self._server = ForkServer(modules, f"{cluster_of(name)}/fork server")
         self._actor: ForkedActor = self._server.fork(name, start, IMPORT_SECONDS)
 
     def ready(self) -> None:
@@ -275,11 +279,20 @@ def _check_there(bundles: Sequence[dict[str, float]]) -> str:
     return text
 
 
-def _place(bundles: list[dict[str, float]], *, together: bool) -> list[PlacementGroup]:
-    """One placement group for all bundles, or one for each. StartFailed leaves none."""
+def cluster_of(name: str) -> str:
+    """The cluster whose name an actor's begins with."""
+    return name.partition("/")[0]
+
+
+def _place(bundles: list[dict[str, float]], names: Sequence[str], *, together: bool) -> list[PlacementGroup]:
+    """One placement group for all bundles, or one for each, with these names. StartFailed leaves none."""
     text = _check_there(bundles)
     groups = [bundles] if together else [[bundle] for bundle in bundles]
-    placed = [placement_group(group, strategy="STRICT_PACK") for group in groups]
+    # A number follows the name: Ray frees the name of a group that is gone only after a while.
+    numbered = [f"{name} #{next(_numbers)}" for name in names]
+    placed = [
+        placement_group(group, strategy="STRICT_PACK", name=name) for group, name in zip(groups, numbered, strict=True)
+    ]
     deadline = time.monotonic() + PLACEMENT_SECONDS
     if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):
         for group in placed:

@@ -6,17 +6,19 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from tandem.cluster.errors import DeadlineExceeded, WorkerCallError, WorkerTimedOut
+from tandem.cluster.errors import DeadlineExceeded, Superseded, WorkerCallError, WorkerTimedOut
 from tandem.cluster.peers.claims import Claim, Claims, in_use, superseded
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.generation import Generation
+from tandem.cluster.requests.observer import Observe, RequestObserver, all_of
 from tandem.cluster.requests.replay import Replay
 from tandem.cluster.requests.validation import RequestValidator, ValidRequest
 from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2, peer_pb2
+from tandem.workers.sampling.finish import FinishReason
 
 MESSAGES_A_ROUND = 16  # each takes up to a tenth of a millisecond
 UNREAD_SECONDS = 0.1  # behind the deadline
@@ -56,7 +58,9 @@ class ActiveRequests:
         *,
         max_attempts: int,
         request_seconds: float,
+        observe: Observe | None = None,
     ) -> None:
+        self._observe = observe or all_of(())
         self._validator = validator
         self._router = router
         self._tokenizer = tokenizer
@@ -92,11 +96,25 @@ class ActiveRequests:
         arrived = time.perf_counter()
         limit = self._request_seconds if seconds is None else min(seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
-        valid = await self._validate(request, open_ended, credential)
-        generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns)
-        call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), generation)
-        # An id that the gateway has just made runs nowhere else.
-        holders = self._claims.holders(valid.request_id) if request.request_id else []
+        observer = self._observe(request.request_id, client, arrived)
+        generation: Generation | None = None
+        try:
+            valid = await self._validate(request, open_ended, credential)
+            observer.validated(valid)
+            generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns, observer)
+            call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), generation)
+            # An id that the gateway has just made runs nowhere else.
+            holders = self._claims.holders(valid.request_id) if request.request_id else []
+            await self._finish(call, holders, client, write, deadline, limit)
+        except BaseException as error:
+            _end(observer, generation, error)
+            raise
+        _end(observer, generation, None)
+
+    async def _finish(
+        self, call: _Call, holders: list[int], client: str, write: Write, deadline: float, limit: float
+    ) -> None:
+        """Runs a call that has entered to its end. limit: the seconds that led to the deadline."""
         call.settled = not holders
         # In a task of its own: a later call of the same id can end it, and this call still answers its client.
         call.work = asyncio.ensure_future(self._run(call, holders, client, write, deadline))
@@ -108,9 +126,9 @@ class ActiveRequests:
                 raise DeadlineExceeded(f"the request ran for {limit:g} s, which is {whose}") from error
             raise error.client_error(str(error)) from error
         except asyncio.CancelledError:
-            if self._running.get(valid.request_id) is call:
+            if self._running.get(call.claim.request_id) is call:
                 raise
-            raise superseded(valid.request_id) from None
+            raise superseded(call.claim.request_id) from None
         finally:
             self._leave(call)
 
@@ -197,3 +215,15 @@ class ActiveRequests:
             if not limit.expired():
                 raise
             raise DeadlineExceeded("the request's deadline passed while its client did not read") from None
+
+
+def _end(observer: RequestObserver, generation: Generation | None, error: BaseException | None) -> None:
+    """Tells the observer how a request ended. One that has its last message ended well, whatever came behind it."""
+    if generation is None:
+        observer.ended(FinishReason.ERROR, error, inference_pb2.Usage(), inference_pb2.Timings())
+        return
+    reason = generation.finish_reason
+    if not generation.finished:
+        left = isinstance(error, asyncio.CancelledError | Superseded)
+        reason = FinishReason.ABORT if left else FinishReason.ERROR
+    observer.ended(reason, error, generation.usage, generation.timings)

@@ -11,6 +11,7 @@ import numpy as np
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest, PlacementLost, ServerError
 from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.observer import UNOBSERVED, RequestObserver
 from tandem.cluster.requests.text_output import TextOutput
 from tandem.cluster.requests.validation import ValidRequest
 from tandem.cluster.routing.islands import LinkPair
@@ -47,9 +48,11 @@ class Generation:
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
         turns: FairTurns,
+        observer: RequestObserver = UNOBSERVED,
     ) -> None:
         """turns: each message but the first waits for one."""
         self._turns = turns
+        self.observer = observer
         self._request = request
         self._arrived = arrived
         self._output = TextOutput(request.params, tokenizer)
@@ -60,7 +63,7 @@ class Generation:
         self._sent: list[int] = []
         self._decoding: tuple[Placement, TokenInbox] | None = None
         self._moved = False  # the next placement is not one after a loss
-        self.finished = False  # the client has the last message
+        self.finish_reason = FinishReason.RUNNING  # until the client has the last message
         self.complete = False  # both workers of this placement have ended the request by themselves
         self._take_received(request.received)
 
@@ -81,6 +84,18 @@ class Generation:
     @property
     def max_tokens_left(self) -> int:
         return self._request.params.max_tokens - len(self._sent)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason != FinishReason.RUNNING
+
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        return self._usage
+
+    @property
+    def timings(self) -> inference_pb2.Timings:
+        return self._timings
 
     @property
     def num_sent(self) -> int:
@@ -159,6 +174,7 @@ class Generation:
             self._timings.moves += 1
         else:
             self._timings.attempts += 1
+        self.observer.placed(placement, moved=self._moved)
         self._moved = False
         if self._timings.attempts + self._timings.moves == 1:
             self._timings.queue_seconds = time.perf_counter() - self._arrived
@@ -173,6 +189,7 @@ class Generation:
             self._usage.cached_tokens = placement.reservation.matched_tokens
         if tokens.HasField("prefilled"):
             self._timings.prefill_seconds += tokens.prefilled.prefill_seconds
+            self.observer.prefilled(tokens.prefilled)
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """Counts these tokens, and their text, as sent."""
@@ -217,6 +234,7 @@ class Generation:
         self._timings.bytes_pushed += sent.bytes_pushed
         if not begun:
             self._usage.cached_tokens = min(sent.cached_tokens, self._usage.prompt_tokens)
+        self.observer.prefilled(sent)
         return sent
 
     async def _first_token(
@@ -254,6 +272,7 @@ class Generation:
         part = self._output.add(token_ids, reason)
         self._sent += token_ids[: part.num_tokens]
         self._usage.output_tokens = len(self._sent)
+        self.observer.tokens(part.num_tokens)
         message = inference_pb2.GenerateResponse(
             request_id=self._request.request_id,
             token_ids=token_ids[: part.num_tokens],
@@ -261,7 +280,7 @@ class Generation:
             finish_reason=int(part.finish_reason),  # type: ignore[arg-type]  # same numbers
         )
         if part.finish_reason != FinishReason.RUNNING:
-            self.finished = True
+            self.finish_reason = part.finish_reason
             self._timings.total_seconds = time.perf_counter() - self._arrived
             message.usage.CopyFrom(self._usage)
             message.timings.CopyFrom(self._timings)

@@ -48,11 +48,13 @@ class Replay:
                 move = None
                 if self._generation.finished:
                     return  # only the workers' agreement was still to come
+                self._generation.observer.lost(lost)
                 reasons.append(str(lost))
             except ForwardFailed as error:
                 # Another request may have been at fault. A second failure would be this one's.
                 if failed:
                     raise
+                self._generation.observer.lost(error)
                 failed, move = True, None
                 reasons.append(str(error))
         raise AttemptsExhausted(

@@ -102,6 +102,7 @@ class GatewayActor:
     def __init__(self, settings: GatewaySettings) -> None:
         self._stopped = threading.Event()
         self._events = EventLoopThread("gateway")
+        self._drain_seconds = settings.config.gateway.drain_seconds
         self._gateway = Gateway(settings)
 
     def serve(self) -> GatewayAddresses:
@@ -124,6 +125,9 @@ class GatewayActor:
 
     def wait(self) -> None:
         self._stopped.wait()
+
+    def drain(self) -> None:
+        self._events.run(self._gateway.drain(), timeout=self._drain_seconds + 20)
 
     def stop(self, grace: float) -> None:
         self._events.run(self._gateway.stop(grace), timeout=grace + 20)

@@ -49,7 +49,7 @@ class _Gateway:
     def spec(self) -> ActorSpec:
         settings = self.settings
         name = f"{settings.config.name}/gateway.{settings.process}.{settings.incarnation}"
-        modules = () if settings.http_port is None else (HTTP_SERVER,)
+        modules = () if settings.http_port is None and settings.metrics_port is None else (HTTP_SERVER,)
         return ActorSpec(name, GatewayActor, settings, modules)
 
 
@@ -87,6 +87,8 @@ class GatewaySupervisor(Supervisor):
         self._liveness = Liveness((), recovery, self._stop)
         self.grace = 1.0  # seconds that calls under way have when the gateway is told to stop
         self.addresses = GatewayAddresses("")
+        self._drain_seconds = settings.config.gateway.drain_seconds
+        self._join_seconds += self._drain_seconds
 
     def _begin(self) -> None:
         if not self._gateways:
@@ -107,7 +109,12 @@ class GatewaySupervisor(Supervisor):
 
     def _plan(self) -> list[_Gateway]:
         settings, shape = self._settings, self._shape
-        self._ports = SharedPorts(settings.config.gateway.host, settings.port, settings.http_port)
+        self._ports = SharedPorts(
+            settings.config.gateway.host,
+            settings.port,
+            settings.http_port,
+            (settings.config.metrics.host, settings.metrics_port),
+        )
         one = replace(
             settings,
             processes=shape.processes,
@@ -116,6 +123,7 @@ class GatewaySupervisor(Supervisor):
             peer_token=secrets.token_urlsafe(TOKEN_BYTES),
             port=self._ports.port,
             http_port=self._ports.http_port,
+            metrics_port=self._ports.metrics_port,
             started=time.monotonic(),
         )
         return [_Gateway(replace(one, process=process)) for process in range(shape.processes)]
@@ -182,6 +190,9 @@ class GatewaySupervisor(Supervisor):
 
     def _end(self) -> None:
         if self._group is not None:
+            if self._drain_seconds:
+                drained = [member.call("drain") for member in self._group.members]
+                StopSignal().answers(drained, STOP_SECONDS + self._drain_seconds)
             calls = [member.call("stop", self.grace) for member in self._group.members]
             StopSignal().answers(calls, STOP_SECONDS + self.grace)
             self._group.end()  # kills what did not stop by itself

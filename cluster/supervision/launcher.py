@@ -11,7 +11,6 @@ from tandem.cache.kernels.gpu_limits import check_layout
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.processes import Processes
@@ -22,6 +21,7 @@ from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewayS
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_supervisor import IslandSupervisor
 from tandem.cluster.supervision.process_settings import (
+    FIRST_EPOCH,
     agreed_pages,
     gateway_processes,
     gateway_settings,
@@ -52,7 +52,9 @@ class Cluster:
     In between, lost processes are started again. start() raises ConfigError, StartFailed, ClusterRunning.
     """
 
-    def __init__(self, config: ClusterConfig, processes: Processes | None = None) -> None:
+    def __init__(
+        self, config: ClusterConfig, processes: Processes | None = None, clock: StartClock | None = None
+    ) -> None:
         if config.model.path is None:
             raise ConfigError("model.path is missing; give --model DIR or set it in the config")
         self._config = config
@@ -63,13 +65,21 @@ class Cluster:
         self._failure: Future[None] = Future()
         self.grpc_address = ""
         self.http_address: str | None = None
-        self.clock = StartClock()  # of several islands, the slowest one's phases
+        self.metrics_address: str | None = None
+        self.clock = clock or StartClock()  # of several islands, the slowest one's phases
 
-    def start(self, progress: Progress | None = None) -> str:
-        """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve."""
-        max_model_len = self._check_model()
-        ServerSecurity(**self._config.security.model_dump()).check()
-        check_ports(self._config.gateway)  # it takes a while until they are opened
+    def start(self, progress: Progress | None = None, prepare: Callable[[], None] | None = None) -> str:
+        """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve.
+
+        prepare: called once the checkpoint is known to be right, before any process starts.
+        """
+        with self.clock.phase("checkpoint"):
+            max_model_len = self._check_model()
+        self._config.security.server.check()
+        check_ports(self._config.gateway, self._config.metrics)  # it takes a while until they are opened
+        if prepare is not None:
+            with self.clock.phase("builds"):
+                prepare()
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
@@ -80,6 +90,7 @@ class Cluster:
             with self.clock.phase("gateway"):
                 addresses = self._start_gateway(max_model_len)
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
+                self.metrics_address = addresses.metrics
         except BaseException:
             self.stop()
             raise
@@ -169,7 +180,10 @@ class Cluster:
     def _island(self, max_model_len: int, name: str, epoch: int, shape: Shape) -> Island:
         section = self._config.island.model_copy(update=asdict(shape))
         config = self._config.model_copy(update={"island": section})
-        return Island(self._processes, config, max_model_len, name, epoch)
+        island = Island(self._processes, config, max_model_len, name, epoch)
+        if epoch == FIRST_EPOCH:
+            island.clock.listener = self.clock.listener
+        return island
 
     def _start_gateway(self, max_model_len: int) -> GatewayAddresses:
         num_pages = min(island.num_pages for island in self._islands)

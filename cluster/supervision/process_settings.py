@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Sequence
 
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway import GatewaySettings
 from tandem.workers.config import Role, WorkerConfig
@@ -146,7 +145,8 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         num_pages,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
+        metrics_port=config.metrics.port,
         token_seconds=(token_seconds(config) or CPU_TOKEN_SECONDS) if is_adaptive(config) else None,
         warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
-        security=ServerSecurity(**config.security.model_dump()),
+        security=config.security.server,
     )

@@ -4,7 +4,7 @@ import socket
 from contextlib import ExitStack
 from importlib.util import find_spec
 
-from tandem.cluster.config import GatewaySection
+from tandem.cluster.config import GatewaySection, MetricsSection
 from tandem.cluster.errors import ConfigError, StartFailed
 
 
@@ -15,14 +15,19 @@ class SharedPorts:
     bound without it. A name in the sockets' abstract namespace keeps out a second cluster that starts at the same time.
     """
 
-    def __init__(self, host: str, port: int, http_port: int | None) -> None:
-        """Takes the ports, a free one for 0. Raises StartFailed."""
+    def __init__(
+        self, host: str, port: int, http_port: int | None, metrics: tuple[str, int | None] = ("", None)
+    ) -> None:
+        """Takes the ports, a free one for 0. metrics: host and port of its own. Raises StartFailed."""
         self._held = ExitStack()
         try:
-            self.port = self._hold(host, port, "port", "--grpc-port")
-            self.http_port = None
+            self.port = self._hold(host, port, "gateway.port", "--grpc-port")
+            self.http_port = self.metrics_port = None
             if http_port is not None:
-                self.http_port = self._hold(host, http_port, "http_port", "--http-port")
+                self.http_port = self._hold(host, http_port, "gateway.http_port", "--http-port")
+            metrics_host, metrics_port = metrics
+            if metrics_port is not None:
+                self.metrics_port = self._hold(metrics_host, metrics_port, "metrics.port", "--set metrics.port=…")
         except BaseException:
             self.close()
             raise
@@ -45,17 +50,22 @@ class SharedPorts:
         return number
 
 
-def check_ports(section: GatewaySection) -> None:
+def check_ports(section: GatewaySection, metrics: MetricsSection) -> None:
     """StartFailed when another program has one of the ports, ConfigError where HTTP is not installed."""
-    _check_port(section.host, section.port, "port", "--grpc-port")
-    if section.http_port is None:
-        return
-    if find_spec("uvicorn") is None:
-        raise ConfigError(
-            f"gateway.http_port is {section.http_port}; it needs uvicorn, which is not installed: "
-            "pip install 'tandem[http]', or leave the port out"
-        )
-    _check_port(section.host, section.http_port, "http_port", "--http-port")
+    _check_port(section.host, section.port, "gateway.port", "--grpc-port")
+    over_http = (
+        (section.host, section.http_port, "gateway.http_port", "--http-port"),
+        (metrics.host, metrics.port, "metrics.port", "--set metrics.port=…"),
+    )
+    for host, port, key, option in over_http:
+        if port is None:
+            continue
+        if find_spec("uvicorn") is None:
+            raise ConfigError(
+                f"{key} is {port}; it needs uvicorn, which is not installed: "
+                "pip install 'tandem[http]', or leave the port out"
+            )
+        _check_port(host, port, key, option)
 
 
 def _check_port(host: str, port: int, key: str, option: str) -> None:
@@ -70,7 +80,7 @@ def _check_port(host: str, port: int, key: str, option: str) -> None:
 
 def _refused(host: str, port: int, key: str, option: str, error: OSError) -> StartFailed:
     return StartFailed(
-        f"gateway.{key} {port} on {host} cannot be opened ({error.strerror}); "
+        f"{key} {port} on {host} cannot be opened ({error.strerror}); "
         f"choose a free one with {option}, or 0 for any free one"
     )
 

@@ -1,20 +1,25 @@
-"""The seconds of each phase between `tandem up` and ready."""
+"""The seconds of each phase between `tandem up` and ready, and who hears of them."""
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+Listener = Callable[[str], None]  # called with a phase's name when it begins, from whichever thread it runs in
 
 
 class StartClock:
     """The seconds of one start's phases, by name, in their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Listener | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.listener = listener
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if self.listener is not None:
+            self.listener(name)
         began = time.monotonic()
         try:
             yield

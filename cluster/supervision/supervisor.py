@@ -52,6 +52,7 @@ class Supervisor(ABC):
         self._failed = failed
         self._stop = StopSignal()
         self._budget = RestartBudget(recovery.max_restarts, recovery.window_seconds)
+        self._join_seconds = JOIN_SECONDS
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -64,7 +65,7 @@ class Supervisor(ABC):
     def join(self) -> None:
         """Returns when the thread and its processes have ended."""
         if self._thread.ident is not None:
-            self._thread.join(JOIN_SECONDS)
+            self._thread.join(self._join_seconds)
 
     @abstractmethod
     def _begin(self) -> None:

@@ -10,7 +10,7 @@ import grpc.aio
 
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.worker_link import WorkerAddress
-from tandem.proto import worker_pb2, worker_pb2_grpc
+from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role
 from tandem.workers.requests.feed import Feeds
 from tandem.workers.wire.messages import prompt_from_bytes
@@ -115,6 +115,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             async for message in feed.messages():
                 await self._maybe_fail("Feed", context)
                 yield message
+
+    async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> inference_pb2.WorkerInfo:
+        """Half of its pages are free. Both of its roles answer as a decode worker."""
+        await self._maybe_fail("GetStatus", context)
+        return inference_pb2.WorkerInfo(role=inference_pb2.ROLE_DECODE, alive=True, num_pages=64, free_pages=32)
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: Any) -> AsyncIterator[worker_pb2.WorkerReport]:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "as workers had none")

@@ -79,7 +79,7 @@ def test_a_config_is_frozen() -> None:
             "schedular.max_sequences",
             "schedular",
             "scheduler",
-            "cache, scheduler, num_islands, island, gateway, recovery, security, ray",
+            "cache, scheduler, num_islands, island, gateway, metrics, recovery, security, ray",
         ),
         ("island.num_prefils", "island.num_prefils", "island.num_prefill", "transport, num_prefill"),
     ],
@@ -231,3 +231,73 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
 def test_any_mapping_loads_or_raises_config_error(values: dict[str, object]) -> None:
     with suppress(ConfigError):
         load_config(None, values)
+
+
+class TestEnvironment:
+    def test_variables_come_between_the_file_and_overrides(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("name: mine\ncache: {num_pages: 5, page_size: 8}\n")
+        environ = {"TANDEM_CACHE__NUM_PAGES": "6", "TANDEM_GATEWAY__PORT": "7001", "TANDEM_NAME": "2024"}
+        environ |= {"TANDEM_TOKEN_FILE": "/of/a/client", "TANDEM_KERNEL_CACHE": "/kernels", "PATH": "/bin"}
+        config = load_config(path, ["gateway.port=7002"], environ)
+        assert (config.name, config.cache.num_pages, config.cache.page_size) == ("2024", 6, 8)
+        assert config.gateway.port == 7002
+        assert load_config(path).cache.num_pages == 5  # the environment counts where it is given
+
+    def test_errors_name_the_variable(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("cache: {page_size: 12}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, (), {"TANDEM_GATEWAY__PROT": "1", "TANDEM_GATEWAY__PORT": "70000"})
+        lines = str(caught.value).splitlines()
+        assert lines[0].startswith(f"{path}: cache.page_size is 12; ")
+        assert lines[1].startswith("TANDEM_GATEWAY__PORT: gateway.port is 70000; ")
+        assert lines[2].startswith("TANDEM_GATEWAY__PROT: unknown key gateway.prot; did you mean gateway.port? ")
+        with pytest.raises(ConfigError, match=r"^TANDEM_GATEWAY__PORT: the value is not YAML"):
+            load_config(None, (), {"TANDEM_GATEWAY__PORT": "["})
+
+
+class TestApiKey:
+    def test_a_key_is_text_and_shown_nowhere(self) -> None:
+        key = "1234567890123456"
+        config = load_config(None, (), {"TANDEM_SECURITY__API_KEY": key})
+        assert config.security.server.token() == key
+        assert key not in repr(config) + repr(config.security.server)
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, {"security.api_key": int(key)})
+        assert key not in str(caught.value)
+        assert "security.api_key is hidden; " in str(caught.value)
+
+    def test_one_key_and_a_long_one(self) -> None:
+        both = {"security.api_key": "0123456789abcdef", "security.token_file": "/token"}
+        with pytest.raises(ConfigError, match="must have token_file or api_key, not both"):
+            load_config(None, both)
+        with pytest.raises(ConfigError, match=r"^security\.api_key holds 5 characters; ") as caught:
+            load_config(None, {"security.api_key": "short"}).security.server.check()
+        assert "short" not in str(caught.value)
+
+
+class TestModelNames:
+    def test_a_name_or_a_list(self) -> None:
+        for value in ("a", ["a"], ["a", "b"]):
+            names = load_config(None, {"model.served_model_name": value}).model.names
+            assert names == ([value] if isinstance(value, str) else value)
+        for wrong in ([], [""], "", 3, [3], {"a": "b"}):
+            with pytest.raises(ConfigError, match=r"^model\.served_model_name is .*must be a name, or a list of names"):
+                load_config(None, {"model.served_model_name": wrong})
+
+    def test_a_hub_id_is_found_in_the_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        repository = tmp_path / "hub" / "models--Nobody--tiny-1b"
+        snapshot = repository / "snapshots" / ("0123456789" * 4)
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(snapshot.name)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.chdir(tmp_path)
+        model = load_config(None, {"model.path": "Nobody/tiny-1b"}).model
+        assert (model.path, model.names) == (str(snapshot), ["Nobody/tiny-1b"])
+        absent = load_config(None, {"model.path": "Nobody/other"}).model
+        assert (absent.path, absent.names) == (str(tmp_path / "Nobody" / "other"), ["other"])
+        (tmp_path / "Nobody" / "tiny-1b").mkdir(parents=True)
+        folder = load_config(None, {"model.path": "Nobody/tiny-1b"}).model
+        assert (folder.path, folder.names) == (str(tmp_path / "Nobody" / "tiny-1b"), ["tiny-1b"])

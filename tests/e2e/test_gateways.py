@@ -14,9 +14,10 @@ import grpc
 import httpx
 import pytest
 
+from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
-from tandem.cluster.errors import Overloaded
+from tandem.cluster.errors import Overloaded, Unavailable
 from tandem.cluster.protocol import build_request
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -75,6 +76,14 @@ def calm(address: str) -> bool:
     workers = [worker for island in now.islands for worker in island.workers]
     free = len(workers) == 2 and all(worker.free_pages == worker.num_pages for worker in workers)
     return free and all(gateway.pid for gateway in now.gateways) and now.active == now.queued == 0
+
+
+def calm_again(address: str) -> bool:
+    """As calm(); False where a process has just taken the connection with it."""
+    try:
+        return calm(address)
+    except Unavailable:
+        return False
 
 
 def answering(channel: grpc.Channel) -> int:
@@ -278,3 +287,40 @@ def test_either_process_takes_scale_orders(served: str, case: Case) -> None:
             stub = inference_pb2_grpc.InferenceStub(channel)
             assert rest(stub.Generate(request(case, "after"), timeout=60)) == case.tokens
         admin_pb2_grpc.AdminStub(channels[0]).Scale(admin_pb2.ScaleRequest(num_decode=1), timeout=120)
+
+
+def scraped(address: str) -> Samples:
+    with Client(address) as client:
+        return Samples(client.metrics().text)
+
+
+def test_one_scrape_counts_all_processes_and_no_count_goes_down_with_one(
+    served: str, stubs: list[Any], case: Case
+) -> None:
+    names = ("vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count", "vllm:request_success_total")
+
+    def counts() -> list[float]:
+        return [scraped(served).total(name) for name in names]
+
+    def grown(wanted: list[float]) -> bool:
+        return [now - before for now, before in zip(counts(), first, strict=True)] == wanted
+
+    first = counts()
+    for number, stub in enumerate(stubs):
+        assert rest(stub.Generate(request(case, f"counted {number}"), timeout=60)) == case.tokens
+    until(lambda: grown([2 * NUM_TOKENS, 2, 2]))
+    os.kill(pid_of(served, 0), signal.SIGKILL)
+    until(lambda: calm_again(served))
+    assert grown([2 * NUM_TOKENS, 2, 2])
+    with connected(served) as channels:
+        for number, channel in enumerate(channels):
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            assert rest(stub.Generate(request(case, f"counted again {number}"), timeout=60)) == case.tokens
+    until(lambda: grown([4 * NUM_TOKENS, 4, 4]))
+    found = scraped(served)
+    assert found.total("tandem:gateway_restarts_total") >= 1
+    assert found.total("tandem:gateway_processes") == 2
+    assert found.total("tandem:requests") == 0
+    assert found.total("tandem:worker_up") == 2
+    assert found.total("tandem:worker_pushes_total") == found.total("tandem:worker_pushes_total", role="prefill") > 0
+    assert found.total("tandem:worker_decoded_tokens_total", role="decode") > 0

@@ -19,6 +19,8 @@ import psutil
 import pytest
 import ray
 
+from tandem.cache.kernels.build.nvml import Driver, Gpu
+from tandem.cluster.cli import preflight
 from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.runtime_dir import running_cluster
@@ -31,7 +33,8 @@ from tests.support.oracle import greedy, load_oracle
 from tests.support.shm import lasting_names
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
-PHASES = ["command, imports", "ray", "processes, imports", "weights", "island", "kernels", "gateway"]
+PHASES = ["command", "host", "imports", "checkpoint", "builds", "ray"]
+PHASES += ["processes, imports", "weights", "island", "kernels", "gateway"]
 TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 
 
@@ -218,10 +221,12 @@ def test_kill_minus_nine_leaves_nothing(small_model: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
-    """The exit code of an `up`, and what stands on stderr, by lines."""
+    """The exit code of an `up`, and the lines on stderr that say what is wrong."""
     with pytest.raises(SystemExit) as ended:
         main(["up", str(CONFIG), *arguments])
-    return int(ended.value.code or 0), capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
+    name = next(given.removeprefix("name=") for given in arguments if given.startswith("name="))
+    return int(ended.value.code or 0), [line for line in lines if not line.startswith(f"tandem: {name}: ")]
 
 
 def test_a_port_in_use(small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +242,7 @@ def test_a_port_in_use(small_model: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def _named_by_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"architectures": ["LamaForCausalLM"]}')
+    (folder / "model.safetensors").touch()
 
 
 def _half_written(folder: Path) -> None:
@@ -296,7 +302,7 @@ def test_a_model_folder_that_cannot_be_served(
     prepare(tmp_path)
     code, (error,) = refused(capsys, "--model", str(tmp_path), "--set", "name=bad-model")
     assert code == 2
-    assert error.startswith("tandem: model.path: ")
+    assert error.startswith("tandem: model.path")
     assert named in error
 
 
@@ -316,6 +322,8 @@ def test_what_no_kernel_of_a_gpu_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    two = Driver("580.1", (Gpu("H200", 139 << 30, (9, 0)),) * 2)
+    monkeypatch.setattr(preflight, "read_driver", lambda: two)
     make_checkpoint(tmp_path / "model", arch=arch, size="tiny", seed=3)
     settings = ["name=bad-sizes", "island.device=cuda", "island.transport=nvshmem", f"cache.page_size={page_size}"]
     options = [part for setting in (*settings, "model.dtype=bfloat16") for part in ("--set", setting)]

@@ -81,6 +81,7 @@ class Decodes:
         self._next: StepInFlight | None = None
         self._reading: StepInFlight | None = None
         self._unpublished: list[DecodeRequest] = []
+        self.decoded_tokens = 0  # so far
 
     # Commands
 
@@ -318,6 +319,7 @@ class Decodes:
             updates.append(TokenUpdate(request.token_stream, token, logprob, FinishReason(reason)))
             if reason != FinishReason.RUNNING:
                 leaving.append(request)
+        self.decoded_tokens += len(updates)
         if leaving:
             self._rows.leave(leaving)
             for request in leaving:

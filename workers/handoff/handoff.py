@@ -177,6 +177,8 @@ class Handoff:
                     self._retired.add(draining.request.sequence_id)
                 else:  # the device came past its forwards before it came past its writes
                     self._cache.remove_sequence(draining.request.sequence_id)
+                    self._counters.pushes += 1
+                    self._counters.bytes_pushed += draining.request.bytes_pushed
                 draining.finish()
 
     def await_quiet(self, requests: Sequence[Prompt]) -> None:

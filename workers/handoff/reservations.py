@@ -115,6 +115,7 @@ class Reservations:
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
         request = self._reserve(request_id, token_ids, max_tokens, (capacity, longest), writer_pe, salt)
+        self._counters.reservations += 1
         self._requests[request_id] = request
         self._offers[request_id] = self._offer(request, max(pages), writer_pe)
         self._leases[request_id] = Lease(self._lease_seconds, self._clock)
@@ -176,6 +177,7 @@ class Reservations:
         else:
             recall = Recall(offer.writer_pe, signal)
             self._draining[recall] = request
+            self._counters.drains += 1
             self._recalls.ask(recall)
 
     def settle_draining(self, request_id: str) -> bool:

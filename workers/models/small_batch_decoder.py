@@ -90,16 +90,7 @@ class SmallBatchDecoder:
     def _make_megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
         """By number of rows; may compile."""
         config, layers = self._config, [_megakernel_layer(layer) for layer in self._layers]
-        shape = MegakernelShape(
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            q_heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            vocab=config.vocab_size,
-            dtype=config.dtype,
-            stored=stored,
-        )
+        shape = megakernel_shape(config, stored)
         fitting = [layer for layer in layers if layer is not None]
         if len(fitting) < len(layers) or self._final_norm.weight.dtype != config.dtype:
             return {}
@@ -117,6 +108,20 @@ class SmallBatchDecoder:
         shape = ResidentShape(hidden, config.intermediate_size, heads, qkv, config.dtype)
         plain = [_megakernel_layer(one) is not None and one.attention.qkv.bias is None for one in self._layers]
         return choose_resident_gemms(shape, self._lm_head.weight.device) if all(plain) else None
+
+
+def megakernel_shape(config: ModelConfig, stored: torch.dtype) -> MegakernelShape:
+    """stored: dtype of K and V in their pages."""
+    return MegakernelShape(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        q_heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        dtype=config.dtype,
+        stored=stored,
+    )
 
 
 def _megakernel_layer(layer: FusedLayer) -> MegakernelLayer | None:

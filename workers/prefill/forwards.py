@@ -32,6 +32,7 @@ class PromptForwards:
         self._runner = runner
         self._cache = cache
         self._meter = meter
+        self.computed_tokens = 0  # so far
 
     def launch(
         self, chunks: Sequence[Chunk], *, alone: bool, forward: PromptForward | None = None
@@ -58,6 +59,7 @@ class PromptForwards:
             logits = self._runner.prompts(*packed, push=bool(requests) and not by_pages)
         else:
             logits = forward(packed)
+        self.computed_tokens += num_tokens
         for prompt, length in chunks:
             prompt.computed += length
         self._count_pushed(requests, self._meter.seconds - seconds_before)

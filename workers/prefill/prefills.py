@@ -176,6 +176,11 @@ class Prefills:
         return [self.abort(known) for known in known_ids]
 
     @property
+    def computed_tokens(self) -> int:
+        """Of prompts, so far, those that were begun speculatively included."""
+        return self._forwards.computed_tokens + self._speculative.computed_tokens
+
+    @property
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting + (self._speculative.request_id is not None)
 

@@ -43,6 +43,7 @@ class SpeculativePrefill:
         self._lease_seconds = settings.lease_seconds * WRITER_FRACTION
         self._clock = clock
         self._prompt: SpeculativePrompt | None = None
+        self.computed_tokens = 0  # so far
 
     @property
     def request_id(self) -> str | None:
@@ -104,5 +105,6 @@ class SpeculativePrefill:
         tokens = prompt.token_ids[prompt.cached_tokens : end]
         logits = self._runner.prompts([prompt.sequence_id], [tokens], [whole], push=False)
         prompt.computed = end
+        self.computed_tokens += len(tokens)
         if end == whole:
             prompt.logits = logits

@@ -65,7 +65,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return await self._on_step_thread(context, self._config.epoch, self._status)
 
     def _status(self) -> inference_pb2.WorkerInfo:
-        cache, config = self._cache, self._config
+        cache, config, loop, meter = self._cache, self._config, self._loop, self._loop.meter
         return inference_pb2.WorkerInfo(
             role=inference_pb2.ROLE_PREFILL if config.role == Role.PREFILL else inference_pb2.ROLE_DECODE,
             pe=config.pe,
@@ -75,10 +75,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             free_pages=cache.num_free_pages,
             cached_pages=cache.num_cached_pages,
             draining_pages=cache.num_draining_pages,
-            running=self._loop.num_running,
-            waiting=self._loop.num_waiting,
+            running=loop.num_running,
+            waiting=loop.num_waiting,
             resident_bytes=_resident_bytes(),
-            counters=inference_pb2.WorkerCounters(**asdict(self._loop.counters)),
+            counters=inference_pb2.WorkerCounters(
+                prompt_tokens=loop.prefills.computed_tokens,
+                decoded_tokens=loop.decodes.decoded_tokens,
+                **asdict(loop.counters),
+            ),
+            token_seconds=meter.token_seconds,
+            prompt_tokens_per_second=meter.prompt_tokens_per_second,
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+KERNEL_CACHE, TRITON_CACHE = "TANDEM_KERNEL_CACHE", "TRITON_CACHE_DIR"
 SECONDS_TO_COMPILE = 120.0
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
@@ -19,8 +20,19 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where this user keeps what was compiled here. RuntimeError when there is no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+    """Where this user keeps what was compiled here, or the folder TANDEM_KERNEL_CACHE. RuntimeError without a home."""
+    given = os.environ.get(KERNEL_CACHE)
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def share_triton_cache() -> None:
+    """Lets this process, and those that it starts, keep Triton's kernels in TANDEM_KERNEL_CACHE, where it is given.
+
+    A folder that cannot be written is left alone: Triton writes what it lacks.
+    """
+    folder = os.environ.get(KERNEL_CACHE)
+    if folder and os.access(folder, os.W_OK):
+        os.environ.setdefault(TRITON_CACHE, str(Path(folder) / "triton"))
 
 
 def build_once(folder: Path, name: str, key: bytes, make: Callable[[Path], object]) -> Path:
@@ -29,8 +41,7 @@ def build_once(folder: Path, name: str, key: bytes, make: Callable[[Path], objec
     Several processes may do so at once. path: where make() writes the file, in a folder that is empty at first and goes
     afterwards. What it raises comes through, and nothing is left; OSError when `folder` cannot be written.
     """
-    digest = hashlib.blake2b(key, digest_size=12).hexdigest()
-    built = (folder / name).with_stem(f"{Path(name).stem}-{digest}")
+    built = built_path(folder, name, key)
     if not built.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -38,6 +49,15 @@ def build_once(folder: Path, name: str, key: bytes, make: Callable[[Path], objec
             make(made)
             made.replace(built)
     return built
+
+
+def built_path(folder: Path, name: str, key: bytes) -> Path:
+    """Where build_once() keeps such a file, whether it is there or not."""
+    return (folder / name).with_stem(f"{Path(name).stem}-{short_hash(key)}")
+
+
+def short_hash(key: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=12).hexdigest()
 
 
 def built_or_none(name: str, instead: str, build: Callable[[], T]) -> T | None:

@@ -2,12 +2,14 @@
 
 import ctypes
 import platform
+import subprocess
 from functools import cache
 from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import (
     build_once,
     built_or_none,
+    built_path,
     cache_folder,
     find_compiler,
     read_with_headers,
@@ -34,6 +36,15 @@ def load_short_calls(source: Path) -> ctypes.PyDLL | None:
     return None if library is None else ctypes.PyDLL(library._name)
 
 
+def find_library(source: Path, folder: Path) -> Path | None:
+    """The file in `folder` that build_library() would load without compiling; None also without a compiler."""
+    try:
+        there = built_path(folder, f"{source.stem}.so", _key(source, find_compiler(*COMPILERS)))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return there if there.exists() else None
+
+
 def build_library(source: Path, folder: Path) -> ctypes.CDLL:
     """The library of one C file, which may include the headers of kernels/native, from `folder`; compiled unless it is there.
 
@@ -41,14 +52,17 @@ def build_library(source: Path, folder: Path) -> ctypes.CDLL:
     library not be loaded; subprocess.SubprocessError when compiling fails.
     """
     compiler = find_compiler(*COMPILERS)
-    texts = read_with_headers(source, HEADERS)
-    parts = (*texts, *FLAGS, compiler, run_compiler(compiler, "--version"), _processor())
 
     def make(library: Path) -> None:
         run_compiler(compiler, *FLAGS, "-I", str(HEADERS), str(source), "-o", str(library))
         ctypes.CDLL(str(library))  # only what can be loaded is kept
 
-    return ctypes.CDLL(str(build_once(folder, f"{source.stem}.so", repr(parts).encode(), make)))
+    return ctypes.CDLL(str(build_once(folder, f"{source.stem}.so", _key(source, compiler), make)))
+
+
+def _key(source: Path, compiler: str) -> bytes:
+    parts = (*read_with_headers(source, HEADERS), *FLAGS, compiler, run_compiler(compiler, "--version"), _processor())
+    return repr(parts).encode()
 
 
 def _processor() -> str:

@@ -4,14 +4,13 @@ Measured with flashinfer 0.6.18 and torch 2.11: afterwards the driver says that 
 processes attend as others do.
 """
 
-import ctypes
 import os
 
 import torch
 
+from tandem.cache.kernels.build.nvml import read_driver
+from tandem.cache.kernels.flashinfer.modules import ARCHS
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
-
-ARCHS = {(8, 0): "8.0", (8, 9): "8.9", (9, 0): "9.0a", (10, 0): "10.0a", (10, 3): "10.3a"}
 
 
 def preload_flashinfer() -> None:
@@ -40,22 +39,6 @@ def _refuse() -> None:
 
 
 def _common_arch() -> str | None:
-    """What FlashInfer calls the architecture of this host's GPUs; None where they differ, or its name is not certain.
-
-    By NVML, which is no part of CUDA. OSError where there is none.
-    """
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    found: set[tuple[int, int]] = set()
-    if nvml.nvmlInit_v2():
-        return None
-    try:
-        count = ctypes.c_uint()
-        failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        for index in range(count.value):
-            device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-            failed |= nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
-            failed |= nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
-            found.add((major.value, minor.value))
-    finally:
-        nvml.nvmlShutdown()
-    return ARCHS.get(found.pop()) if len(found) == 1 and not failed else None
+    """What FlashInfer calls the architecture of this host's GPUs; None where they differ, or the name is unsure."""
+    found = {gpu.capability for gpu in read_driver().gpus}
+    return ARCHS.get(found.pop()) if len(found) == 1 else None

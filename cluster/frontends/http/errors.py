@@ -1,7 +1,7 @@
 """Errors over HTTP: a status, and a body in the form of OpenAI's API."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.cluster.errors import CallError, Overloaded, Unauthenticated
@@ -40,8 +40,9 @@ class HttpError(Exception):
         return cls(http_status(error), str(error), headers=headers)
 
     @classmethod
-    def other_model(cls, asked: str, served: str) -> "HttpError":
-        return cls(404, f"model is {asked!r:.80}; {served!r} is served here", param="model", code="model_not_found")
+    def other_model(cls, asked: str, served: Sequence[str]) -> "HttpError":
+        names = " and ".join(map(repr, served)) + (" is" if len(served) == 1 else " are")
+        return cls(404, f"model is {asked!r:.80}; {names} served here", param="model", code="model_not_found")
 
     @property
     def body(self) -> dict[str, Any]:

@@ -31,16 +31,17 @@ class GenerationRoute:
     body: type[GenerationBody]
     answer: type[Answer]
     requests: ActiveRequests
-    model: str  # the only one that is served
+    model: str  # the name in answers
     tokenizer: Tokenizer | None
     max_bytes: int  # of a body
     turns: FairTurns  # many requests may come at once
+    aliases: tuple[str, ...] = ()  # other names that are accepted
 
     async def serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         """Answers one request; a client that goes away ends it. HttpError, ClientGone, and as ActiveRequests.serve."""
         body = await self._body(scope, receive)
-        if body.model not in (None, self.model):
-            raise HttpError.other_model(body.model or "", self.model)
+        if body.model not in (None, self.model, *self.aliases):
+            raise HttpError.other_model(body.model or "", (self.model, *self.aliases))
         work = unwatched(asyncio.ensure_future(self._generate(body, scope, reply)))
         gone = unwatched(asyncio.ensure_future(_disconnected(receive)))
         try:

@@ -29,9 +29,14 @@ class Reply:
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
         """Sends a JSON value. TimeoutError when the client does not read."""
-        content = encode(value).encode()
+        await self.content(status, encode(value).encode(), "application/json", headers)
+
+    async def content(
+        self, status: int, content: bytes, media_type: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Sends all of an answer. TimeoutError as whole()."""
         async with asyncio.timeout(LAST_SECONDS):
-            await self._begin(status, "application/json", {"content-length": str(len(content)), **(headers or {})})
+            await self._begin(status, media_type, {"content-length": str(len(content)), **(headers or {})})
             await self._write(content, last=True)
 
     async def event(self, data: str) -> None:

@@ -1,9 +1,9 @@
-"""The HTTP server's routes, as an ASGI application with OpenAI's API."""
+"""The HTTP server's routes, as an ASGI application. OpenAI's API is among them."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 from tandem.cluster.credentials import is_loopback
@@ -12,6 +12,7 @@ from tandem.cluster.frontends.http.answers import ChatAnswer, CompletionAnswer
 from tandem.cluster.frontends.http.bodies import ChatBody, CompletionBody
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.generate import ClientGone, GenerationRoute, header
+from tandem.cluster.frontends.http.monitoring import READS, Monitoring
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
@@ -19,49 +20,36 @@ from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.authentication import HEADER, BearerToken
 
-HEALTH = "/health"  # load balancers ask for it without a token
+MODELS = "/v1/models"
 REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
 
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
+Routes = dict[str, tuple[tuple[str, ...], Route]]
 log = logging.getLogger(__name__)
 
 
 class HttpApp:
-    """The ASGI application. Errors are JSON, too; a stream that has begun ends with an error as its last event."""
+    """An ASGI application. Errors are JSON, too; a stream that has begun ends with an error as its last event."""
 
     def __init__(
         self,
-        requests: ActiveRequests,
-        tokenizer: Tokenizer | None,
+        routes: Routes,
+        monitoring: Monitoring,
         *,
-        model: str,
-        max_model_len: int,
         limit: CallLimit,
         token: str | None,
-        max_bytes: int,
+        rejected: Callable[[int], None],
+        names: Sequence[str] = (),
     ) -> None:
-        """model: its name. token: None admits everybody. max_bytes: of one body."""
-        self._token = None if token is None else BearerToken(token)
+        """routes: beside those of monitoring, with their methods. limit: bounds calls, monitors' apart. token: None
+        admits everybody. rejected: hears of each error's status. names: those that /v1/models has."""
+        self._routes: Routes = {**monitoring.routes, **routes}
+        self._monitoring = monitoring
         self._limit = limit
+        self._token = None if token is None else BearerToken(token)
+        self._rejected = rejected
+        self._names = names
         self._calls: set[asyncio.Task[object]] = set()
-        self._model = {
-            "id": model,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "tandem",
-            "max_model_len": max_model_len,
-        }
-        turns = FairTurns(REQUESTS_A_ROUND)
-        completions = GenerationRoute(CompletionBody, CompletionAnswer, requests, model, tokenizer, max_bytes, turns)
-        chats = GenerationRoute(ChatBody, ChatAnswer, requests, model, tokenizer, max_bytes, turns)
-        reads = ("GET", "HEAD")
-        self._routes: dict[str, tuple[tuple[str, ...], Route]] = {
-            HEALTH: (reads, _constant({"status": "ok"})),
-            "/v1/models": (reads, _constant({"object": "list", "data": [self._model]})),
-            f"/v1/models/{model}": (reads, _constant(self._model)),
-            "/v1/completions": (("POST",), completions.serve),
-            "/v1/chat/completions": (("POST",), chats.serve),
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = asyncio.current_task()
@@ -72,16 +60,16 @@ class HttpApp:
             self._calls.add(call)
             await route(scope, receive, reply)
         except HttpError as error:
-            await reply.error(error)
+            await self._refuse(reply, error)
         except CallError as error:
-            await reply.error(HttpError.of(error))
+            await self._refuse(reply, HttpError.of(error))
         except ClientGone:
             pass
         except asyncio.CancelledError:
-            await reply.error(HttpError(503, "the gateway is stopping"))
+            await self._refuse(reply, HttpError(503, "the gateway is stopping"))
         except Exception:
             log.exception("a call of %r failed", scope["path"])
-            await reply.error(HttpError(500, "the gateway failed; its log says how"))
+            await self._refuse(reply, HttpError(500, "the gateway failed; its log says how"))
         finally:
             self._calls.discard(call)
 
@@ -90,20 +78,24 @@ class HttpApp:
         for call in self._calls:
             call.cancel()
 
+    async def _refuse(self, reply: Reply, error: HttpError) -> None:
+        self._rejected(error.status)
+        await reply.error(error)
+
     def _route(self, scope: Scope) -> Route:
         path, method = scope["path"], scope["method"]
-        if path != HEALTH:
+        if path not in self._monitoring.open:
             self._check_caller(scope)
         if path not in self._routes:
-            models, _, asked = path.rpartition("/")
-            if models == "/v1/models" and asked:
-                raise HttpError.other_model(asked, self._model["id"])
+            asked = path.removeprefix(f"{MODELS}/")  # a name may have slashes
+            if asked not in (path, "") and self._names:
+                raise HttpError.other_model(asked, self._names)
             raise HttpError(404, f"{path!r:.80} is not served; {', '.join(self._routes)} are")
         methods, route = self._routes[path]
         if method not in methods:
             allowed = ", ".join(methods)
             raise HttpError(405, f"{path} takes {allowed}, not {method!r:.80}", headers={"allow": allowed})
-        if path != HEALTH:
+        if path not in self._monitoring.routes:
             self._limit.admit()
         return route
 
@@ -116,6 +108,24 @@ class HttpApp:
             raise HttpError(
                 421, f"host is {foreign[0]!r:.80}; without a token localhost, 127.0.0.1 and [::1] are served"
             )
+
+
+def openai_routes(
+    requests: ActiveRequests, tokenizer: Tokenizer | None, *, names: Sequence[str], max_model_len: int, max_bytes: int
+) -> Routes:
+    """OpenAI's API. names: of the model; all are accepted, answers have the first. max_bytes: of one body."""
+    about = {"object": "model", "created": int(time.time()), "owned_by": "tandem", "max_model_len": max_model_len}
+    cards = [{"id": name, **about} for name in names]
+    model, *aliases = names
+    common = requests, model, tokenizer, max_bytes, FairTurns(REQUESTS_A_ROUND), tuple(aliases)
+    completions = GenerationRoute(CompletionBody, CompletionAnswer, *common)
+    chats = GenerationRoute(ChatBody, ChatAnswer, *common)
+    return {
+        MODELS: (READS, _constant({"object": "list", "data": cards})),
+        **{f"{MODELS}/{card['id']}": (READS, _constant(card)) for card in cards},
+        "/v1/completions": (("POST",), completions.serve),
+        "/v1/chat/completions": (("POST",), chats.serve),
+    }
 
 
 def _constant(value: object) -> Route:

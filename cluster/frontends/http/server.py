@@ -66,8 +66,18 @@ class Connection(H11Protocol):
 class HttpServer:
     """Serves an application on the event loop of start()'s caller. stop() closes what start() opened."""
 
-    def __init__(self, app: HttpApp, host: str, port: int, security: ServerSecurity, *, shared: bool) -> None:
-        """shared: as of grpc_server()."""
+    def __init__(
+        self,
+        app: HttpApp,
+        host: str,
+        port: int,
+        security: ServerSecurity,
+        *,
+        shared: bool,
+        key: str = "gateway.http_port",
+    ) -> None:
+        """shared: as of grpc_server(). key: the configuration's, of the port."""
+        self._key = key
         self._shared = shared
         self._app = app
         self._host = host
@@ -123,7 +133,7 @@ class HttpServer:
             )
         except OSError as error:
             raise StartFailed(
-                f"gateway.http_port {self._port} on {self._host} cannot be opened ({os.strerror(error.errno or 0)}); "
+                f"{self._key} {self._port} on {self._host} cannot be opened ({os.strerror(error.errno or 0)}); "
                 "choose a free one, or 0 for any free one"
             ) from error
         for option, value in OPTIONS:

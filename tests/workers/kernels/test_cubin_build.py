@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tandem.cache.plan.kv_scales import FP8
-from tandem.workers.kernels.cuda.cubin_build import build_cubin, load_cubin
+from tandem.workers.kernels.cuda.cubin_build import Cubin, build_cubin, find_cubin, load_cubin
 from tandem.workers.kernels.decode_megakernel.megakernel import (
     ROW_COUNTS,
     SOURCE,
@@ -55,7 +55,8 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
     folder, narrow = tmp_path / "cache", replace(QWEN3, hidden=512)
     for shape in (QWEN3, narrow, QWEN3):
-        assert build_cubin(SOURCE, folder, shape.defines(BLOCKS, 16, 1), "90") == b"compiled\n"
+        cubin = Cubin(SOURCE, shape.defines(BLOCKS, 16, 1), "90")
+        assert build_cubin(cubin, folder).read_bytes() == b"compiled\n"
     calls = (nvcc.parent / "calls").read_text().splitlines()
     assert ["-DHIDDEN=1024" in call for call in calls] == [True, False]
     assert all("code=sm_90" in call for call in calls)
@@ -77,7 +78,7 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
 def test_a_compiler_takes_them(
     tmp_path: Path, source: Path, defines: Sequence[str], arch: str, kernels: list[str]
 ) -> None:
-    cubin = build_cubin(source, tmp_path, defines, arch)
+    cubin = build_cubin(Cubin(source, tuple(defines), arch), tmp_path).read_bytes()
     assert all(f".text.{kernel}\0".encode() in cubin for kernel in kernels)
 
 
@@ -92,9 +93,22 @@ def test_it_is_compiled_anew_when_what_it_includes_has_changed(nvcc: Path, tmp_p
     for changed in (None, "four.cuh", "three.cuh", "one.cu"):
         if changed is not None:
             (source.parent / changed).write_text(texts[changed] + "\n// changed")
-        build_cubin(source, tmp_path / "cache", (), "90a")
+        build_cubin(Cubin(source, (), "90a"), tmp_path / "cache")
         made.append(len((nvcc.parent / "calls").read_text().splitlines()))
     assert made == [1, 1, 2, 3]
+
+
+def test_a_host_without_nvcc_takes_what_another_has_compiled(
+    nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache"
+    cubin, other = (Cubin(SOURCE, QWEN3.defines(BLOCKS, 16, rows), "90") for rows in (1, 2))
+    built = build_cubin(cubin, folder)
+    nvcc.write_text(NVCC.replace("13.0", "13.1"))
+    assert find_cubin(cubin, folder) is None  # another nvcc compiles anew
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_cubin(cubin, folder) == build_cubin(cubin, folder) == built
+    assert find_cubin(other, folder) is None
 
 
 @pytest.mark.parametrize("fault", ["missing", "broken"])
@@ -106,7 +120,7 @@ def test_without_it_there_is_a_warning(
     else:
         nvcc.write_text(NVCC.replace("-broken", "-std=c++17"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert load_cubin(SOURCE, QWEN3.defines(BLOCKS, 16, 1), "90", "others serve") is None
+    assert load_cubin(Cubin(SOURCE, QWEN3.defines(BLOCKS, 16, 1), "90"), "others serve") is None
     reason = "nvcc is not on the PATH" if fault == "missing" else "no such thing"
     assert f"megakernel.cu is not there, others serve: {reason}" in caplog.text
 

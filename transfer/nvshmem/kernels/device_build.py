@@ -1,15 +1,17 @@
 """Compiles device_puts.cu with nvcc against NVSHMEM's device library, once per machine, user and kind of GPU."""
 
+import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-from tandem.cache.kernels.build.build_once import build_once, find_compiler, reason_of, run_compiler
+from tandem.cache.kernels.build.build_once import build_once, built_path, find_compiler, reason_of, run_compiler
 from tandem.transfer.errors import TransportError
 
 SOURCE = Path(__file__).with_name("device_puts.cu")
 LIBRARY = Path("lib", "libnvshmem_device.a")
 HEADER = Path("include", "nvshmem.h")
+NAME = "device-puts.cubin"
 FLAGS = ("-std=c++17", "-O3", "-rdc=true")
 
 
@@ -28,11 +30,16 @@ def build_device_puts(folder: Path, capability: tuple[int, int]) -> Path:
         ) from error
 
 
+def has_device_puts(folder: Path, capability: tuple[int, int]) -> bool:
+    """Whether build_device_puts() would compile nothing; False without nvcc. Raises what find_nvshmem() raises."""
+    home = find_nvshmem()
+    if shutil.which("nvcc") is None:
+        return False
+    return built_path(folder, NAME, _key(home, _target("".join(map(str, capability))))).exists()
+
+
 def _build(folder: Path, arch: str) -> Path:
-    nvcc, home = find_compiler("nvcc"), find_nvshmem()
-    target = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    version = run_compiler(nvcc, "--version")
-    parts = (SOURCE.read_bytes(), (home / LIBRARY).read_bytes(), repr((FLAGS, target, version)).encode())
+    nvcc, home, target = find_compiler("nvcc"), find_nvshmem(), _target(arch)
 
     def make(linked: Path) -> None:
         compiled = str(linked.with_suffix(".o"))
@@ -40,7 +47,17 @@ def _build(folder: Path, arch: str) -> Path:
         libraries = (f"-L{home / LIBRARY.parent}", "-lnvshmem_device")
         run_compiler(nvcc, target, "-dlink", "-cubin", compiled, *libraries, "-o", str(linked))
 
-    return build_once(folder, "device-puts.cubin", b"/".join(parts), make)
+    return build_once(folder, NAME, _key(home, target), make)
+
+
+def _target(arch: str) -> str:
+    return f"-gencode=arch=compute_{arch},code=sm_{arch}"
+
+
+def _key(home: Path, target: str) -> bytes:
+    version = run_compiler(find_compiler("nvcc"), "--version")
+    parts = (SOURCE.read_bytes(), (home / LIBRARY).read_bytes(), repr((FLAGS, target, version)).encode())
+    return b"/".join(parts)
 
 
 def find_nvshmem() -> Path:

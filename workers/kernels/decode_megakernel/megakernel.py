@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import StepPages
 from tandem.cache.plan.kv_scales import FP8
 from tandem.workers.kernels.base import RmsNorm
-from tandem.workers.kernels.cuda.cubin_build import defines, load_cubin
+from tandem.workers.kernels.cuda.cubin_build import Cubin, defines, load_cubin
 from tandem.workers.kernels.cuda.driver import Function, Module
 
 SOURCE = Path(__file__).with_name("megakernel.cu")
@@ -224,13 +224,22 @@ class MegakernelLaunch:
 def load_megakernels(shape: MegakernelShape, device: torch.device) -> dict[int, MegakernelLaunch]:
     """The kernels by number of rows, where they suit device and shape and can be compiled. That takes seconds once."""
     properties = torch.cuda.get_device_properties(device)
-    capability, blocks = (properties.major, properties.minor), properties.multi_processor_count
-    counts = [rows for rows in ROW_COUNTS if capability >= (9, 0) and shape.fits(blocks, rows)]
-    arch = "".join(map(str, capability))
+    blocks = properties.multi_processor_count
+    planned = plan_megakernels(shape, (properties.major, properties.minor), blocks)
 
     def load(rows: int) -> bytes | None:
-        return load_cubin(SOURCE, shape.defines(blocks, WARPS, rows), arch, f"steps of {rows} rows take more kernels")
+        return load_cubin(planned[rows], f"steps of {rows} rows take more kernels")
 
     with ThreadPoolExecutor(len(ROW_COUNTS)) as compilers:
-        cubins = zip(counts, compilers.map(load, counts), strict=True)
+        cubins = zip(planned, compilers.map(load, planned), strict=True)
     return {rows: MegakernelLaunch(cubin, blocks, WARPS) for rows, cubin in cubins if cubin is not None}
+
+
+def plan_megakernels(shape: MegakernelShape, capability: tuple[int, int], multiprocessors: int) -> dict[int, Cubin]:
+    """What is compiled for a GPU, by number of rows; empty where device or shape does not suit."""
+    arch, counts = "".join(map(str, capability)), ROW_COUNTS if capability >= (9, 0) else ()
+    return {
+        rows: Cubin(SOURCE, shape.defines(multiprocessors, WARPS, rows), arch)
+        for rows in counts
+        if shape.fits(multiprocessors, rows)
+    }

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels, Linear, RmsNorm
-from tandem.workers.kernels.cuda.cubin_build import defines, load_cubin
+from tandem.workers.kernels.cuda.cubin_build import Cubin, defines, load_cubin
 from tandem.workers.kernels.cuda.driver import Function, Module
 
 SOURCE = Path(__file__).with_name("resident.cu")
@@ -173,9 +173,12 @@ class ResidentGemms:
 def load_resident_gemms(shape: ResidentShape, device: torch.device, kernels: LayerKernels) -> ResidentGemms | None:
     """None where device or shape does not suit, or, after a warning in the log, where they cannot be compiled."""
     properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) < (9, 0):
-        return None
-    options = shape.defines(properties.multi_processor_count)
-    arch = f"{properties.major}{properties.minor}"
-    cubin = None if options is None else load_cubin(SOURCE, options, arch, "few rows take more kernels")
+    planned = plan_resident_gemms(shape, (properties.major, properties.minor), properties.multi_processor_count)
+    cubin = None if planned is None else load_cubin(planned, "few rows take more kernels")
     return None if cubin is None else ResidentGemms(cubin, shape, properties.multi_processor_count, kernels)
+
+
+def plan_resident_gemms(shape: ResidentShape, capability: tuple[int, int], multiprocessors: int) -> Cubin | None:
+    """What is compiled for a GPU; None where device or shape does not suit."""
+    options = shape.defines(multiprocessors) if capability >= (9, 0) else None
+    return None if options is None else Cubin(SOURCE, options, "".join(map(str, capability)))

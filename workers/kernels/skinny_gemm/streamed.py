@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.cuda.cubin_build import defines, load_cubin
+from tandem.workers.kernels.cuda.cubin_build import Cubin, defines, load_cubin
 from tandem.workers.kernels.cuda.driver import Function, Module, TensorMap
 
 SOURCE = Path(__file__).with_name("streamed.cu")
@@ -178,10 +178,15 @@ class StreamedGemm:
 @lru_cache
 def load_streamed_gemms(device: torch.device, dtype: torch.dtype) -> StreamedGemms | None:
     """None where the device or dtype does not suit, or, after a warning in the log, where they cannot be compiled."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+    if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) != HOPPER:
-        return None
-    cubin = load_cubin(SOURCE, streamed_defines(dtype), "90a", "torch multiplies all rows")
+    planned = plan_streamed_gemms(dtype, (properties.major, properties.minor))
+    cubin = None if planned is None else load_cubin(planned, "torch multiplies all rows")
     return None if cubin is None else StreamedGemms(cubin, dtype, properties.multi_processor_count)
+
+
+def plan_streamed_gemms(dtype: torch.dtype, capability: tuple[int, int]) -> Cubin | None:
+    """What is compiled for a GPU; None where it or the dtype does not suit."""
+    suits = capability == HOPPER and dtype in (torch.float16, torch.bfloat16)
+    return Cubin(SOURCE, streamed_defines(dtype), "90a") if suits else None

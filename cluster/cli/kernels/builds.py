@@ -1,0 +1,119 @@
+"""Compiles what a cluster needs ahead of its start, side by side within the host's memory, and says how far it is."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from tandem.cache.kernels.build.build_once import share_triton_cache
+from tandem.cache.kernels.build.nvml import read_driver
+from tandem.cache.kernels.build.side_by_side import Budget, Build, read_budget
+from tandem.cluster.cli.kernels.plan import KernelPlan, choose_target, plan_kernels
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.errors import UsageError
+
+LINE_SECONDS = 10.0  # between two lines while nothing begins or ends
+POLL_SECONDS = 0.1
+MOST_SAID = 300  # characters of what a compiler said, its last ones
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """A build under way."""
+
+    build: Build
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+    began: float
+
+
+def plan_for(config: ClusterConfig, gpu: str | None = None) -> KernelPlan:
+    """gpu: a name of TARGETS; None is this host's. Raises ConfigError and UsageError."""
+    return plan_kernels(config, choose_target(gpu, read_driver()) if config.island.device == "cuda" else None)
+
+
+def prepare_start(config: ClusterConfig, say: Say) -> None:
+    """Builds what is missing before a start. What cannot be built is built at its first use, or others serve."""
+    try:
+        plan = plan_for(config)
+    except UsageError:  # GPUs of several kinds, or those of another host
+        return
+    share_triton_cache()
+    for reason in build_missing(plan, say):
+        say(f"not built ahead: {reason}")
+
+
+def build_missing(plan: KernelPlan, say: Say) -> list[str]:
+    """What is lacking and what failed, each with the reason."""
+    return [*plan.lacking, *(build_all(plan.missing, read_budget(), say) if plan.missing else ())]
+
+
+def start(build: Build, jobs: int) -> Running:
+    """The one place that runs a compiler: a process of its own, with `jobs` compilers at most."""
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # Running owns it
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem.cluster.cli.kernels.build_one", build.order],
+        env=os.environ | {"MAX_JOBS": str(jobs)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,  # its compilers end with it
+    )
+    return Running(build, process, errors, time.monotonic())
+
+
+def build_all(
+    builds: Sequence[Build], budget: Budget, say: Say, start: Callable[[Build, int], Running] = start
+) -> list[str]:
+    """Builds all, and returns what failed: title and reason. A failure ends no other; an exception ends all."""
+    waiting, running, failed = list(builds), list[Running](), list[str]()
+    began = said = time.monotonic()
+    done = 0
+    try:
+        while waiting or running:
+            for build in budget.fitting(waiting, [one.build for one in running]):
+                waiting.remove(build)
+                running.append(start(build, budget.jobs(build)))
+                said = time.monotonic()
+                number = done + len(running)
+                say(f"building {build.title} ({number} of {len(builds)}), {said - began:.0f} s so far")
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                done += 1
+                failed += _end(one, say)
+            if running and time.monotonic() - said >= LINE_SECONDS:
+                said = time.monotonic()
+                titles = ", ".join(one.build.title for one in running)
+                say(f"still building {titles}: {done} of {len(builds)} done, {said - began:.0f} s so far")
+            time.sleep(POLL_SECONDS if running else 0)
+    finally:
+        for one in running:
+            with suppress(ProcessLookupError):
+                os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.wait()
+            one.errors.close()
+    return failed
+
+
+def _end(one: Running, say: Say) -> list[str]:
+    """What failed, if it did."""
+    seconds = time.monotonic() - one.began
+    one.errors.seek(0)
+    reason = one.errors.read().decode(errors="replace").strip()
+    one.errors.close()
+    code = one.process.returncode
+    if code == 0:
+        say(f"built {one.build.title} in {seconds:.0f} s")
+        return []
+    if code < 0:
+        reason = f"ended by signal {-code}" + (", which the kernel sends when memory runs out" if code == -9 else "")
+    lines = " ".join(reason.split())[-MOST_SAID:]
+    return [f"{one.build.title}: {lines or f'exit code {code}'}"]

@@ -1,0 +1,169 @@
+"""What `tandem up` checks before it imports torch and Ray: model, GPUs, ports, files, shared memory, disk.
+
+Each check takes milliseconds. An error names the key or resource, what was found and what to do.
+"""
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.cache.kernels.build.build_once import cache_folder
+from tandem.cache.kernels.build.nvml import Driver, read_driver
+from tandem.cluster.config import ClusterConfig, ModelSection
+from tandem.cluster.config_model import download_hint
+from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.supervision.shared_ports import check_ports
+
+FILES = 1024  # that a process may have open, at least
+MOST_FILES = 1 << 16
+RAY_SHM_BYTES = 80 << 20  # of /dev/shm: Ray's object store, which it keeps in its temporary folder else
+GPU_SHM_BYTES = 256 << 20  # NCCL's buffers, too
+TEMP_BYTES = 256 << 20  # Ray's sockets and logs
+KERNEL_BYTES = 1 << 30  # compiled kernels and what compilers leave beside them
+MIB = 1 << 20
+SHM = Path("/dev/shm")
+CONFIGS = {0: "deploy/local.yaml", 2: "deploy/gpu-1p1d.yaml", 4: "deploy/gpu-2p2d.yaml"}  # by the GPUs that they need
+
+
+def check_host(config: ClusterConfig, *, own_ray: bool) -> list[str]:
+    """Warnings. own_ray: Ray is started here, so that this host is the one that must have what the workers need.
+
+    Raises ConfigError for what the configuration asks of this host in vain, StartFailed for what this host lacks.
+    """
+    check_model(config)
+    findings = list(_check_gpus(config, read_driver())) if own_ray else []
+    if findings:
+        raise ConfigError("\n".join(findings))
+    config.security.server.check()
+    check_ports(config.gateway, config.metrics)
+    limit = raise_file_limit()
+    lacking = [*_check_files(limit), *(_check_room(config) if own_ray else ())]
+    if lacking:
+        raise StartFailed("\n".join(lacking))
+    return [*_warn_of_files(config, limit), *(_warn_of_shm() if own_ray else ()), *_warn_of_load()]
+
+
+def require_model(config: ClusterConfig) -> None:
+    """ConfigError where none is given."""
+    if config.model.path is None:
+        raise ConfigError(
+            "model.path is null; it must be a checkpoint folder or a hub id: give --model, or set it in the YAML"
+        )
+
+
+def check_model(config: ClusterConfig) -> None:
+    """ConfigError for a model that is not given, or whose folder is no checkpoint."""
+    require_model(config)
+    findings = list(_check_model(config.model))
+    if findings:
+        raise ConfigError("\n".join(findings))
+
+
+def fitting_config(gpus: int) -> str:
+    """The shipped configuration that uses most of so many GPUs."""
+    return CONFIGS[max(needed for needed in CONFIGS if needed <= gpus)]
+
+
+def _check_model(section: ModelSection) -> Iterator[str]:
+    """What shows that the folder is no checkpoint; the launcher reads it all."""
+    folder = Path(section.path or "")
+    if not folder.is_dir():
+        found = "it is a file" if folder.exists() else "there is no such folder"
+        hint = download_hint(section.path or "")
+        yield f"model.path is {section.path}; {found}: give the folder of a Hugging Face checkpoint, or a hub id{hint}"
+    elif not (folder / "config.json").is_file():
+        others = sorted({path.suffix for path in folder.iterdir() if path.suffix in (".gguf", ".bin", ".pt", ".pth")})
+        found = f"; it has {' and '.join(others)} files, which are not served" if others else ""
+        yield (
+            f"model.path is {section.path}, which has no config.json{found}: a Hugging Face checkpoint has "
+            "config.json and *.safetensors"
+        )
+    elif section.load_format == "safetensors" and not any(folder.glob("*.safetensors")):
+        yield (
+            f"model.path is {section.path}, which has no *.safetensors: download them, or try random weights with "
+            "--set model.load_format=dummy"
+        )
+
+
+def _check_gpus(config: ClusterConfig, driver: Driver) -> Iterator[str]:
+    if config.island.device != "cuda":
+        return
+    section = config.island
+    needed = config.num_islands * (section.num_prefill + section.num_decode)
+    there = driver.visible
+    if there and (there >= needed or "RAY_OVERRIDE_RESOURCES" in os.environ):
+        return
+    if not driver.version:
+        found = "this host has no GPU, or no NVIDIA driver"
+    else:
+        hidden = f" ({len(driver.gpus)} without CUDA_VISIBLE_DEVICES)" if there < len(driver.gpus) else ""
+        found = f"this host has {there}{hidden}"
+    yield (
+        f"island.device is cuda and the workers need {needed} GPUs; {found}: {fitting_config(there)} runs here, or set "
+        "island.num_prefill, num_decode and num_islands; `tandem doctor` says more"
+    )
+
+
+def raise_file_limit() -> int:
+    """Raises the soft limit of open files as far as it may be, and returns it. Processes started later inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def _check_files(limit: int) -> Iterator[str]:
+    if limit < FILES:
+        yield (
+            f"the limit of open files is {limit}; at least {FILES} are needed: raise it with `ulimit -n {MOST_FILES}`, "
+            "LimitNOFILE= in a systemd unit, or --ulimit nofile= of a container"
+        )
+
+
+def _warn_of_files(config: ClusterConfig, limit: int) -> Iterator[str]:
+    calls = config.gateway.max_calls
+    if calls + FILES > limit:
+        yield (
+            f"the limit of open files is {limit}: fewer clients than gateway.max_calls, {calls}, can connect at a "
+            f"time; `ulimit -n {calls + FILES}` is enough"
+        )
+
+
+def _check_room(config: ClusterConfig) -> Iterator[str]:
+    on_gpu = config.island.device == "cuda"
+    base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    yield from _check_free(Path(base), TEMP_BYTES, "free some, or set RAY_TMPDIR to another folder for Ray's files")
+    if on_gpu:
+        yield from _check_free(SHM, GPU_SHM_BYTES, "mount a larger tmpfs there; in a container, --shm-size=8g")
+        advice = "free some, or set TANDEM_KERNEL_CACHE to another folder for compiled kernels"
+        yield from _check_free(cache_folder(), KERNEL_BYTES, advice)
+
+
+def _check_free(folder: Path, needed: int, advice: str) -> Iterator[str]:
+    """folder: itself, or the nearest one above it that exists."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+    try:
+        stat = os.statvfs(there)
+    except OSError as error:
+        yield f"{folder} cannot be used: {error.strerror}; {advice}"
+        return
+    free = stat.f_frsize * stat.f_bavail
+    if free < needed:
+        yield f"{folder} has {free // MIB} MiB free; at least {needed // MIB} are needed: {advice}"
+    elif not os.access(there, os.W_OK):
+        yield f"{folder} cannot be written; {advice}"
+
+
+def _warn_of_shm() -> Iterator[str]:
+    """Workers on CPUs do with any: their pages lie in memory files."""
+    if any(_check_free(SHM, RAY_SHM_BYTES, "")):
+        yield f"{SHM} has less than {RAY_SHM_BYTES // MIB} MiB free: Ray keeps its objects in its temporary folder"
+
+
+def _warn_of_load() -> Iterator[str]:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > 2 * cores:
+        yield f"this host is busy, a load of {load:.0f} on {cores} cores: the start takes longer than it would"

@@ -1,0 +1,52 @@
+"""Where a checkpoint lies: a folder, or a hub id in this machine's Hugging Face cache. Nothing is downloaded."""
+
+import re
+from pathlib import Path
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SNAPSHOT = re.compile(r"models--(.+?)--(.+)")
+
+
+def find_model(path: str) -> str:
+    """The absolute path of a folder, or of the snapshot that a hub id has in the cache, HF_HUB_CACHE or HF_HOME.
+
+    A folder of that name comes first. An id that is not in the cache is taken for a path, too.
+    """
+    folder = Path(path).expanduser()
+    if HUB_ID.fullmatch(path) and not folder.exists():
+        folder = _snapshot(path) or folder
+    return str(folder.resolve())
+
+
+def download_hint(path: str) -> str:
+    """What to type for a path that does not exist and may be a hub id; "" when it cannot be one."""
+    folder = Path(path)
+    if not folder.is_relative_to(Path.cwd()):
+        return ""
+    hub_id = str(folder.relative_to(Path.cwd()))
+    if not HUB_ID.fullmatch(hub_id):
+        return ""
+    return f"; if {hub_id} is a hub id, `hf download {hub_id}` brings it into the cache {_cache()}"
+
+
+def model_name(path: str) -> str:
+    """What a checkpoint is called by default: the hub id of a snapshot, else the name of its folder."""
+    folder = Path(path)
+    owner = SNAPSHOT.fullmatch(folder.parents[1].name) if folder.parent.name == "snapshots" else None
+    return f"{owner[1]}/{owner[2]}" if owner else folder.name
+
+
+def _snapshot(hub_id: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        return None
+
+
+def _cache() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return str(HF_HUB_CACHE)

@@ -1,0 +1,39 @@
+"""The HTTP routes that monitors ask for: /health, /ready and /metrics."""
+
+from collections.abc import Callable
+
+from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
+from tandem.cluster.metrics.scrape import CONTENT_TYPE, Scrape
+
+HEALTH = "/health"
+READY = "/ready"
+METRICS = "/metrics"
+READS = ("GET", "HEAD")
+
+
+class Monitoring:
+    """Answers them however many calls are under way. Load balancers ask for /health and /ready without a token."""
+
+    def __init__(self, unready: Callable[[], str], scrape: Scrape | None, *, public: bool) -> None:
+        """unready: see Readiness.reason. scrape: None serves no /metrics. public: /metrics needs no token."""
+        self._unready = unready
+        self._scrape = scrape
+        self.routes = {HEALTH: (READS, self._health), READY: (READS, self._ready)}
+        if scrape is not None:
+            self.routes[METRICS] = (READS, self._metrics)
+        self.open = {HEALTH, READY, *((METRICS,) if public else ())}
+
+    async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        """The gateway lives: its event loop has come to this."""
+        await reply.whole(200, {"status": "ok"})
+
+    async def _ready(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        reason = self._unready()
+        if reason:
+            await reply.whole(503, {"status": "not ready", "reason": reason})
+        else:
+            await reply.whole(200, {"status": "ready"})
+
+    async def _metrics(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        assert self._scrape is not None, "there is such a route"
+        await reply.content(200, await self._scrape.text(), CONTENT_TYPE)

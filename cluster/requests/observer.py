@@ -1,0 +1,99 @@
+"""What watches requests: metrics, logs and traces are told of each transition of a request."""
+
+from collections.abc import Callable, Sequence
+
+from tandem.cluster.requests.validation import ValidRequest
+from tandem.cluster.routing.router import Placement
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers.sampling.finish import FinishReason
+
+
+class RequestObserver:
+    """Watches one request. Nothing is done here: an observer overrides what it needs.
+
+        validated → placed → prefilled, tokens … → ended
+                      ↑ lost or moved ┘
+
+    The methods run on the gateway's event loop. They do not block and do not raise. A prompt that the decode worker
+    computes itself is prefilled with its last tokens.
+    """
+
+    def validated(self, request: ValidRequest) -> None:
+        """The request may run. One that is refused ends without this."""
+
+    def placed(self, placement: Placement, *, moved: bool) -> None:
+        """Workers have room. moved: it left a decode worker that goes on serving others."""
+
+    def prefilled(self, result: "worker_pb2.RemoteSendResponse | worker_pb2.Prefilled") -> None:
+        """All KV of the prompt is where it is decoded."""
+
+    def tokens(self, count: int) -> None:
+        """A message goes out, of so many output tokens, perhaps none. Called for each message: it must cost little."""
+
+    def lost(self, error: Exception) -> None:
+        """The placement is over before the request is."""
+
+    def ended(
+        self,
+        reason: FinishReason,
+        error: BaseException | None,
+        usage: inference_pb2.Usage,
+        timings: inference_pb2.Timings,
+    ) -> None:
+        """Called once, last. reason: STOP or LENGTH behind the last token, ABORT where the client left or a later call
+        took over, else ERROR. error: what the client is told instead of the last message."""
+
+
+Observe = Callable[[str, str, float], RequestObserver]
+"""Begins to watch a request: its id, empty where the client gave none, whose it is, and when it came by
+time.perf_counter()."""
+
+UNOBSERVED = RequestObserver()
+
+
+class _Observers(RequestObserver):
+    """Several as one."""
+
+    def __init__(self, parts: Sequence[RequestObserver]) -> None:
+        self._parts = parts
+
+    def validated(self, request: ValidRequest) -> None:
+        for part in self._parts:
+            part.validated(request)
+
+    def placed(self, placement: Placement, *, moved: bool) -> None:
+        for part in self._parts:
+            part.placed(placement, moved=moved)
+
+    def prefilled(self, result: "worker_pb2.RemoteSendResponse | worker_pb2.Prefilled") -> None:
+        for part in self._parts:
+            part.prefilled(result)
+
+    def tokens(self, count: int) -> None:
+        for part in self._parts:
+            part.tokens(count)
+
+    def lost(self, error: Exception) -> None:
+        for part in self._parts:
+            part.lost(error)
+
+    def ended(
+        self,
+        reason: FinishReason,
+        error: BaseException | None,
+        usage: inference_pb2.Usage,
+        timings: inference_pb2.Timings,
+    ) -> None:
+        for part in self._parts:
+            part.ended(reason, error, usage, timings)
+
+
+def all_of(observers: Sequence[Observe]) -> Observe:
+    """Watches each request with all of these."""
+    if len(observers) == 1:
+        return observers[0]
+
+    def observe(request_id: str, client: str, arrived: float) -> RequestObserver:
+        return _Observers([one(request_id, client, arrived) for one in observers]) if observers else UNOBSERVED
+
+    return observe

@@ -1,0 +1,163 @@
+"""What `tandem up` finds before torch and Ray are imported. The words count: an operator has nothing else."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tandem.cache.kernels.build.nvml import Driver, Gpu
+from tandem.cluster.cli import preflight
+from tandem.cluster.cli.preflight import check_host, fitting_config
+from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.errors import ConfigError, StartFailed
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+H200 = Gpu("H200", 139 << 30, (9, 0))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _file_limit() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def config_of(model: Path, name: str = "local.yaml", **keys: object) -> ClusterConfig:
+    return load_config(DEPLOY / name, {"model.path": str(model), "gateway.port": 0, **keys})
+
+
+def refused(config: ClusterConfig, kind: type[Exception] = ConfigError) -> str:
+    with pytest.raises(kind) as caught:
+        check_host(config, own_ray=True)
+    return str(caught.value)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, folder: str, size: int) -> None:
+    """Lets a folder have so many bytes free, and all others plenty."""
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_frsize=1, f_bavail=size if str(path) == folder else 1 << 50)
+
+    monkeypatch.setattr(preflight.os, "statvfs", statvfs)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    script = "import sys, tandem.cluster.cli.foreground; print({'torch', 'ray', 'tokenizers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_good_host_has_only_warnings(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, "", 0)
+    monkeypatch.setattr(preflight, "raise_file_limit", lambda: 1 << 16)
+    monkeypatch.setattr(preflight.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert check_host(config_of(model), own_ray=True) == []
+    monkeypatch.setattr(preflight.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    (busy,) = check_host(config_of(model), own_ray=True)
+    assert busy.startswith("this host is busy, a load of 99 on ")
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "there is no such folder: give the folder of a Hugging Face checkpoint" in refused(config_of(tmp_path / "x"))
+    hub = refused(config_of(Path("Nobody/nothing-1b")))
+    assert "if Nobody/nothing-1b is a hub id, `hf download Nobody/nothing-1b` brings it into the cache " in hub
+    (tmp_path / "file").touch()
+    assert "it is a file" in refused(config_of(tmp_path / "file"))
+
+
+def test_a_folder_that_is_no_checkpoint(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model.gguf")
+    assert "which has no *.safetensors: download them, or try random weights" in refused(config_of(model))
+    assert not list(preflight._check_model(config_of(model, **{"model.load_format": "dummy"}).model))
+    (model / "config.json").unlink()
+    assert "which has no config.json; it has .gguf files, which are not served" in refused(config_of(model))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "found", "runs"),
+    [
+        (0, None, "this host has no GPU, or no NVIDIA driver", "deploy/local.yaml runs here"),
+        (1, None, "this host has 1:", "deploy/local.yaml runs here"),
+        (2, None, "this host has 2:", "deploy/gpu-1p1d.yaml runs here"),
+        (4, "0,1", "this host has 2 (4 without CUDA_VISIBLE_DEVICES)", "deploy/gpu-1p1d.yaml runs here"),
+    ],
+)
+def test_gpus_that_are_missing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, visible: str | None, found: str, runs: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(preflight, "read_driver", lambda: Driver("580.1" if gpus else "", (H200,) * gpus))
+    said = refused(config_of(model, "gpu-2p2d.yaml"))
+    assert "island.device is cuda and the workers need 4 GPUs; " in said
+    assert found in said
+    assert runs in said
+    check_host(config_of(model, "gpu-2p2d.yaml"), own_ray=False)  # the Ray that is joined has them, perhaps
+
+
+def test_gpus_that_are_enough(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert not list(preflight._check_gpus(config_of(model, "gpu-1p1d.yaml"), Driver("580.1", (H200, H200))))
+    assert [fitting_config(count) for count in (0, 1, 2, 3, 4, 9)] == [
+        *["deploy/local.yaml"] * 2,
+        *["deploy/gpu-1p1d.yaml"] * 2,
+        *["deploy/gpu-2p2d.yaml"] * 2,
+    ]
+
+
+def test_the_file_limit_is_raised_or_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    limit = preflight.raise_file_limit()
+    assert limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    monkeypatch.setattr(preflight, "raise_file_limit", lambda: 400)
+    assert "the limit of open files is 400; at least 1024 are needed: raise it with `ulimit -n" in refused(
+        config_of(model), StartFailed
+    )
+    monkeypatch.setattr(preflight, "raise_file_limit", lambda: 4096)
+    warning, *_ = check_host(config_of(model), own_ray=True)
+    assert "fewer clients than gateway.max_calls, 4096, can connect at a time; `ulimit -n 5120`" in warning
+
+
+def test_a_full_disk_and_little_shared_memory(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    free(monkeypatch, str(tmp_path), 5 << 20)
+    said = refused(config_of(model), StartFailed)
+    assert said == (
+        f"{tmp_path} has 5 MiB free; at least 256 are needed: free some, or set RAY_TMPDIR to another folder for Ray's "
+        "files"
+    )
+    free(monkeypatch, "/dev/shm", 64 << 20)
+    warnings = check_host(config_of(model), own_ray=True)
+    assert "/dev/shm has less than 80 MiB free: Ray keeps its objects in its temporary folder" in warnings
+    monkeypatch.setattr(preflight, "read_driver", lambda: Driver("580.1", (H200, H200)))
+    said = refused(config_of(model, "gpu-1p1d.yaml"), StartFailed)
+    assert said.startswith("/dev/shm has 64 MiB free; at least 256 are needed: ")
+    monkeypatch.setenv("TANDEM_KERNEL_CACHE", str(tmp_path / "new" / "kernels"))
+    monkeypatch.delenv("RAY_TMPDIR")
+    free(monkeypatch, str(tmp_path), 5 << 20)
+    assert "set TANDEM_KERNEL_CACHE to another folder" in refused(config_of(model, "gpu-1p1d.yaml"), StartFailed)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    monkeypatch.setenv("RAY_TMPDIR", str(closed))
+    assert f"{closed} cannot be written" in refused(config_of(model), StartFailed)

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -14,15 +15,17 @@ from tandem.cluster.cli.embedded import embedded_cluster
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.client_messages import Timings, Usage
 
+MODEL = Path(__file__).parent / "demo_model" / "checkpoint"
 PROMPTS = (
-    "The cache keeps keys and values in pages, and",
-    "A prefill worker reads the whole prompt at once.",
-    "Decode takes one step for every token, so",
-    "Where do the pages of this prompt go? " * 8,
-    "Position maps say where to write: " * 20,
-    "One request, prefilled here and decoded there.",
+    "The with statement is used to",
+    "A prefill worker",
+    "user: What is the try statement?\nassistant:",
+    "A function definition",
+    "user: What is a cache?\nassistant:",
+    "The for statement is used to iterate over the elements of a sequence (such as a string, tuple or list) or other "
+    "iterable object: The expression list is evaluated once; it should yield an iterable object.",
 )
-OUTPUT_TOKENS = 48
+OUTPUT_TOKENS = 96
 
 
 @dataclass
@@ -45,10 +48,10 @@ class Row:
 def main() -> int:
     console = Console()
     before = set(os.listdir("/dev/shm"))
-    console.print("[bold]tandem demo[/]: a Llama checkpoint of random weights, 1 prefill and 1 decode worker")
+    console.print("[bold]tandem demo[/]: a Llama of 3 million parameters, 1 prefill and 1 decode worker")
     began = time.perf_counter()
-    with embedded_cluster("demo", "small") as address:
-        console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s, checkpoint included")
+    with embedded_cluster("demo", MODEL) as address:
+        console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s")
         rows = [Row(prompt) for prompt in PROMPTS]
         seconds = asyncio.run(_run(address, rows, console))
     console.print()
@@ -75,7 +78,7 @@ async def _run(address: str, rows: list[Row], console: Console) -> float:
 
 async def _stream(client: AsyncClient, row: Row) -> None:
     row.sent = time.perf_counter()
-    async for update in client.generate(row.prompt, max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True):
+    async for update in client.generate(row.prompt, max_tokens=OUTPUT_TOKENS, temperature=0):
         row.times.append(time.perf_counter())
         row.text += update.text
         row.usage, row.timings = update.usage, update.timings

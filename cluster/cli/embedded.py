@@ -12,11 +12,13 @@ from tandem.cluster.supervision.launcher import Cluster
 
 
 @contextmanager
-def embedded_cluster(name: str = "bench", size: str = "tiny") -> Iterator[str]:
-    """HOST:PORT of its gateway. The cluster serves a Llama of random weights until the context ends."""
+def embedded_cluster(name: str = "bench", model: Path | None = None) -> Iterator[str]:
+    """HOST:PORT of its gateway, until the context ends. model: None makes a tiny Llama of random weights."""
     with tempfile.TemporaryDirectory(prefix=f"tandem-{name}-") as folder:
-        make_checkpoint(Path(folder) / "model", arch="llama", size=size, seed=0)
-        keys = {"name": f"{name}-{os.getpid()}", "gateway.port": 0, "model.path": f"{folder}/model"}
+        if model is None:
+            model = Path(folder) / "model"
+            make_checkpoint(model, arch="llama", size="tiny", seed=0)
+        keys = {"name": f"{name}-{os.getpid()}", "gateway.port": 0, "model.path": str(model)}
         config = load_config(None, keys)
         cluster = Cluster(config)
         try:

@@ -1,0 +1,128 @@
+"""Trains the demo's model: a Llama of 2.8 million parameters on this project's documentation and Python's.
+
+python -m tandem.cluster.cli.demo_model.train [--output FOLDER] [--steps N] [--threads N]
+
+Both texts come with the checkout and the interpreter, and ship freely (Apache 2.0, PSF). The model learns much of them
+by heart, so that what it writes is language. Ask it about Python's statements, or about the parts of tandem.
+"""
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tandem.cluster.cli.random_checkpoint import BOS, EOS
+
+ROOT = Path(__file__).resolve().parents[3]
+VOCABULARY, CONTEXT, BATCH, LEARNING_RATE = 2048, 256, 16, 3e-3
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+QUESTIONS = ("What is {}?", "Tell me about {}.", "How does {} work?")
+
+
+def paragraphs(text: str) -> list[str]:
+    """Its sentences, without code, tables, grammar and headings."""
+    blocks = re.split(r"\n\s*\n", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    prose = (block for block in blocks if not re.search(r"::=|^\s*[|#*>=]|^   ", block, flags=re.MULTILINE))
+    lines = (re.sub(r"[`*\"]|\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(block.split())) for block in prose)
+    return [line for line in lines if len(line) > 60 and line[-1] in ".:"]
+
+
+def documents() -> list[str]:
+    """Runs of paragraphs, and questions with the first paragraph of their subject as the answer."""
+    found = []
+    for name, text in topics.items():
+        page = paragraphs(text)
+        found.append("\n".join(page))
+        subject = f"the {name} statement" if f'"{name}" statement' in text[:60] else name.replace("-", " ")
+        found += [_chat(question.format(subject), page[0]) for question in QUESTIONS if page]
+    for path in sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/**/*.md")]):
+        for section in re.split(r"^#+ ", path.read_text(), flags=re.MULTILINE)[1:]:
+            title, _, text = section.partition("\n")
+            page = paragraphs(text)
+            found.append("\n".join(page))
+            found += [_chat(question.format(title.strip("` ").lower()), page[0]) for question in QUESTIONS if page]
+    return [one for one in found if one]
+
+
+def _chat(question: str, answer: str) -> str:
+    """As the chat template writes it."""
+    return f"user: {question}\nassistant: {answer}"
+
+
+def make_tokenizer(texts: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    bos = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos)])
+    return tokenizer
+
+
+def train(tokens: Tensor, num_steps: int) -> LlamaForCausalLM:
+    """tokens: [n] int64, documents one after another."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1, **SHAPE))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.05)
+    smooth = math.nan
+    for step in range(num_steps):
+        rate = LEARNING_RATE * min(1, (step + 1) / 100) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / num_steps)))
+        optimizer.param_groups[0]["lr"] = rate
+        starts = torch.randint(len(tokens) - CONTEXT, (BATCH,))
+        batch = torch.stack([tokens[start : start + CONTEXT] for start in starts.tolist()])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
+        if step % 50 == 0:
+            print(f"step {step} of {num_steps}, loss {smooth:.3f}", flush=True)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "checkpoint")
+    parser.add_argument("--steps", type=int, default=900, help="one takes about a second of one core")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    texts = documents()
+    tokenizer = make_tokenizer(texts)
+    ids = [[*one.ids, 1] for one in tokenizer.encode_batch(texts)]
+    order = torch.randperm(len(ids)).tolist()
+    tokens = torch.tensor([token for document in order for token in ids[document]])
+    print(f"{len(texts)} documents, {len(tokens)} tokens")
+    model = train(tokens, options.steps)
+    model.to(torch.bfloat16).save_pretrained(options.output)
+    tokenizer.save(str(options.output / "tokenizer.json"))
+    config = {"chat_template": CHAT_TEMPLATE, "bos_token": BOS, "eos_token": EOS}
+    (options.output / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -197,7 +197,7 @@ class DecodeGraphs:
         rules: NDArray[np.object_],
         positions: Int64Array,
     ) -> None:
-        """Samples a step behind its graph, which has sampled the best tokens for nothing (decision 0076)."""
+        """Samples a step behind its graph, which has sampled the best tokens for nothing (decision 0074)."""
         tickets, parameters = unpack_sampling(upload(pack_sampling(ticket, sampling, positions), logits.device))
         processed = self._processor.process(logits, rules, positions)
         self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)

@@ -118,7 +118,7 @@ def main() -> None:
     tokens = torch.tensor([token for document in order for token in ids[document]])
     print(f"{len(texts)} documents, {len(tokens)} tokens")
     model = train(tokens, options.steps)
-    model.to(torch.bfloat16).save_pretrained(options.output)
+    model.bfloat16().save_pretrained(options.output)
     tokenizer.save(str(options.output / "tokenizer.json"))
     config = {"chat_template": CHAT_TEMPLATE, "bos_token": BOS, "eos_token": EOS}
     (options.output / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -167,7 +167,8 @@ class _Refusal(grpc.RpcError):
     def __init__(self, code: grpc.StatusCode, metadata: tuple[tuple[str, str], ...]) -> None:
         self.code = lambda: code
         self.details = lambda: "full"
-        self.trailing_metadata = lambda: metadata
+        # The stubs' return type is a private class of theirs, which this tuple stands for.
+        self.trailing_metadata = lambda: metadata  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @both

@@ -22,9 +22,10 @@ from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError, Unavailable
 from tandem.cluster.frontends.admin import Admin
 from tandem.cluster.frontends.grpc_server import grpc_server, open_port
+from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
-from tandem.cluster.frontends.http.routes import HttpApp, openai_routes
 from tandem.cluster.frontends.inference import Inference
+from tandem.cluster.frontends.openai.routes import openai_routes
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
@@ -59,7 +60,7 @@ from tandem.workers.sampling.guided import Grammars
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
-READ_BY = ("tandem.cluster.frontends.http.bodies",)  # whose functions read long requests
+READ_BY = ("tandem.cluster.frontends.openai.read_body",)  # whose functions read long requests
 LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name

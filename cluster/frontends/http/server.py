@@ -9,8 +9,8 @@ import uvicorn
 
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import StartFailed
+from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.connection import IDLE_SECONDS, Connection
-from tandem.cluster.frontends.http.routes import HttpApp
 
 START_POLL_SECONDS = 0.001
 END_SECONDS = 2.0  # from the end of calls to the end of connections that no client reads

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.frontends.http.answers import Answer, ChatAnswer, CompletionAnswer
-from tandem.cluster.frontends.http.bodies import ChatBody, CompletionBody, GenerationBody, read_body
+from tandem.cluster.frontends.openai.answer import Answer
+from tandem.cluster.frontends.openai.chats import ChatAnswer, ChatBody
+from tandem.cluster.frontends.openai.completions import CompletionAnswer, CompletionBody
+from tandem.cluster.frontends.openai.generation_body import GenerationBody
+from tandem.cluster.frontends.openai.read_body import read_body
 from tandem.proto import inference_pb2
 
 MODEL = 'a "model": \\ "token_ids":[] \u00e9'

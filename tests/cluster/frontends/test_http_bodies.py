@@ -7,8 +7,12 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.frontends.http.bodies import SAMPLING, ChatBody, CompletionBody, GenerationBody, read_body
 from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.openai.chats import ChatBody
+from tandem.cluster.frontends.openai.completions import CompletionBody
+from tandem.cluster.frontends.openai.generation_body import GenerationBody
+from tandem.cluster.frontends.openai.read_body import read_body
+from tandem.cluster.frontends.openai.sampling_fields import SAMPLING
 from tandem.workers.wire.messages import prompt_from_bytes
 
 TURN = {"role": "user", "content": "x"}

@@ -6,10 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.frontends.http.answers import CompletionAnswer
-from tandem.cluster.frontends.http.bodies import CompletionBody
-from tandem.cluster.frontends.http.generate import GenerationRoute
 from tandem.cluster.frontends.http.reply import Reply
+from tandem.cluster.frontends.openai.completions import CompletionAnswer, CompletionBody
+from tandem.cluster.frontends.openai.generation_route import GenerationRoute
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.readers import Readers

@@ -1,4 +1,4 @@
-"""The HTTP server's answers: the gateway's messages as objects of OpenAI's API."""
+"""The gateway's messages as objects of OpenAI's API."""
 
 import time
 from abc import ABC, abstractmethod
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from tandem.cluster.frontends.http.bodies import GenerationBody
 from tandem.cluster.frontends.http.reply import encode
-from tandem.cluster.text.tokenizer import REPLACEMENT, Tokenizer
+from tandem.cluster.frontends.openai.generation_body import GenerationBody
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
 FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
@@ -107,57 +107,7 @@ class Answer(ABC):
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]: ...
 
 
-class CompletionAnswer(Answer):
-    """To POST /v1/completions."""
-
-    prefix = "cmpl"
-    whole_object = chunk_object = "text_completion"
-    _offset = 0  # characters of the tokens so far
-
-    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
-        return {"text": text}
-
-    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-        names, values, tops, offsets = [], [], [], []
-        for token in tokens:
-            names.append(self._token(token.chosen.token_id))
-            values.append(_value(token.chosen))
-            tops.append({self._token(other.token_id): _value(other) for other in (*token.top, token.chosen)})
-            offsets.append(self._offset)
-            self._offset += len(names[-1])
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-class ChatAnswer(Answer):
-    """To POST /v1/chat/completions."""
-
-    prefix = "chatcmpl"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-    _begun = False
-
-    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
-        if not is_chunk:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        role = {} if self._begun else {"role": "assistant"}
-        self._begun = True
-        return {"delta": role | {"content": text}}
-
-    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-        content = [
-            self._entry(token.chosen) | {"top_logprobs": [self._entry(other) for other in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: inference_pb2.TokenLogprob) -> dict[str, Any]:
-        """bytes is null for a token that is only a part of a character."""
-        text = self._token(token.token_id)
-        encoded = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": _value(token), "bytes": encoded}
-
-
-def _value(token: inference_pb2.TokenLogprob) -> float:
+def logprob_value(token: inference_pb2.TokenLogprob) -> float:
     return max(token.logprob, LEAST_LOGPROB)
 
 

@@ -1,15 +1,15 @@
-"""The HTTP routes that generate."""
+"""POST routes that generate."""
 
 import asyncio
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.frontends.http.answers import Answer
-from tandem.cluster.frontends.http.bodies import GenerationBody, read_request
+from tandem.cluster.frontends.http.caller import ClientGone, client_of, header, host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
-from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.cluster.frontends.openai.answer import Answer
+from tandem.cluster.frontends.openai.generation_body import GenerationBody
+from tandem.cluster.frontends.openai.read_body import read_request
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
@@ -17,15 +17,9 @@ from tandem.cluster.requests.readers import Readers
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.authentication import HEADER
-from tandem.workers.event_loop import unwatched
 
-T = TypeVar("T")
 BODY_SECONDS = 60.0  # for a client's body
 LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class GenerationRoute:
 
     async def serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         """Answers one request; a client that goes away ends it. HttpError, ClientGone, and as ActiveRequests.serve."""
-        held = self.bodies.open(_host_of(scope))
+        held = self.bodies.open(host_of(scope))
         try:
             body, request = await self._body(scope, receive, held)
             if body.model not in (None, self.model, *self.aliases):
@@ -54,7 +48,7 @@ class GenerationRoute:
             current_body.set(held)
             generating = self._generate(body, request, scope, reply)
             del request  # which may be large, and the call long
-            await _unless_gone(receive, asyncio.ensure_future(generating))
+            await unless_gone(receive, asyncio.ensure_future(generating))
         finally:
             held.release()
 
@@ -70,8 +64,8 @@ class GenerationRoute:
             raise HttpError(408, reason, headers={"connection": "close"}) from None
         await self.turns.take()
         if len(data) > LONG_BODY:
-            reading = self.readers.run(_host_of(scope), read_request, self.body, data, self.max_tokens)
-            return await _unless_gone(receive, asyncio.ensure_future(reading))
+            reading = self.readers.run(host_of(scope), read_request, self.body, data, self.max_tokens)
+            return await unless_gone(receive, asyncio.ensure_future(reading))
         return read_request(self.body, data, self.max_tokens)
 
     async def _read(self, scope: Scope, receive: Receive, held: Body) -> bytearray:
@@ -120,7 +114,7 @@ class GenerationRoute:
                 request,
                 client_of(scope),
                 write,
-                host=_host_of(scope),
+                host=host_of(scope),
                 credential=credential,
                 open_ended=body.open_ended,
             )
@@ -135,39 +129,3 @@ class GenerationRoute:
             await reply.whole(200, whole)
         else:
             await reply.done(answer.usage_chunk(messages[-1]) if body.includes_usage else None)
-
-
-def header(scope: Scope, name: str) -> list[str]:
-    """The values of a request's header, whose name is in lower case."""
-    wanted = name.encode("latin-1")
-    return [value.decode("latin-1") for key, value in scope["headers"] if key == wanted]
-
-
-def client_of(scope: Scope) -> str:
-    """Whose request it is: what the header client-id says, else the host it comes from."""
-    given = header(scope, CLIENT_ID_KEY)
-    return f"id:{given[0]}" if given and given[0] else f"http:{_host_of(scope)}"
-
-
-def _host_of(scope: Scope) -> str:
-    return (scope["client"] or ("",))[0]
-
-
-async def _unless_gone(receive: Receive, work: "asyncio.Task[T]") -> T:
-    """What the work returns. ClientGone, and it is cancelled, when the client has gone."""
-    unwatched(work)
-    gone = unwatched(asyncio.ensure_future(_disconnected(receive)))
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientGone
-        return work.result()
-    finally:
-        work.cancel()
-        gone.cancel()
-        await asyncio.wait((work, gone))
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,29 +1,20 @@
-"""The HTTP server's routes, as an ASGI application. OpenAI's API is among them."""
+"""The HTTP server's calls, as an ASGI application."""
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import CallError, Unauthenticated
-from tandem.cluster.frontends.http.answers import ChatAnswer, CompletionAnswer
-from tandem.cluster.frontends.http.bodies import ChatBody, CompletionBody
+from tandem.cluster.frontends.http.caller import ClientGone, header
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.http.generate import ClientGone, GenerationRoute, header
-from tandem.cluster.frontends.http.monitoring import READS, Monitoring
+from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
-from tandem.cluster.requests.active_requests import ActiveRequests
-from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
-from tandem.cluster.requests.fair_turns import FairTurns
-from tandem.cluster.requests.readers import Readers
-from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.authentication import HEADER, BearerToken
 
 MODELS = "/v1/models"
-REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
 
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
 Routes = dict[str, tuple[tuple[str, ...], Route]]
@@ -110,40 +101,6 @@ class HttpApp:
             raise HttpError(
                 421, f"host is {foreign[0]!r:.80}; without a token localhost, 127.0.0.1 and [::1] are served"
             )
-
-
-def openai_routes(
-    requests: ActiveRequests,
-    tokenizer: Tokenizer | None,
-    *,
-    names: Sequence[str],
-    max_model_len: int,
-    max_bytes: int,
-    bodies: BodyBudget,
-    readers: Readers,
-) -> Routes:
-    """OpenAI's API. names: of the model; all are accepted, answers have the first. max_bytes: of one body. bodies:
-    counts them. readers: read long ones."""
-    about = {"object": "model", "created": int(time.time()), "owned_by": "tandem", "max_model_len": max_model_len}
-    cards = [{"id": name, **about} for name in names]
-    model, *aliases = names
-    turns = FairTurns(REQUESTS_A_ROUND)
-    shared = requests, model, tokenizer, max_bytes, max_model_len, turns, bodies, readers, tuple(aliases)
-    completions = GenerationRoute(CompletionBody, CompletionAnswer, *shared)
-    chats = GenerationRoute(ChatBody, ChatAnswer, *shared)
-    return {
-        MODELS: (READS, _constant({"object": "list", "data": cards})),
-        **{f"{MODELS}/{card['id']}": (READS, _constant(card)) for card in cards},
-        "/v1/completions": (("POST",), completions.serve),
-        "/v1/chat/completions": (("POST",), chats.serve),
-    }
-
-
-def _constant(value: object) -> Route:
-    async def route(scope: Scope, receive: Receive, reply: Reply) -> None:
-        await reply.whole(200, value)
-
-    return route
 
 
 def _is_local(host: str) -> bool:

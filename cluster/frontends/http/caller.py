@@ -1,0 +1,50 @@
+"""One call's client: its headers, its host, and whether it is still there."""
+
+import asyncio
+from typing import TypeVar
+
+from tandem.cluster.frontends.http.reply import Receive, Scope
+from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.workers.event_loop import unwatched
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+def header(scope: Scope, name: str) -> list[str]:
+    """The values of a request's header, whose name is in lower case."""
+    wanted = name.encode("latin-1")
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == wanted]
+
+
+def client_of(scope: Scope) -> str:
+    """Whose request it is: what the header client-id says, else the host it comes from."""
+    given = header(scope, CLIENT_ID_KEY)
+    return f"id:{given[0]}" if given and given[0] else f"http:{host_of(scope)}"
+
+
+def host_of(scope: Scope) -> str:
+    return (scope["client"] or ("",))[0]
+
+
+async def unless_gone(receive: Receive, work: "asyncio.Task[T]") -> T:
+    """What the work returns. ClientGone, and it is cancelled, when the client has gone."""
+    unwatched(work)
+    gone = unwatched(asyncio.ensure_future(_disconnected(receive)))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGone
+        return work.result()
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.wait((work, gone))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

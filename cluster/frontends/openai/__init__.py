@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP: bodies, the gateway's requests they make, and answers."""

@@ -1,0 +1,107 @@
+"""/v1/chat/completions: its body and its answer."""
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import FailFast, Field, model_validator
+from typing_extensions import TypeAliasType
+
+from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.openai.answer import Answer, logprob_value
+from tandem.cluster.frontends.openai.generation_body import GenerationBody
+from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.protocol import MAX_MESSAGES, Prompt
+from tandem.cluster.text.tokenizer import REPLACEMENT
+from tandem.proto import inference_pb2
+
+
+class TextPart(Part):
+    type: Literal["text"] = Field(description="'text'")
+    text: str = Field(description="text")
+
+
+Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
+
+
+class Message(Part):
+    role: str = Field(description="text")
+    content: str | Parts = Field(description="text, or a list of parts of type text")
+
+    @property
+    def text(self) -> str:
+        """Parts are joined as vLLM joins them for templates that take strings."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    renamed = MappingProxyType({"chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"})
+    prompt_field = "messages"
+    # A request holds pages for all that it may say: the whole context for each chat would leave room for few.
+    open_ended = 4096
+
+    messages: Annotated[list[Message], FailFast()] = Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        description=f"a list of 1 to {MAX_MESSAGES} messages with role and content",
+    )
+    max_completion_tokens: int | None = Field(default=None, description="an integer of at least 1")
+    logprobs: bool = Field(default=False, description="true or false")
+    top_logprobs: int | None = Field(default=None, description="an integer")
+
+    @model_validator(mode="after")
+    def _of_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is of use only with logprobs: true")
+        return self
+
+    @property
+    def input(self) -> Prompt:
+        return [{"role": message.role, "content": message.text} for message in self.messages]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def blame(self, error: InvalidRequest) -> HttpError:
+        said = super().blame(error)
+        if said.param == "max_tokens" and self.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+            return HttpError(400, name + str(said).removeprefix("max_tokens"), param=name)
+        return said
+
+
+class ChatAnswer(Answer):
+    """To POST /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    _begun = False
+
+    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
+        if not is_chunk:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        role = {} if self._begun else {"role": "assistant"}
+        self._begun = True
+        return {"delta": role | {"content": text}}
+
+    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
+        content = [
+            self._entry(token.chosen) | {"top_logprobs": [self._entry(other) for other in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: inference_pb2.TokenLogprob) -> dict[str, Any]:
+        """bytes is null for a token that is only a part of a character."""
+        text = self._token(token.token_id)
+        encoded = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": logprob_value(token), "bytes": encoded}

@@ -1,0 +1,38 @@
+"""The sampling parameters of a body: those of the protocol."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from pydantic import FailFast, Field, create_model
+from typing_extensions import TypeAliasType
+
+from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.protocol import accepted_value
+from tandem.proto import inference_pb2
+
+MAX_LISTED = 1024  # of a sampling parameter; the request validator has limits of its own
+
+# Of lists only the first fault is found, or a body of a few megabytes would make gigabytes of findings.
+StopTexts = TypeAliasType("StopTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_LISTED)])
+StopIds = TypeAliasType("StopIds", Annotated[list[int], FailFast(), Field(max_length=MAX_LISTED)])
+
+
+def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
+    """Type and default of the sampling parameter that a protobuf field holds."""
+    kind: Any = type(field.default_value)
+    accepted = accepted_value(field.name)
+    if field.is_repeated and field.type == FieldDescriptor.TYPE_STRING:
+        kind, accepted = str | StopTexts, "text, or a list of texts"
+    elif field.is_repeated:
+        kind, accepted = StopIds, "a list of token ids"
+    return kind | None, Field(default=None, description=accepted)
+
+
+SAMPLING = [field for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.message_type is None]
+if TYPE_CHECKING:
+    SamplingFields = Part
+else:
+    SamplingFields = create_model(
+        "SamplingFields", __base__=Part, **{field.name: _sampling_field(field) for field in SAMPLING}
+    )
+"""All sampling parameters of the protocol that are numbers or texts, or lists of them."""

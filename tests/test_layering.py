@@ -159,7 +159,7 @@ def test_files_are_short(file: str) -> None:
 
 def test_everything_is_installed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    packages = {f"tandem.{Path(file).parent}".replace("/", ".") for file in sources()}
+    packages = {f"tandem.{Path(file).parent}".replace("/", ".") for file in sources()} | {"tandem.deploy"}
     assert set(listed["packages"]) == packages
     for package in packages:
         folder = ROOT / package.removeprefix("tandem.").replace(".", "/")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -82,6 +83,7 @@ def test_the_command_runs_from_it(installed: Path) -> None:
     assert "--max-tokens" in run(tandem, "generate", "--help", **environ)
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_kernels_compile_from_it(installed: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "HOME": str(installed), "TANDEM_KERNEL_CACHE": str(installed / "kernels")}
     package, *sources = json.loads(run(str(installed / "python"), "-c", CHECK, **environ))

@@ -1,4 +1,4 @@
-"""What deployment files must agree with: this checkout's version, pins and files, and the command lines that they use."""
+"""What deployment files must agree with: this checkout's version, pins files and command lines."""
 
 import re
 import shlex

@@ -1,7 +1,7 @@
 """The objects of deploy/kubernetes/raycluster.yaml, and what is wrong with them.
 
-What a RayCluster may hold is KubeRay's API, ray.io/v1. The rest is what Kubernetes' core API would refuse, and what must
-agree with the configuration in the ConfigMap.
+What a RayCluster may hold is KubeRay's API, ray.io/v1. The rest is what Kubernetes' core API would refuse, and what
+must agree with the configuration in the ConfigMap.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""deploy/Dockerfile: what it copies is there, it runs as nobody in particular, and its HEALTHCHECK says whether it is ready."""
+"""deploy/Dockerfile: what it copies is there, no user has rights, and HEALTHCHECK says whether it is ready."""
 
 import asyncio
 import re
@@ -11,8 +11,8 @@ import trustme
 
 from tandem.cluster.cli.kernels.plan import TARGETS
 from tandem.cluster.credentials import ServerSecurity
-from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.app import HttpApp
+from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.server import HttpServer
 from tandem.cluster.requests.call_limit import CallLimit
 from tests.deploy.dockerfile import findings, healthcheck, stages

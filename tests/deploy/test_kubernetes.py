@@ -1,5 +1,4 @@
-"""deploy/kubernetes/raycluster.yaml: fields that Kubernetes and KubeRay know, and commands, ports, paths and seconds that are
-ours."""
+"""deploy/kubernetes/raycluster.yaml: fields that Kubernetes and KubeRay know, and our own commands, ports and paths."""
 
 import pytest
 
@@ -40,7 +39,7 @@ def test_the_manifest_is_true() -> None:
         ("[{port: grpc}, {port: https}]", "[{port: grpc}]", "NetworkPolicy"),
         ("selector: {ray.io/cluster: tandem", "selector: {ray.io/cluster: other", "the label ray.io/cluster"),
         ("path: /ready", "path: /readyz", "readinessProbe asks"),
-        ("scheme: HTTPS}\n              periodSeconds: 2", "scheme: HTTP}\n              periodSeconds: 2", "over HTTPS"),
+        ("/ready, port: monitor, scheme: HTTPS", "/ready, port: monitor, scheme: HTTP", "over HTTPS"),
         ("failureThreshold: 12", "failureThreshold: 3", "unresponsive_seconds"),
         ("/tls/tls.crt /tls/tls.key", "/tls/tls.crt", "mode 600"),
         ("{name: tmp, emptyDir: {}}", "{name: temp, emptyDir: {}}", "not mounted, or not there"),

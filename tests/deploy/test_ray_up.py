@@ -47,7 +47,7 @@ def findings(text: str) -> Iterator[str]:
 def _of_start(command: str, parsed: dict[str, dict[str, Any]]) -> Iterator[str]:
     settings = dict(word.split("=", 1) for word in shlex.split(command) if re.match(r"RAY_\w+=", word))
     if settings != {LOOPBACK: "0", **SETTINGS}:
-        yield f"Ray's settings must be {({LOOPBACK: '0', **SETTINGS})}"
+        yield f"Ray's settings must be { ({LOOPBACK: '0', **SETTINGS}) }"
     start, up = parsed.get("start", {}), parsed.get("up", {})
     wanted = {"head": True, "node_ip_address": "127.0.0.1", "object_store_memory": OBJECT_STORE_BYTES}
     if {name: start.get(name) for name in wanted} != wanted:

@@ -87,31 +87,38 @@ def certify(folder: Path) -> dict[str, str]:
     return {"TANDEM_SECURITY__TLS_CERT": str(certificate), "TANDEM_SECURITY__TLS_KEY": str(key)}
 
 
-@contextmanager
-def container(folder: Path, model: Path) -> Iterator[Container]:
+def environment(folder: Path, model: Path, ray_folder: str) -> dict[str, str]:
+    """What the image, the manifest and KubeRay give the container, and HERE."""
     gcs, *others = free_ports(4)
-    ray_folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie there: a short path
     names = ("dashboard-agent-listen-port", "metrics-export-port", "ray-client-server-port")
-    options = {"port": gcs, "num-cpus": "2", "num-gpus": "0", "temp-dir": ray_folder, **dict(zip(names, others, strict=True))}
-    (folder / manifest.CONFIG).write_text(MANIFEST.config_text, encoding="utf-8")
+    options = dict(zip(names, others, strict=True))
+    options |= {"port": gcs, "num-cpus": "2", "num-gpus": "0", "temp-dir": ray_folder}
     image = dockerfile.stages(IMAGE)[-1].environment
-    environ = {name: value for name, value in image.items() if name.startswith("RAY_")} | HERE | certify(folder)
-    environ |= {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONWARNINGS") if name in os.environ}
-    environ |= {
+    return {
+        **{name: value for name, value in image.items() if name.startswith("RAY_")},
+        **HERE,
+        **certify(folder),
+        **{name: os.environ[name] for name in ("PYTHONPATH", "PYTHONWARNINGS") if name in os.environ},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(folder),
         "XDG_RUNTIME_DIR": str(folder),
         "TANDEM_MODEL__PATH": str(model),
         "TANDEM_SECURITY__API_KEY": manifest.SECRET,
-        # What KubeRay gives the container, with authOptions.
         manifest.START: MANIFEST.ray_start(**options),
         "RAY_ADDRESS": f"127.0.0.1:{gcs}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
+
+
+@contextmanager
+def container(folder: Path, model: Path) -> Iterator[Container]:
+    ray_folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie there: a short path
+    environ = environment(folder, model, ray_folder)
+    (folder / manifest.CONFIG).write_text(MANIFEST.config_text, encoding="utf-8")
     script = MANIFEST.script.replace("/etc/tandem/", f"{folder}/")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen([*MANIFEST.container["command"][2:], script], env=environ, **pipes)  # without tini
+    command = [*MANIFEST.container["command"][2:], script]  # without tini
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     running = Container(process, {}, environ, ray_folder)
     try:
         running.addresses.update(_ready(process))
@@ -156,7 +163,8 @@ def test_probes_are_answered_and_pre_stop_drains(tmp_path: Path, model: Path) ->
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
         assert httpx.post(url, json=body, verify=False, trust_env=False).status_code == 401
 
-        listening = [one.laddr.ip for ray in running.ray for one in ray.net_connections("inet") if one.status == "LISTEN"]
+        sockets = [one for process in running.ray for one in process.net_connections("inet")]
+        listening = {one.laddr.ip for one in sockets if one.status == "LISTEN"}
         assert listening
         assert [ip for ip in listening if not is_loopback(ip.removeprefix("::ffff:"))] == []
 

@@ -1,4 +1,4 @@
-"""deploy/systemd/tandem.service: systemd takes it, it is confined, and its limits and seconds agree with `tandem up`."""
+"""deploy/systemd/tandem.service: systemd takes it, it is confined, and it agrees with `tandem up`."""
 
 import configparser
 import shlex

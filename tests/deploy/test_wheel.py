@@ -43,7 +43,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
     options = ("--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", str(folder))
-    run(sys.executable, "-m", "pip", "wheel", "-q", *options, str(folder / "source"), PATH=str(folder), HOME=str(folder))
+    run(
+        sys.executable, "-m", "pip", "wheel", "-q", *options, str(folder / "source"), PATH=str(folder), HOME=str(folder)
+    )
     (built,) = folder.glob("*.whl")
     return built
 

@@ -25,7 +25,7 @@ QUIET_SECONDS = 0.01  # without an event, after which those before it are writte
 # module, class, method
 TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
     "gateway": (
-        ("tandem.cluster.gateway", "Gateway", "Generate"),
+        ("tandem.cluster.frontends.inference", "Inference", "Generate"),
         ("tandem.cluster.routing.router", "Router", "place"),
         ("tandem.cluster.routing.prefill_hints", "PrefillHints", "send"),
         ("tandem.cluster.requests.generation", "Generation", "_answer"),
@@ -49,7 +49,7 @@ TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
         ("tandem.workers.decode.decodes", "Decodes", "prepare"),
         ("tandem.workers.service.services", "WorkerService", "StartGenerate"),
         ("tandem.workers.handoff.reservations", "Reservations", "receive"),
-        ("tandem.workers.decode.decodes", "Decodes", "_launch"),
+        ("tandem.workers.decode.decodes", "Decodes", "_launched"),
         ("tandem.workers.decode.decodes", "Decodes", "_deliver"),
         ("tandem.workers.service.services", "", "_generated"),
     ),

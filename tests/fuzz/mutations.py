@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 UNSIGNED = (0, 1, 2, 7, 8, 63, 64, 95, 96, 97, 127, 128, 198, 199, 255, 256, 257, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
@@ -89,7 +89,9 @@ def mutate_field(rng: random.Random, message: Message) -> None:
     """Gives one field of the message, or of one inside it, a value from the edges of its type."""
     field: Any = rng.choice(message.DESCRIPTOR.fields)
     held: Any = getattr(message, field.name)
-    if field.is_repeated:
+    if field.is_repeated and field.message_type is not None and field.message_type.GetOptions().map_entry:
+        _mutate_map(rng, field.message_type, held)
+    elif field.is_repeated:
         _mutate_list(rng, field, held)
     elif field.message_type is None:
         if field.has_presence and rng.random() < 0.2:
@@ -116,6 +118,17 @@ def _mutate_list(rng: random.Random, field: FieldDescriptor, held: Any) -> None:
         held.extend([edge(rng, field)] * rng.choice((1, 2, 17, 65, 20_000 if field.type != field.TYPE_STRING else 20)))
     else:
         held.append(edge(rng, field))
+
+
+def _mutate_map(rng: random.Random, entry: Descriptor, held: Any) -> None:
+    if rng.random() < 0.2:
+        held.clear()
+    for _ in range(rng.choice((1, 1, 17, 2_000))):
+        held[_edge_or_random(rng, entry.fields_by_name["key"])] = edge(rng, entry.fields_by_name["value"])
+
+
+def _edge_or_random(rng: random.Random, key: FieldDescriptor) -> Any:
+    return edge(rng, key) if rng.random() < 0.2 else rng.randrange(1 << 16)
 
 
 def edge(rng: random.Random, field: FieldDescriptor) -> Any:

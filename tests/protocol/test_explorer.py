@@ -134,11 +134,11 @@ def leases_do_not_end(patch: pytest.MonkeyPatch) -> None:
 def streams_may_be_two(patch: pytest.MonkeyPatch) -> None:
     start = Reservations.start
 
-    def started(self: Reservations, request_id: str, reservation_id: int, max_tokens: int) -> Any:
+    def started(self: Reservations, request_id: str, reservation_id: int, max_tokens: int, num_output: int) -> Any:
         request = self._requests.get(request_id)
         if request is not None and request.token_stream is not None:
             return request
-        return start(self, request_id, reservation_id, max_tokens)
+        return start(self, request_id, reservation_id, max_tokens, num_output)
 
     patch.setattr(Reservations, "start", started)
 

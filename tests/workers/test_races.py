@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tandem.workers.counters import Counters
 from tandem.workers.errors import (
     Aborted,
     InvalidCall,
@@ -36,7 +37,11 @@ def test_the_pair_serves(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
     assert pair.complete("a", PROMPT) == expected(oracle, PROMPT)
     assert pair.complete("b", OTHER) == expected(oracle, OTHER)
     pair.assert_free()
-    assert pair.decode_counters == pair.prefill_counters  # nothing to count
+    decode, prefill = pair.decode_counters, pair.prefill_counters
+    assert (decode.reservations, prefill.pushes) == (2, 2)
+    assert prefill.bytes_pushed > 0
+    nothing = Counters()
+    assert replace(decode, reservations=0) == replace(prefill, pushes=0, bytes_pushed=0) == nothing
 
 
 def test_late_writes_after_a_cancel_hit_nobody(pair: LoopPair, oracle: dict[int, list[int]]) -> None:

@@ -136,6 +136,7 @@ class Constraint:
             return self._mask.result(MASK_SECONDS)
         except Exception as error:
             self.error = str(error) or type(error).__name__
+            error.__traceback__ = None  # the future keeps the error, and with it the frames of a whole step
             return np.full(self._words, -1, np.int32)
 
     def _next_mask(self, tokens: list[int]) -> Int32Array:

@@ -74,7 +74,7 @@ def unknown(message: Message) -> bool:
     """Whether a parsed message, or one in it, has an unknown field."""
     inner: list[Any] = []
     for each, value in message.ListFields():
-        if each.message_type is not None:
+        if each.message_type is not None and not each.message_type.GetOptions().map_entry:
             inner += value if each.is_repeated else [value]
     return len(UnknownFieldSet(message)) > 0 or any(map(unknown, inner))
 

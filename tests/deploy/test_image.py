@@ -16,7 +16,7 @@ from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.server import HttpServer
 from tandem.cluster.requests.call_limit import CallLimit
 from tests.deploy.dockerfile import findings, healthcheck, stages
-from tests.deploy.known import DEPLOY, EXTRAS, VERSION
+from tests.deploy.known import DEPLOY, EXTRAS, PINS, VERSION
 
 TEXT = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 IGNORED = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8")
@@ -59,6 +59,11 @@ def test_the_dockerfile_is_true() -> None:
 def test_an_error_in_it_is_found(before: str, after: str, finding: str) -> None:
     assert before in TEXT
     assert any(finding in found for found in findings(TEXT.replace(before, after), IGNORED))
+
+
+def test_torch_chooses_its_triton() -> None:
+    """Its CUDA builds ask for one version, and beside a pin of another pip would install nothing."""
+    assert "triton" not in PINS
 
 
 def test_a_context_that_takes_everything_is_found() -> None:

@@ -1,8 +1,7 @@
 """The wheel: it is built without a compiler, has every file that is not Python, and its command line runs from it."""
 
-import json
 import os
-import shutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -15,13 +14,7 @@ from tests.deploy.known import ROOT, VERSION
 FOLDERS = ("cache", "transfer", "workers", "cluster", "proto", "deploy")
 ALL = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
 SECONDS = 90
-CHECK = """
-import json, sys, tandem.cluster
-from tandem.cluster.cli.kernels.plan import PAGE_LOOK_UP, COPY_PLAN, CREW, ATTENTION, LAYER
-from tandem.transfer.nvshmem.kernels.device_build import SOURCE
-sources = [PAGE_LOOK_UP, COPY_PLAN, CREW, ATTENTION, LAYER, SOURCE]
-print(json.dumps([tandem.cluster.__file__, *(str(one) for one in sources if one.is_file())]))
-"""
+C_FILES = sorted(path.stem for folder in FOLDERS for path in (ROOT / folder).rglob("*.c"))
 
 
 def run(*command: str, **environ: str) -> str:
@@ -85,15 +78,13 @@ def test_the_command_runs_from_it(installed: Path) -> None:
     assert "--max-tokens" in run(tandem, "generate", "--help", **environ)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_kernels_compile_from_it(installed: Path) -> None:
+def test_kernels_are_found_in_it(installed: Path) -> None:
+    """A dry run reads all C sources and their headers, and compiles nothing."""
     environ = {"PATH": os.environ["PATH"], "HOME": str(installed), "TANDEM_KERNEL_CACHE": str(installed / "kernels")}
-    package, *sources = json.loads(run(str(installed / "python"), "-c", CHECK, **environ))
-    site = Path(package).parents[2]
+    package = Path(run(str(installed / "python"), "-c", "import tandem.cluster as one; print(one.__file__)", **environ))
+    site = package.parents[2]
     assert site.is_relative_to(installed.parent)
-    assert len(sources) == 6
-    assert all(Path(source).is_relative_to(site) for source in sources)
     model = site / "tandem/cluster/cli/demo_model/checkpoint"
     config = site / "tandem/deploy/local.yaml"
-    said = run(str(installed / "tandem"), "build-kernels", str(config), "--model", str(model), **environ)
-    assert said.startswith("5 built, 0 there")
+    said = run(str(installed / "tandem"), "build-kernels", str(config), "--model", str(model), "--dry-run", **environ)
+    assert sorted(re.findall(r"^missing  C (\w+)\.c: ", said, re.MULTILINE)) == C_FILES

@@ -1,7 +1,7 @@
 """The wheel: it is built without a compiler, has every file that is not Python, and its command line runs from it."""
 
 import os
-import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -78,13 +78,13 @@ def test_the_command_runs_from_it(installed: Path) -> None:
     assert "--max-tokens" in run(tandem, "generate", "--help", **environ)
 
 
-def test_kernels_are_found_in_it(installed: Path) -> None:
-    """A dry run reads all C sources and their headers, and compiles nothing."""
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_kernels_compile_from_it(installed: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "HOME": str(installed), "TANDEM_KERNEL_CACHE": str(installed / "kernels")}
     package = Path(run(str(installed / "python"), "-c", "import tandem.cluster as one; print(one.__file__)", **environ))
     site = package.parents[2]
     assert site.is_relative_to(installed.parent)
     model = site / "tandem/cluster/cli/demo_model/checkpoint"
     config = site / "tandem/deploy/local.yaml"
-    said = run(str(installed / "tandem"), "build-kernels", str(config), "--model", str(model), "--dry-run", **environ)
-    assert sorted(re.findall(r"^missing  C (\w+)\.c: ", said, re.MULTILINE)) == C_FILES
+    run(str(installed / "tandem"), "build-kernels", str(config), "--model", str(model), **environ)
+    assert sorted(path.stem.partition("-")[0] for path in (installed / "kernels").glob("*.so")) == C_FILES

@@ -82,6 +82,9 @@ def print_scaled(done: admin_pb2.ScaleResponse, as_json: bool) -> None:
     if as_json:
         print(MessageToJson(done, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
         return
+    if done.num_islands:
+        print(f"{done.num_islands} islands: {done.kept} kept, {done.started} started, {done.ended} ended")
+        return
     print(
         f"{done.island}: epoch {done.epoch}, {done.num_prefill} prefill and {done.num_decode} decode workers; "
         f"{done.kept} kept, {done.started} started, {done.ended} ended; away for {done.seconds_away:.1f} s"

@@ -106,14 +106,17 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
     )
 
 
-def scale_request(island: str, num_prefill: int | None, num_decode: int | None) -> admin_pb2.ScaleRequest:
+def scale_request(
+    island: str, num_prefill: int | None, num_decode: int | None, num_islands: int | None
+) -> admin_pb2.ScaleRequest:
     """Raises InvalidRequest."""
+    numbers = {"num_prefill": num_prefill, "num_decode": num_decode, "num_islands": num_islands}
     try:
-        return admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
+        return admin_pb2.ScaleRequest(island=island, **numbers)
     except (TypeError, ValueError) as error:
+        given = ", ".join(f"{name} {number!r}" for name, number in numbers.items())
         raise InvalidRequest(
-            f"island is {island!r}, num_prefill {num_prefill!r}, num_decode {num_decode!r}: {error}; a name and "
-            "integers in [0, 2^32) are accepted"
+            f"island is {island!r}, {given}: {error}; a name and integers in [0, 2^32) are accepted"
         ) from None
 
 

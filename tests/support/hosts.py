@@ -76,14 +76,16 @@ class Hosts:
         store = f"--object-store-memory={STORE_BYTES}"
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
         command = self.command(host, *ray, *where, *options, store)
+        said = ""
         for _ in range(START_ATTEMPTS):
             done = subprocess.run(
                 command, env=self.environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
             )
             if done.returncode == 0:
                 return
+            said = done.stdout + done.stderr
             self.lose(host)  # on a busy machine Ray's processes are too slow for each other
-        raise AssertionError(done.stdout + done.stderr)
+        raise AssertionError(said)
 
     def pids(self, host: int) -> list[int]:
         return _pids(self._names[host])

@@ -25,4 +25,5 @@ def stored_weights(files: Iterable[SafetensorsFile], quantization: Quantization)
     found: Mapping[str, StoredWeight]
     found, used = mxfp4_weights(plain) if quantization.weights == "mxfp4" else fp8_weights(plain, quantization)
     used |= {name for name in plain if name.endswith(ACTIVATION_SCALES)}
-    return {name: one for name, one in plain.items() if name not in used} | dict(found)
+    others: dict[str, StoredWeight] = {name: one for name, one in plain.items() if name not in used}
+    return others | dict(found)

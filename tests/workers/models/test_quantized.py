@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.utils.quantization_config import Mxfp4Config
 
 from tandem.workers.checkpoint import stored
 from tandem.workers.checkpoint.errors import InvalidWeights

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tandem.cluster.processes.own_ray import LOOPBACK
+
 RAY_PORT = 6379
 NODE_CPUS = 2
 STORE_BYTES = 80_000_000
@@ -62,7 +64,8 @@ class Hosts:
     @property
     def environment(self) -> dict[str, str]:
         ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
-        return os.environ | ray | {"HOME": str(self._home)}
+        known = {name: value for name, value in os.environ.items() if name != LOOPBACK}  # a Ray of this process has it
+        return known | ray | {"HOME": str(self._home)}
 
     @property
     def ray(self) -> str:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import grpc.aio
-
 from tandem.proto import worker_pb2
 
 
@@ -15,6 +13,7 @@ class PromptLogprobCall:
     def __init__(self, call: Any, errors: Callable[[], AbstractContextManager[None]]) -> None:
         """errors: makes the link's errors of the call's."""
         self._call = call
+        self._messages = aiter(call)
         self._errors = errors
 
     async def opened(self) -> None:
@@ -22,8 +21,8 @@ class PromptLogprobCall:
         try:
             with self._errors():
                 await self._call.initial_metadata()
-                if self._call.done():
-                    await self._call.read()  # raises
+            if self._call.done():
+                await self.read()  # raises
         except BaseException:
             self.cancel()
             raise
@@ -31,8 +30,7 @@ class PromptLogprobCall:
     async def read(self) -> worker_pb2.PackedLogprobs | None:
         """The next message; None behind the last, and where the prompt has failed. Raises WorkerCallErrors."""
         with self._errors():
-            message = await self._call.read()
-        return None if message is grpc.aio.EOF else message
+            return await anext(self._messages, None)
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 
 from tandem.cluster.client.client_messages import GenerateUpdate, TokenLogprobs
 from tandem.cluster.errors import InvalidRequest
-from tests.e2e.test_adaptive import CHOICES, adaptive_island, choosing
+from tests.e2e.test_adaptive import CHOICES, adaptive_island, choosing, in_graphs
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, tokens_of
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.waiting import until
+
+__all__ = ["in_graphs"]  # a fixture
 
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 2, 41, 90)]
 NUM_TOP = 3
@@ -111,6 +114,37 @@ def test_many_values_come_in_several_messages(island: Island, folder: Path) -> N
     updates = ask(island, prompt, prompt_logprobs=20)
     assert max(len(update.prompt_logprobs) for update in updates) < 64
     check(entries_of(updates), prompt, values_of(load_oracle(folder), prompt), 20)
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_beside_steps_and_prompts_in_graphs(tmp_path: Path) -> None:
+    folder = save_checkpoint("qwen3", tmp_path)
+    oracle = load_oracle(folder)
+    prompts = [random_prompt(3 + 11 * number, seed=number) for number in range(8)]
+    with adaptive_island(folder) as island, ThreadPoolExecutor(2 * len(prompts)) as pool:
+        for _ in range(2):
+            asking = [pool.submit(ask, island, prompt, prompt_logprobs=NUM_TOP) for prompt in prompts]
+            beside = [pool.submit(ask, island, prompt) for prompt in prompts]
+            for prompt, one, other in zip(prompts, asking, beside, strict=True):
+                check(entries_of(one.result()), prompt, values_of(oracle, prompt), NUM_TOP)
+                assert tokens_of(one.result()) == tokens_of(other.result()) == greedy(oracle, prompt, NUM_TOKENS)
+
+
+def test_a_client_that_leaves_disturbs_nobody(island: Island, folder: Path) -> None:
+    """It goes while its prompt is computed, and before it has read what there is."""
+    prompt = random_prompt(200, seed=6)
+    values = values_of(load_oracle(folder), prompt)
+    with ThreadPoolExecutor(4) as pool:
+        staying = [pool.submit(ask, island, prompt, prompt_logprobs=NUM_TOP) for _ in range(4)]
+        for num_messages in (1, 2, 3):
+            with island.client() as client:
+                leaving = client.generate(prompt, max_tokens=40, prompt_logprobs=20, **GREEDY)
+                for _ in range(num_messages):
+                    assert next(leaving).prompt_logprobs
+                leaving.close()
+        for call in staying:
+            check(entries_of(call.result()), prompt, values, NUM_TOP)
+    until(lambda: all(one.cache.num_free_pages == one.cache.num_pages for one in island.workers))
 
 
 def test_a_prompt_that_asks_leaves_a_prefix_behind(island: Island) -> None:

@@ -1,6 +1,6 @@
 """The log-probabilities of a prompt's own tokens, on their way from its forwards to the call that wants them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,12 @@ class PackedLogprobs(NamedTuple):
     top_ids: NDArray[np.int32]  # [n, k], best first
     top_logprobs: NDArray[np.float32]  # [n, k]
 
+    def pieces(self, size: int) -> "Iterator[PackedLogprobs]":
+        """Of at most so many tokens each."""
+        for begin in range(0, len(self.logprobs), size):
+            part = slice(begin, begin + size)
+            yield PackedLogprobs(self.logprobs[part], self.top_ids[part], self.top_logprobs[part])
+
 
 Deliver = Callable[[Sequence[PackedLogprobs]], None]
 
@@ -35,24 +41,18 @@ class PromptLogprobs:
     def __init__(self, num_top: int, deliver: Deliver) -> None:
         """deliver: gets those of all tokens but the first, in order."""
         self._deliver = deliver
-        self._chunks: list[tuple[Tensor, ...]] = []
+        self._chunks: list[PackedLogprobs] = []
         self.num_top = num_top
 
     def add(self, chunk: tuple[Tensor, Tensor, Tensor]) -> None:
         """The next tokens' values, as logprobs_of_targets() gives them."""
-        self._chunks.append(tuple(map(to_host, chunk)))
+        chosen, top_ids, top_logprobs = map(to_host, chunk)
+        self._chunks.append(PackedLogprobs(chosen.numpy(), top_ids.numpy(), top_logprobs.numpy()))
 
     def deliver(self) -> None:
         """The device is past all forwards of the prompt. Used once."""
         size = max(1, NUMBERS_A_PIECE // (1 + self.num_top))
-        arrays = [PackedLogprobs(*(tensor.numpy() for tensor in chunk)) for chunk in self._chunks]
-        self._deliver(
-            [
-                PackedLogprobs(*(array[begin : begin + size] for array in chunk))
-                for chunk in arrays
-                for begin in range(0, len(chunk.logprobs), size)
-            ]
-        )
+        self._deliver([piece for chunk in self._chunks for piece in chunk.pieces(size)])
 
 
 def logprobs_of_targets(

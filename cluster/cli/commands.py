@@ -169,6 +169,9 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="Keeps tokens this likely, relative to the likeliest.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Alternatives to report for each token, with --json.")] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="Alternatives to report for each prompt token, with --json.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the output at this text; repeatable.")] = None,
     stop_token_ids: Annotated[
         list[int] | None, typer.Option("--stop-token-id", help="Ends the output at this token; repeatable.")
@@ -187,6 +190,7 @@ def generate(
     """Stream the answer to one prompt; with --json print its tokens and timings at the end."""
     given = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     given |= dict(logprobs=logprobs, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos or None)
+    given |= dict(prompt_logprobs=prompt_logprobs)
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
 
     from tandem.cluster.cli.input import open_client, read_prompt

@@ -45,7 +45,7 @@ def print_json(updates: Iterable[GenerateUpdate]) -> None:
         seconds += [round(time.perf_counter() - start, 6)] * len(update.token_ids)
     result = asdict(parts[-1]) if parts else {}
     result["text"] = "".join(part.text for part in parts)
-    for name in ("token_ids", "logprobs"):
+    for name in ("token_ids", "logprobs", "prompt_logprobs"):
         result[name] = [item for part in map(asdict, parts) for item in part[name]]
     print(json.dumps(result | {"token_seconds": seconds}))  # ASCII: whole in any encoding
 

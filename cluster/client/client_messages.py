@@ -76,6 +76,7 @@ class GenerateUpdate:
     logprobs: tuple[TokenLogprobs, ...]
     usage: Usage | None  # with the last message
     timings: Timings | None  # with the last message
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # before the first token; None for the prompt's first one
 
 
 def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:
@@ -93,17 +94,18 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
         token_ids=tuple(message.token_ids),
         text=message.text,
         finish_reason=reason if message.finish_reason else None,
-        logprobs=tuple(
-            TokenLogprobs(
-                token.chosen.token_id,
-                token.chosen.logprob,
-                tuple((other.token_id, other.logprob) for other in token.top),
-            )
-            for token in message.logprobs
-        ),
+        logprobs=tuple(map(_token_logprobs, message.logprobs)),
         usage=Usage(**_fields(message.usage)) if message.HasField("usage") else None,
         timings=Timings(**_fields(message.timings)) if message.HasField("timings") else None,
+        prompt_logprobs=tuple(
+            _token_logprobs(token) if token.HasField("chosen") else None for token in message.prompt_logprobs
+        ),
     )
+
+
+def _token_logprobs(token: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((other.token_id, other.logprob) for other in token.top)
+    return TokenLogprobs(token.chosen.token_id, token.chosen.logprob, top)
 
 
 def scale_request(

@@ -34,6 +34,8 @@ class Resumption:
         self._refusals = 0
         self._resumes = False
         self._tokens: list[int] = []
+        self._num_prompt_logprobs = 0
+        self._repeated = 0  # those to come that are there already
         self._reached = False
         self.finished = False  # the last message has come; an error behind it does not count
         request.request_id = request.request_id or uuid.uuid4().hex
@@ -46,6 +48,10 @@ class Resumption:
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
         self._failing_since, self._refusals = None, 0
+        again = min(self._repeated, len(message.prompt_logprobs))
+        del message.prompt_logprobs[:again]
+        self._repeated -= again
+        self._num_prompt_logprobs += len(message.prompt_logprobs)
         self._tokens += message.token_ids
         self.finished = message.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -73,6 +79,7 @@ class Resumption:
             return None
         if failing_seconds >= patience or self.seconds_left <= least:
             return None
+        self._repeated = 0 if self._tokens else self._num_prompt_logprobs
         if self._resumes or self._tokens:
             self.request.resume.Clear()
             self.request.resume.SetInParent()

@@ -74,6 +74,7 @@ class Replay:
                     generation.max_tokens_left,
                     self._client,
                     salt=generation.salt,
+                    whole=generation.prompt_logprobs.wanted,
                     again=again,
                     move=move,
                 )

@@ -62,6 +62,8 @@ class Sampling(TypedDict, total=False):
     bad_words_ids: Sequence[Sequence[int]]
     allowed_token_ids: Sequence[int]
     guided: Mapping[str, Any]
+    n: int
+    best_of: int
 
 
 def accepted_value(name: str) -> str:

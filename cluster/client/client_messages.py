@@ -72,10 +72,11 @@ class GenerateUpdate:
     request_id: str
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: str | None  # None until the last message, then stop, length, abort or error
+    finish_reason: str | None  # None until the answer's last message, then stop, length, abort or error
     logprobs: tuple[TokenLogprobs, ...]
-    usage: Usage | None  # with the last message
-    timings: Timings | None  # with the last message
+    usage: Usage | None  # with the last message of all
+    timings: Timings | None  # with the answer's last message
+    index: int = 0  # of the answer, less than n
 
 
 def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:
@@ -103,6 +104,7 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
         ),
         usage=Usage(**_fields(message.usage)) if message.HasField("usage") else None,
         timings=Timings(**_fields(message.timings)) if message.HasField("timings") else None,
+        index=message.index,
     )
 
 

@@ -159,6 +159,13 @@ class IslandSection(Section):
     """how long workers keep pages and work on for a gateway that shows no sign of life"""
     verify_kv: bool = False
     """whether decode workers compare digests of the KV pushed to them"""
+    network: Literal["auto", "loopback", "node"] = "auto"
+    """how the gateway reaches workers: loopback, on its own host only; node, at their hosts' addresses with mutual TLS;
+    auto, node where Ray has several hosts when the cluster starts"""
+    node_resources: dict[str, float] = Field(default={}, max_length=64)
+    """Ray's resources that a host must have for an island, and how many"""
+    node_labels: dict[str, str] = Field(default={}, max_length=64)
+    """Ray's labels that a host must have for an island, and their values"""
     threads_per_worker: Threads | None = Field(default=None, le=1024)
     """torch threads of one worker; null shares the machine's cores evenly"""
 

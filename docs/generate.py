@@ -104,6 +104,8 @@ def _accepted(kind: Schema) -> str:
         return "true, false"
     if kind["type"] == "string":
         return "text"
+    if kind["type"] == "object":
+        return "names and numbers" if kind["additionalProperties"]["type"] == "number" else "names and texts"
     least = f"> {kind['exclusiveMinimum']:,}" if "exclusiveMinimum" in kind else f"≥ {kind['minimum']:,}"
     return least + (f" and ≤ {kind['maximum']:,}" if "maximum" in kind else "")
 

@@ -30,6 +30,8 @@ SLOW = (
     "tests/cluster/processes",
     "tests/cluster/requests/test_readers.py",
     "tests/cluster/requests/test_replay.py",
+    "tests/deploy/test_started.py",
+    "tests/deploy/test_wheel.py",
     "tests/transfer/nvshmem/test_triton_push.py",
     "tests/transfer/test_shared_memory.py",
     "tests/workers/kernels/test_cubin_build.py",

@@ -37,6 +37,7 @@ from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.step_thread import StepThread
+from tandem.workers.tls import Identity, bracketed
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
@@ -139,9 +140,14 @@ class Worker:
         """Maps the peers; after it returned on every PE the island is formed."""
         self._transport.join(handles)
 
-    def serve(self) -> str:
-        """Starts stepping and answering; HOST:PORT of the worker service."""
-        self.address = self._events.run(self._start(), timeout=SERVE_SECONDS)
+    def serve(self, host: str = HOST, identity: Identity | None = None) -> str:
+        """Starts stepping and answering; HOST:PORT of the worker service. host: the address to listen on.
+
+        identity: asks callers for mutual TLS. ValueError without it unless host is a loopback address.
+        """
+        if identity is None and host != HOST:
+            raise ValueError(f"host is {host!r}; without an identity only {HOST} is accepted")
+        self.address = self._events.run(self._start(host, identity), timeout=SERVE_SECONDS)
         return self.address
 
     @property
@@ -225,7 +231,7 @@ class Worker:
         assert self._opened is not None, "open() comes first"
         return self._opened
 
-    async def _start(self) -> str:
+    async def _start(self, host: str, identity: Identity | None) -> str:
         config = self.config
         cache = self._cache = make_cache(
             self.model_config,
@@ -256,9 +262,13 @@ class Worker:
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
-        port = self._server.add_insecure_port(f"{HOST}:0")
+        free = f"{bracketed(host)}:0"
+        if identity is None:
+            port = self._server.add_insecure_port(free)
+        else:
+            port = self._server.add_secure_port(free, identity.server_credentials())
         await self._server.start()
-        return f"{HOST}:{port}"
+        return f"{bracketed(host)}:{port}"
 
     def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> StepLoop:
         """On the event loop, which tokens go through."""

@@ -100,7 +100,8 @@ def _gateways(gateways: Iterable[inference_pb2.GatewayProcessInfo]) -> Table:
 
 def _table(island: inference_pb2.IslandInfo) -> Table:
     columns = ("pe", "role", "pid", "address", "pages", "free", "cached", "draining", "running", "waiting", "memory")
-    title = f"island {island.name}  epoch {island.epoch}  {island.transport}  restarts {island.restarts}"
+    title = f"island {island.name}  host {island.host}  epoch {island.epoch}  {island.transport}"
+    title += f"  restarts {island.restarts}"
     if not island.workers:
         title += "  is started again"
     table = Table(title=title, title_justify="left")

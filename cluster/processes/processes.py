@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.cluster.errors import StartFailed, TandemError
+from tandem.cluster.processes.placement import ANYWHERE, Where
+
+LOOPBACK_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,10 @@ class ActorProcess(ABC):
 
 
 class ProcessGroup(ABC):
-    """Actors that were placed together."""
+    """Actors that were placed together, on one host."""
+
+    host: str = LOOPBACK_HOST
+    """The address of the host, as the others know it."""
 
     @property
     @abstractmethod
@@ -90,19 +96,33 @@ class Processes(ABC):
         """After start(): calls `lost` once, from another thread, if what runs the processes is lost. They then end."""
         return None
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """After start(): the addresses of all hosts that there are now."""
+        return (LOOPBACK_HOST,)
+
     @abstractmethod
     def check_room(self, processes: int, *, gpus: int) -> None:
         """StartFailed if there can never be so many processes at a time, with `gpus` GPUs each."""
 
     @abstractmethod
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> ProcessGroup:
-        """Places all of specs or none, with `gpus` GPUs and `threads` compute threads each. Raises StartFailed.
+    def start_group(
+        self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
+    ) -> ProcessGroup:
+        """Places all of specs or none on one host, with `gpus` GPUs and `threads` compute threads each. Raises
+        StartFailed, which says what each host has free.
 
         The actors' constructors run afterwards; a failing one ends its process.
         """
 
     def start_again(
-        self, group: ProcessGroup | None, specs: Sequence[ActorSpec], *, gpus: int, threads: int
+        self,
+        group: ProcessGroup | None,
+        specs: Sequence[ActorSpec],
+        *,
+        gpus: int,
+        threads: int,
+        where: Where = ANYWHERE,
     ) -> ProcessGroup:
         """Restarts `group` if its places are still there, else ends it and starts a new group."""
         if group is not None:
@@ -110,7 +130,7 @@ class Processes(ABC):
                 group.restart(specs)
                 return group
             group.end()
-        return self.start_group(specs, gpus=gpus, threads=threads)
+        return self.start_group(specs, gpus=gpus, threads=threads, where=where)
 
     @abstractmethod
     def stop(self) -> None:

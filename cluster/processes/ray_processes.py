@@ -3,21 +3,16 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from itertools import count
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
 import ray
 import ray.exceptions
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE, TRITON_CACHE
@@ -28,29 +23,41 @@ from tandem.cluster.processes.forked_actor import open_answer
 from tandem.cluster.processes.lifeline import Lifeline
 from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.own_ray import OwnRay, prefer_settings, use_loopback
+from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.port_watch import PortWatch
 from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup, cluster_of
 from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, hide_token
+from tandem.cluster.processes.ray_nodes import (
+    CPU_FRACTION,
+    PLACEMENT_SECONDS,
+    alive_nodes,
+    check_there,
+    choose_node,
+    on_node,
+    place,
+    process_resources,
+)
 
 NAMESPACE = "tandem"
-CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
-PLACEMENT_SECONDS = 30
-NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
+TRY_SECONDS = 5.0  # on one node, until another one may do: what is known of their room is a moment old
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 OWN_PATIENCE_SECONDS = 0.5  # without a server of Ray's until it counts as lost
 JOINED_PATIENCE_SECONDS = 20.0  # a GCS may be started again; Ray itself gives up after 60 s
-_numbers = count(1)  # of placement groups
 
 
 class RayProcesses(Processes):
-    """Processes on a local Ray, or on the Ray at `address`, or on the one that this process has joined already."""
+    """Processes on a local Ray, or on the Ray at `address`, or on the one that this process has joined already.
+
+    Groups are spread over the nodes of a Ray that has several.
+    """
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
         self._own: OwnRay | None = None
         self._joined = False
         self._placing = Lock()
+        self._groups: list[RayGroup] = []
         self._lifeline = Lifeline()
         self._loss = Loss()
         self._watch: PortWatch | None = None
@@ -83,18 +90,31 @@ class RayProcesses(Processes):
         """This Ray's HOST:PORT, after start(). Other clusters can join it there."""
         return ray.get_runtime_context().gcs_address
 
-    def check_room(self, processes: int, *, gpus: int) -> None:
-        _check_there([_resources(gpus)] * processes)
+    @property
+    def hosts(self) -> Sequence[str]:
+        return [node.address for node in alive_nodes()]
 
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
+    def check_room(self, processes: int, *, gpus: int) -> None:
+        check_there([process_resources(gpus)] * processes)
+
+    def start_group(
+        self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
+    ) -> "RayGroup":
         self._loss.check()
-        resources = _resources(gpus)
+        bundles = [process_resources(gpus)] * len(specs)
         with self._placing:  # islands that start at once must not count on the same room
-            (whole,) = _place([resources] * len(specs), [f"{cluster_of(specs[0].name)}/room"], together=True)
-            host = _host_of(whole)
-            remove_placement_group(whole)
-            group = RayGroup(resources | {host: NODE_FRACTION}, self._lifeline.path, self._loss)
-            group.grow(specs, threads=threads)
+            self._groups = [group for group in self._groups if group.members]
+            deadline = time.monotonic() + PLACEMENT_SECONDS
+            while True:
+                host = choose_node(bundles, where, Counter(group.host for group in self._groups), deadline)
+                group = RayGroup(bundles[0], host, self._lifeline.path, self._loss)
+                try:
+                    group.grow(specs, threads=threads, seconds=TRY_SECONDS)
+                    break
+                except StartFailed:
+                    if time.monotonic() >= deadline:
+                        raise
+            self._groups.append(group)
         return group
 
     def stop(self) -> None:
@@ -135,9 +155,10 @@ class RayProcesses(Processes):
 class RayGroup(ProcessGroup):
     """Actors on one host. Each has its own placement group, which can be given back alone."""
 
-    def __init__(self, resources: dict[str, float], lifeline: str, loss: Loss) -> None:
-        """resources: of each member; they name the host. lifeline: the path of this process's."""
-        self._resources = resources
+    def __init__(self, resources: dict[str, float], host: str, lifeline: str, loss: Loss) -> None:
+        """resources: of each member. host: the address of its node. lifeline: the path of this process's."""
+        self.host = host
+        self._resources = resources | on_node(host)
         self._lifeline = lifeline
         self._loss = loss
         self._placed: dict[RayActor, PlacementGroup] = {}
@@ -146,10 +167,10 @@ class RayGroup(ProcessGroup):
     def members(self) -> list["RayActor"]:
         return list(self._placed)
 
-    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
+    def grow(self, specs: Sequence[ActorSpec], *, threads: int, seconds: float = PLACEMENT_SECONDS) -> list["RayActor"]:
         self._loss.check()
         started: list[RayActor] = []
-        unused = _place([self._resources] * len(specs), [spec.name for spec in specs], together=False)
+        unused = place([self._resources] * len(specs), [spec.name for spec in specs], seconds)
         try:
             for spec in specs:
                 started.append(self._start(spec, unused[0], threads))
@@ -276,47 +297,6 @@ def _sigterm_kept() -> Iterator[None]:
     finally:
         if current_thread() is main_thread():
             signal.signal(signal.SIGTERM, kept)
-
-
-def _resources(gpus: int) -> dict[str, float]:
-    """The resources of one process."""
-    return {"CPU": CPU_FRACTION, "GPU": gpus} if gpus else {"CPU": CPU_FRACTION}
-
-
-def _check_there(bundles: Sequence[dict[str, float]]) -> str:
-    """What the bundles need, in words. StartFailed if Ray does not have it, free or not."""
-    needed = {name: round(sum(bundle.get(name, 0) for bundle in bundles), 4) for name in ("CPU", "GPU")}
-    text = f"{needed['CPU']:.1f} CPUs" + (f" and {needed['GPU']:.0f} GPUs" if needed["GPU"] else "")
-    there = ray.cluster_resources()
-    if not there:
-        raise StartFailed("Ray has no node any more: its raylet, or the whole of Ray, has ended")
-    if any(there.get(name, 0) < amount for name, amount in needed.items()):
-        raise StartFailed(f"{text} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs")
-    return text
-
-
-def _place(bundles: list[dict[str, float]], names: Sequence[str], *, together: bool) -> list[PlacementGroup]:
-    """One placement group for all bundles, or one for each, with these names. StartFailed leaves none."""
-    text = _check_there(bundles)
-    groups = [bundles] if together else [[bundle] for bundle in bundles]
-    # A number follows the name: Ray frees the name of a group that is gone only after a while.
-    numbered = [f"{name} #{next(_numbers)}" for name in names]
-    placed = [
-        placement_group(group, strategy="STRICT_PACK", name=name) for group, name in zip(groups, numbered, strict=True)
-    ]
-    deadline = time.monotonic() + PLACEMENT_SECONDS
-    if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):
-        for group in placed:
-            remove_placement_group(group)
-        raise StartFailed(f"Ray has no node with {text} free")
-    return placed
-
-
-def _host_of(placed: PlacementGroup) -> str:
-    """Ray's resource that stands for the group's one node."""
-    (node_id,) = set(placement_group_table(placed)["bundles_to_node_id"].values())
-    (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
-    return next(name for name in resources if name.startswith("node:") and not name.endswith("__"))
 
 
 def _fill(answer: Future[Any], raw: Future[bytes], name: str) -> None:

@@ -67,9 +67,9 @@ class AdmissionQueue:
     client that waits already, in whichever process. So a client has one turn a round, however many requests and
     processes it has.
 
-    Bounded by requests and by the tokens they ask for. A request that is larger than a bound may wait alone. When a bound is
-    reached, the client that has most of the queue is turned away: its newest request gives way to one of a client that
-    has less even with that one, in whichever process either waits.
+    Bounded by requests and by the tokens they ask for. A request that is larger than a bound may wait alone. When a
+    bound is reached, the client that has most of the queue is turned away: its newest request gives way to one of a
+    client that has less even with that one, in whichever process either waits.
 
     Owned by the gateway's event loop.
     """

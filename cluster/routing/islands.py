@@ -128,7 +128,12 @@ class Islands:
             workers = await asyncio.gather(*(link.status() for link in serving))
             state = island.state
             return inference_pb2.IslandInfo(
-                name=state.name, epoch=state.epoch, transport=transport, workers=workers, restarts=state.restarts
+                name=state.name,
+                epoch=state.epoch,
+                transport=transport,
+                workers=workers,
+                restarts=state.restarts,
+                host=state.host,
             )
 
         questions: list[Coroutine[Any, Any, inference_pb2.IslandInfo]] = [

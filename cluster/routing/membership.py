@@ -22,6 +22,7 @@ class IslandState:
     workers: tuple[WorkerAddress, ...]
     version: int = 0
     number: int = 0
+    host: str = ""  # the address of its host
 
 
 class Membership:
@@ -32,12 +33,14 @@ class Membership:
         self._states: dict[str, IslandState] = {}
         self._gateways: list[ActorProcess] = []
 
-    def update(self, name: str, epoch: int, restarts: int, workers: tuple[WorkerAddress, ...]) -> list[Future[Any]]:
+    def update(
+        self, name: str, epoch: int, restarts: int, workers: tuple[WorkerAddress, ...], host: str = ""
+    ) -> list[Future[Any]]:
         """Keeps the new state and sends it to the gateway's processes; the calls under way, none while none serves."""
         with self._lock:
             before = self._states.get(name)
             version, number = (1, len(self._states)) if before is None else (before.version + 1, before.number)
-            state = self._states[name] = IslandState(name, epoch, restarts, workers, version, number)
+            state = self._states[name] = IslandState(name, epoch, restarts, workers, version, number, host)
             return [gateway.call("update_island", state) for gateway in self._gateways]
 
     def attach(self, gateway: ActorProcess) -> list[Future[Any]]:

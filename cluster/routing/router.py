@@ -97,8 +97,8 @@ class Router:
 
         client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. again: the
         request was admitted before, so a full queue does not refuse it. move: the pair that is tried first, however
-        many wait. near: the pair that is tried first in the request's own turn. count: as how many requests it counts while
-        it waits, of which the others come once this one is placed. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
+        many wait. near: the pair that is tried first in the request's own turn. count: as how many requests it counts
+        while it waits. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
         """
         wanted = _Wanted(request_id, token_ids, max_tokens, salt, self._islands.prompt_keys(token_ids, salt))
         if move is not None or not self._queue.waits:

@@ -21,6 +21,7 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
 from tandem.workers.config import Role
 from tandem.workers.event_loop import unwatched
+from tandem.workers.tls import SERVER_NAME, Identity
 
 STATUS_SECONDS = 2.0
 AVOID_SECONDS = 1.0  # how long a worker that could not be reached gets no new requests
@@ -37,6 +38,7 @@ class WorkerAddress:
     pe: int
     address: str
     token: str = field(repr=False)
+    identity: Identity | None = field(default=None, repr=False)  # for mutual TLS; None where loopback is enough
 
 
 class WorkerLink:
@@ -66,7 +68,7 @@ class WorkerLink:
         self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
         self._address = worker.address
         self._name = f"{worker.role} worker (PE {worker.pe}, epoch {epoch})"
-        self._channel = grpc.aio.insecure_channel(worker.address, options=options)
+        self._channel = _channel(worker, options)
         self._stub = authorized(worker_pb2_grpc.WorkerStub(self._channel), worker.token)
         self._avoid_until = 0.0
         self.hints = PrefillHints(self._stub)
@@ -227,3 +229,10 @@ class WorkerLink:
         """The error of requests whose tokens were lost with the feed."""
         self.avoid()
         return PlacementLost(f"the feed of {self._name} ended before the request did")
+
+
+def _channel(worker: WorkerAddress, options: list[tuple[str, int]]) -> grpc.aio.Channel:
+    if worker.identity is None:
+        return grpc.aio.insecure_channel(worker.address, options=options)
+    named = [*options, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    return grpc.aio.secure_channel(worker.address, worker.identity.channel_credentials(), options=named)

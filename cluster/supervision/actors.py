@@ -15,6 +15,7 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.supervision.heartbeat import MEETING
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.tls import Identity
 from tandem.workers.worker import Worker
 
 LOST = "its launcher or its Ray was lost; the same request may succeed once it runs again"
@@ -55,9 +56,9 @@ class WorkerActor:
         with self._preparing(MEETING):
             self._worker.join(handles)
 
-    def serve(self) -> str:
+    def serve(self, host: str, identity: Identity | None) -> str:
         with self._preparing("kernels"):
-            return self._worker.serve()
+            return self._worker.serve(host, identity)
 
     def leave(self) -> None:
         with self._preparing(MEETING):

@@ -13,6 +13,7 @@ from tandem.cluster.config_sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings, attempt_prefix
 from tandem.cluster.peers.table import GatewayFile
+from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
@@ -132,7 +133,12 @@ class GatewaySupervisor(Supervisor):
         """Starts the processes that do not serve."""
         absent = [gateway for gateway in self._gateways if not gateway.serves]
         if self._group is None:
-            self._group = self._processes.start_group([gateway.spec for gateway in absent], gpus=0, threads=1)
+            self._group = self._processes.start_group(
+                [gateway.spec for gateway in absent],
+                gpus=0,
+                threads=1,
+                where=Where(here=True),  # its ports are there
+            )
             for gateway, member in zip(absent, self._group.members, strict=True):
                 gateway.member = member
         else:

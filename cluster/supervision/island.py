@@ -13,6 +13,7 @@ from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.cluster.scaling import Shape, keep_members
 from tandem.cluster.supervision.actors import WorkerActor
 from tandem.cluster.supervision.liveness import Liveness
+from tandem.cluster.supervision.network import Network
 from tandem.cluster.supervision.process_settings import agreed_pages, utilization_to_fill, worker_configs
 from tandem.cluster.supervision.start_clock import StartClock
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
@@ -44,8 +45,18 @@ class Island:
     Waits raise Stopping after the stop signal. StartFailed and ProcessEnded: the island was not formed.
     """
 
-    def __init__(self, processes: Processes, config: ClusterConfig, max_model_len: int, name: str, epoch: int) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        config: ClusterConfig,
+        max_model_len: int,
+        name: str,
+        epoch: int,
+        network: Network | None = None,
+    ) -> None:
+        """network: None is loopback."""
         self._processes = processes
+        self._network = network or Network(config, ())
         self._config = config
         self._max_model_len = max_model_len
         self._workers = worker_configs(config, max_model_len, name, epoch)
@@ -61,7 +72,9 @@ class Island:
         gpus = 1 if self._workers[0].device == "cuda" else 0
         with self.clock.phase("processes, imports"):
             specs = [self._spec(worker) for worker in self._workers]
-            self._group = self._processes.start_again(self._group, specs, gpus=gpus, threads=self._threads)
+            self._group = self._processes.start_again(
+                self._group, specs, gpus=gpus, threads=self._threads, where=self._network.where
+            )
             self._members = list(self._group.members)
             self._liveness = Liveness(self._members, self._config.recovery, stop)
             self._all("progress")  # answered once the process has its imports
@@ -165,6 +178,11 @@ class Island:
             self._group, self._members = None, []
 
     @property
+    def host(self) -> str:
+        """The address of the host whose processes these are; empty before launch()."""
+        return "" if self._group is None else self._group.host
+
+    @property
     def worker_token(self) -> str:
         """The token that workers ask for. Benchmarks use it to call them without the gateway."""
         return self._workers[0].token
@@ -191,10 +209,10 @@ class Island:
         self._all("join", handles)
 
     def _serve(self) -> tuple[WorkerAddress, ...]:
-        addresses = self._all("serve")
+        addresses = self._all("serve", *self._network.listening(self.host))
         self.formed = True
         return tuple(
-            WorkerAddress(worker.role, worker.pe, address, worker.token)
+            self._network.known(WorkerAddress(worker.role, worker.pe, address, worker.token))
             for worker, address in zip(self._workers, addresses, strict=True)
         )
 

@@ -61,7 +61,7 @@ class IslandSupervisor(Supervisor):
         self.island.load()
         workers = self.island.form(self._num_pages)
         self._num_pages = self.island.num_pages
-        self._membership.update(self.island_name, self._epoch, self._budget.used, workers)
+        self._membership.update(self.island_name, self._epoch, self._budget.used, workers, self.island.host)
         log.info("island %s serves in epoch %d; seconds: %s", self.island_name, self._epoch, self.island.clock.seconds)
 
     def _watch(self) -> NoReturn:

@@ -20,6 +20,7 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_supervisor import IslandSupervisor
+from tandem.cluster.supervision.network import Network
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
     agreed_pages,
@@ -84,7 +85,8 @@ class Cluster:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
             self._processes.watch(self._fail)
-            self._start_islands(max_model_len)
+            network = Network(self._config, self._processes.hosts)
+            self._start_islands(max_model_len, network)
             self._wait_until_ready(self._islands, progress)
             clocks = [island.island.clock for island in self._islands]
             self.clock.seconds |= max(clocks, key=lambda clock: sum(clock.seconds.values())).seconds
@@ -154,13 +156,13 @@ class Cluster:
             )
         return max_model_len
 
-    def _start_islands(self, max_model_len: int) -> None:
+    def _start_islands(self, max_model_len: int, network: Network) -> None:
         self._check_room()
         for name in island_names(self._config):
             island = IslandSupervisor(
                 name,
                 Shape(self._config.island.num_prefill, self._config.island.num_decode),
-                partial(self._island, max_model_len, name),
+                partial(self._island, max_model_len, network, name),
                 self._membership,
                 self._config.recovery,
                 self._fail,
@@ -178,10 +180,10 @@ class Cluster:
             each = f"island.num_prefill {section.num_prefill} and island.num_decode {section.num_decode}"
             raise StartFailed(f"num_islands is {islands}, each with {each}: {error}") from error
 
-    def _island(self, max_model_len: int, name: str, epoch: int, shape: Shape) -> Island:
+    def _island(self, max_model_len: int, network: Network, name: str, epoch: int, shape: Shape) -> Island:
         section = self._config.island.model_copy(update=asdict(shape))
         config = self._config.model_copy(update={"island": section})
-        island = Island(self._processes, config, max_model_len, name, epoch)
+        island = Island(self._processes, config, max_model_len, name, epoch, network)
         if epoch == FIRST_EPOCH:
             island.clock.listener = self.clock.listener
         return island

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
@@ -105,7 +106,9 @@ class TracedProcesses(LocalProcesses):
         for actor in self._actors.values():
             actor.call("announcements", wanted).result(10)
 
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup[ForkedActor]:
+    def start_group(
+        self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
+    ) -> LocalGroup[ForkedActor]:
         kinds: dict[type, type] = {GatewayActor: TracedGateway, WorkerActor: TracedWorker}
         traced = [ActorSpec(spec.name, kinds[spec.kind], _Traced(spec.argument, self._log)) for spec in specs]
         return super().start_group(traced, gpus=0, threads=threads)

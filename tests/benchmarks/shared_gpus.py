@@ -7,6 +7,7 @@ from dataclasses import replace
 import ray
 import torch
 
+from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec, ProcessGroup
 from tandem.cluster.processes.ray_processes import NAMESPACE, RayProcesses
 from tandem.cluster.supervision.actors import WorkerActor
@@ -40,10 +41,16 @@ class SharingProcesses(RayProcesses):
         super().start(cluster, num_cpus)
 
     def start_again(
-        self, group: ProcessGroup | None, specs: Sequence[ActorSpec], *, gpus: int, threads: int
+        self,
+        group: ProcessGroup | None,
+        specs: Sequence[ActorSpec],
+        *,
+        gpus: int,
+        threads: int,
+        where: Where = ANYWHERE,
     ) -> ProcessGroup:
         shared = [replace(spec, kind=SharingWorker) if spec.kind is WorkerActor else spec for spec in specs]
-        return super().start_again(group, shared, gpus=gpus, threads=threads)
+        return super().start_again(group, shared, gpus=gpus, threads=threads, where=where)
 
     def stop(self) -> None:
         ray.shutdown()

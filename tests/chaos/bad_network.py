@@ -17,6 +17,7 @@ import grpc.aio
 
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
@@ -81,7 +82,9 @@ class BadlyConnectedOnGpus(BadlyConnectedProcesses):
 
     modules = (*GPU_MODULES, SHARING)
 
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup[ForkedActor]:
+    def start_group(
+        self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
+    ) -> LocalGroup[ForkedActor]:
         return LocalGroup(self._start(specs), self._start)
 
     def _connected(self, spec: ActorSpec) -> ActorSpec:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.cluster.errors import ProcessEnded, StartFailed
 from tandem.cluster.gateway import GatewayAddresses
+from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes
 from tests.support.local_processes import LocalGroup
 
@@ -98,7 +99,7 @@ class FakeProcesses(Processes):
     def check_room(self, processes: int, *, gpus: int) -> None:
         pass
 
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> FakeGroup:
+    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE) -> FakeGroup:
         group = FakeGroup(self._start(specs), self._start)
         group.keeps_places = self.keeps_places
         self.groups.append(group)

@@ -189,14 +189,11 @@ def test_a_broken_stream_goes_on_with_each_answer(island: Island, cut: int) -> N
 def test_what_cannot_be_is_refused(
     island: Island, sampling: dict[str, Any], resume: dict[str, Any], message: str
 ) -> None:
+    request = inference_pb2.GenerateRequest(
+        request_id="bad",
+        token_bytes=prompt_to_bytes([5, 6]),
+        sampling=inference_pb2.SamplingParams(**sampling),
+        resume=inference_pb2.Resume(**resume) if resume else None,
+    )
     with Client(island.address) as client, pytest.raises(InvalidRequest, match=message):
-        stream = client._updates(
-            inference_pb2.GenerateRequest(
-                request_id="bad",
-                token_bytes=prompt_to_bytes([5, 6]),
-                sampling=inference_pb2.SamplingParams(**sampling),
-                resume=inference_pb2.Resume(**resume) if resume else None,
-            ),
-            60,
-        )
-        next(stream)
+        next(client._updates(request, 60))

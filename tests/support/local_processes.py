@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from tandem.cluster.processes.actor_server import pack
 from tandem.cluster.processes.fork_server import ForkServer
 from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 
 FORK_SECONDS = 120.0
@@ -53,7 +54,9 @@ class LocalProcesses(Processes):
     def check_room(self, processes: int, *, gpus: int) -> None:
         pass
 
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "LocalGroup[ForkedActor]":
+    def start_group(
+        self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
+    ) -> "LocalGroup[ForkedActor]":
         assert not gpus
         return LocalGroup(self._start(specs), self._start)
 

@@ -51,7 +51,7 @@ def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(ModelRunner, "warm_up", asking(answers, first, ModelRunner.warm_up))
         monkeypatch.setattr(ModelRunner, "__init__", asking(answers, first, ModelRunner.__init__))
         assert first.ping() is None
-        first.serve()
+        first.serve("127.0.0.1", None)
         assert first.ping() is None
     finally:
         first.stop()

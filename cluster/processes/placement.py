@@ -1,0 +1,72 @@
+"""Which node a group of processes goes to."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host of the cluster's Ray, as it is now. free and total: resources by Ray's names."""
+
+    address: str
+    total: Resources
+    free: Resources
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a node must have beside room. here: be the launcher's own. resources: Ray's, of which it must have as many
+    in all. labels: Ray's, with these values."""
+
+    here: bool = False
+    resources: Resources = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def fits(self, node: Node, here: str) -> bool:
+        """here: the address of the launcher's node."""
+        return (
+            (not self.here or node.address == here)
+            and all(node.total.get(name, 0) >= amount for name, amount in self.resources.items())
+            and all(node.labels.get(name) == value for name, value in self.labels.items())
+        )
+
+    def __str__(self) -> str:
+        """In words, empty for any node."""
+        parts = ["this host"] * self.here
+        parts += [f"{amount:g} {name}" for name, amount in self.resources.items()]
+        parts += [f"the label {name}={value}" for name, value in self.labels.items()]
+        return " and ".join(parts)
+
+
+ANYWHERE = Where()
+
+
+def nodes_with_room(nodes: Sequence[Node], need: Resources, groups: Counter[str]) -> list[Node]:
+    """Those that have `need` free, the best one first: of the fewest groups, then with the most that is free.
+
+    groups: of this cluster, by the addresses of their nodes.
+    """
+    fitting = [node for node in nodes if _has(node.free, need)]
+    return sorted(fitting, key=lambda node: (groups[node.address], -node.free.get("GPU", 0), -node.free.get("CPU", 0)))
+
+
+def could_have_room(nodes: Sequence[Node], need: Resources) -> bool:
+    """Whether one node has `need` in all, free or not."""
+    return any(_has(node.total, need) for node in nodes)
+
+
+def in_words(nodes: Sequence[Node]) -> str:
+    """What is free on each node."""
+    return "; ".join(
+        f"{node.address} has " + " and ".join(
+            f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}s" for name in ("CPU", "GPU")
+        ) + " free" for node in nodes
+    )  # fmt: skip
+
+
+def _has(there: Resources, need: Resources) -> bool:
+    return all(there.get(name, 0) >= amount - 1e-6 for name, amount in need.items())

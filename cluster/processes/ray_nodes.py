@@ -1,0 +1,105 @@
+"""The nodes of a Ray, and places on them."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from tandem.cluster.errors import StartFailed
+from tandem.cluster.processes.placement import Node, Where, could_have_room, in_words, nodes_with_room
+
+CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
+NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
+PLACEMENT_SECONDS = 30.0
+POLL_SECONDS = 0.2
+_numbers = count(1)  # of placement groups
+
+
+def process_resources(gpus: int) -> dict[str, float]:
+    """The resources of one process."""
+    return {"CPU": CPU_FRACTION, "GPU": gpus} if gpus else {"CPU": CPU_FRACTION}
+
+
+def on_node(address: str) -> dict[str, float]:
+    """The resource that names a node."""
+    return {f"node:{address}": NODE_FRACTION}
+
+
+def alive_nodes() -> list[Node]:
+    """StartFailed when there is none."""
+    free = available_resources_per_node()
+    nodes = [
+        Node(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}), node.get("Labels") or {})
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    if not nodes:
+        raise StartFailed("Ray has no node any more: its raylet, or the whole of Ray, has ended")
+    return nodes
+
+
+def own_address() -> str:
+    """Of the node that this process is on."""
+    here = ray.get_runtime_context().get_node_id()
+    return next((node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here), "")
+
+
+def check_there(bundles: Sequence[dict[str, float]]) -> None:
+    """StartFailed if all nodes together do not have what the bundles need, free or not."""
+    there, needed = ray.cluster_resources(), sum_of(bundles)
+    if not there:
+        raise StartFailed("Ray has no node any more: its raylet, or the whole of Ray, has ended")
+    if any(there.get(name, 0) < amount for name, amount in needed.items()):
+        raise StartFailed(
+            f"{words_of(needed)} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
+        )
+
+
+def choose_node(bundles: Sequence[dict[str, float]], where: Where, groups: Counter[str], deadline: float) -> str:
+    """The address of a node that has the bundles free, by the deadline at the latest. groups: as nodes_with_room().
+
+    StartFailed at once where no node has so much, free or not.
+    """
+    needed = sum_of(bundles)
+    text = words_of(needed)
+    while True:
+        nodes = alive_nodes()
+        fitting = [node for node in nodes if where.fits(node, own_address())]
+        if not fitting:
+            raise StartFailed(f"Ray has no node with {where}; its nodes: {in_words(nodes)}")
+        if not could_have_room(fitting, needed):
+            raise StartFailed(f"{text} are needed on one node; {in_words(fitting)}")
+        best = nodes_with_room(fitting, needed, groups)
+        if best:
+            return best[0].address
+        if time.monotonic() >= deadline:
+            raise StartFailed(f"Ray has no node with {text} free: {in_words(fitting)}")
+        time.sleep(POLL_SECONDS)
+
+
+def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: float) -> list[PlacementGroup]:
+    """One placement group for each bundle, with these names. StartFailed leaves none."""
+    check_there(bundles)
+    placed = [
+        # A number follows the name: Ray frees the name of a group that is gone only after a while.
+        placement_group([bundle], strategy="STRICT_PACK", name=f"{name} #{next(_numbers)}")
+        for bundle, name in zip(bundles, names, strict=True)
+    ]
+    deadline = time.monotonic() + seconds
+    if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):
+        for group in placed:
+            remove_placement_group(group)
+        raise StartFailed(f"Ray has no node with {words_of(sum_of(bundles))} free: {in_words(alive_nodes())}")
+    return placed
+
+
+def sum_of(bundles: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: round(sum(bundle.get(name, 0) for bundle in bundles), 4) for name in ("CPU", "GPU")}
+
+
+def words_of(needed: dict[str, float]) -> str:
+    return f"{needed['CPU']:.1f} CPUs" + (f" and {needed['GPU']:.0f} GPUs" if needed["GPU"] else "")

@@ -1,0 +1,131 @@
+"""Hosts made of this machine: network namespaces that a switch joins, with a Ray node in each."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+RAY_PORT = 6379
+NODE_CPUS = 2
+STORE_BYTES = 80_000_000
+COMMAND_SECONDS = 90
+START_ATTEMPTS = 3
+
+
+def can_make_hosts() -> bool:
+    """Whether this user may make network namespaces here."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    name = f"tandem-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+    return made
+
+
+class Hosts:
+    """`count` hosts, 10.77.0.1 and so on. Owned by hosts()."""
+
+    def __init__(self, count: int, home: Path) -> None:
+        """home: of the user on all hosts. A short path: sockets lie in it."""
+        self._home = home
+        self._token = secrets.token_hex(16)
+        self._prefix = f"tdm{os.getpid()}"
+        self._switch = f"{self._prefix}-s"
+        self._names = [f"{self._prefix}-{number}" for number in range(count)]
+        self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
+
+    def build(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for number, (name, address) in enumerate(zip(self._names, self.addresses, strict=True)):
+            _run("ip", "netns", "add", name)
+            cable = ["type", "veth", "peer", "name", f"port{number}", "netns", self._switch]
+            _run("ip", "-n", name, "link", "add", "eth0", *cable)
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _run("ip", "-n", name, "link", "set", link, "up")
+            _run("ip", "-n", self._switch, "link", "set", f"port{number}", "master", "br0", "up")
+
+    def command(self, host: int, *command: str) -> list[str]:
+        """The command as it runs on that host."""
+        return ["ip", "netns", "exec", self._names[host], *command]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
+        return os.environ | ray | {"HOME": str(self._home)}
+
+    @property
+    def ray(self) -> str:
+        return f"{self.addresses[0]}:{RAY_PORT}"
+
+    def start_ray(self, host: int) -> None:
+        """Its head on the first host."""
+        head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", f"--temp-dir={self._home / 'ray'}"]
+        where = head if host == 0 else [f"--address={self.ray}"]
+        options = [f"--node-ip-address={self.addresses[host]}", f"--num-cpus={NODE_CPUS}"]
+        store = f"--object-store-memory={STORE_BYTES}"
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+        command = self.command(host, *ray, *where, *options, store)
+        for _ in range(START_ATTEMPTS):
+            done = subprocess.run(
+                command, env=self.environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+            )
+            if done.returncode == 0:
+                return
+            self.lose(host)  # on a busy machine Ray's processes are too slow for each other
+        raise AssertionError(done.stdout + done.stderr)
+
+    def pids(self, host: int) -> list[int]:
+        return _pids(self._names[host])
+
+    def lose(self, host: int) -> None:
+        """Ends all processes of a host at once, as a power cut does."""
+        for pid in self.pids(host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def unplug(self, host: int, down: bool = True) -> None:
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "down" if down else "up")
+
+    def destroy(self) -> None:
+        for name in (*self._names, self._switch):
+            deadline = time.monotonic() + 10
+            while (pids := _pids(name)) and time.monotonic() < deadline:
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    home = Path(tempfile.mkdtemp(prefix="tdm", dir="/tmp"))
+    made = Hosts(count, home)
+    try:
+        made.build()
+        yield made
+    finally:
+        made.destroy()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_SECONDS)
+
+
+def _pids(name: str) -> list[int]:
+    found: Sequence[str] = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+    ).stdout.split()
+    return [int(pid) for pid in found]

@@ -127,11 +127,11 @@ async def _pass_on(messages: AsyncGenerator[inference_pb2.GenerateResponse], wri
 
 
 async def _lead(messages: AsyncGenerator[inference_pb2.GenerateResponse], write: Write, landed: asyncio.Event) -> None:
-    """The second message comes from the decode worker, which has all KV by then."""
+    """The second token comes from the decode worker, which has all KV by then."""
     count = 0
     async with aclosing(messages):
         async for message in messages:
-            count += 1
+            count += len(message.token_ids)
             if count > 1:
                 landed.set()
             await write(message)

@@ -84,7 +84,7 @@ class ValidRequest:
             logprobs=params.logprobs or 0 if ranked else params.logprobs,
         )
         received = () if ranked else self.received[index : index + 1]
-        return replace(self, params=one, received=received)
+        return replace(self, params=one, received=tuple(known for known in received if known.token_ids))
 
 
 class RequestValidator:

@@ -188,7 +188,7 @@ class AdmissionQueue:
         if turn.counted:
             turn.counted = False
             table.add(Column.QUEUED_TOKENS, -turn.tokens)
-            table.add(Column.QUEUED, -1)
+            table.add(Column.QUEUED, -turn.requests)
 
     async def _find_room(self, turn: _Turn) -> None:
         """Returns when the queue has room for it, which another client may have to make. Else raises Overloaded."""

@@ -147,7 +147,7 @@ def test_a_layout_without_prefixes_computes_the_prompt_for_each_answer(tmp_path:
 
 @pytest.mark.parametrize("cut", range(5))
 def test_a_broken_stream_goes_on_with_each_answer(island: Island, cut: int) -> None:
-    prompt, asked = random_prompt(21, 4), DRAWN | {"max_tokens": 12}
+    prompt, asked = random_prompt(21, 4), dict[str, Any](DRAWN, max_tokens=12)
     whole = [tokens_of(parts) for parts in answers_of(island, prompt, n=3, **asked)]
     had = [random.Random(cut * 3 + index).choice((0, 1, 5, 11, 12)) for index in range(3)]
     had[cut % 3] = cut

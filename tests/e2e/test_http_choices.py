@@ -119,4 +119,6 @@ def test_who_leaves_ends_all_answers(island: Island) -> None:
     with streaming(island.http, COMPLETIONS, **body) as lines:
         next(lines)
     until(lambda: island.gateway._requests.running == 0)
-    until(lambda: all(worker.on_step_thread(lambda w=worker: w.cache.num_free_pages) == 512 for worker in island.workers))
+    until(
+        lambda: all(worker.on_step_thread(lambda w=worker: w.cache.num_free_pages) == 512 for worker in island.workers)
+    )

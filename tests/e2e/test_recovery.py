@@ -240,18 +240,19 @@ def test_a_process_dies_under_several_answers(served: str, case: Case, processes
     seeds = [DRAWN["seed"] + index for index in range(3)]
     expected = [tokens_of(complete(served, case.prompt, max_tokens=200, **DRAWN | {"seed": seed})) for seed in seeds]
     tokens: list[list[int]] = [[], [], []]
-    killed = False
+    killed, usage = False, None
     with Client(served) as client:
         for update in client.generate(case.prompt, n=3, timeout=100, max_tokens=200, **DRAWN):
             tokens[update.index] += update.token_ids
+            usage = update.usage
             if not killed and all(len(one) > 2 for one in tokens):
                 (gateway,) = [pid for name, pid in processes.pids.items() if "gateway" in name]
                 os.kill(working(served)[1].pid if lost == "decode" else gateway, signal.SIGKILL)
                 killed = True
     assert killed
     assert tokens == expected
-    assert update.usage is not None
-    assert (update.usage.prompt_tokens, update.usage.output_tokens) == (50, 600)
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.output_tokens) == (50, 600)
     until(lambda: whole(served))
 
 

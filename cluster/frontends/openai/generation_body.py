@@ -11,7 +11,7 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.sampling_fields import SAMPLING, SamplingFields
-from tandem.cluster.protocol import Prompt, build_request
+from tandem.cluster.protocol import Prompt, accepted_value, build_request
 from tandem.cluster.requests.cache_salt import MAX_CACHE_SALT
 from tandem.proto import inference_pb2
 
@@ -40,6 +40,8 @@ class GenerationBody(SamplingFields, ABC):
         max_length=MAX_CACHE_SALT,
         description=f"a text of 1 to {MAX_CACHE_SALT} characters",
     )
+    n: int | None = Field(default=None, description=accepted_value("n"))
+    best_of: int | None = Field(default=None, description=accepted_value("best_of"))
     return_token_ids: bool = Field(default=False, description="true or false")
     return_tokens_as_token_ids: bool = Field(default=False, description="true or false")
 

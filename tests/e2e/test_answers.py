@@ -145,6 +145,18 @@ def test_a_layout_without_prefixes_computes_the_prompt_for_each_answer(tmp_path:
         assert [tokens_of(parts) for parts in answers] == [tokens_of(parts) for parts in expected]
 
 
+def test_workers_that_compute_prompts_themselves_share_them_too(small_model: Path) -> None:
+    """Under adaptive roles a prompt may be computed where it is decoded, and answers may move."""
+    with running_island(small_model, {"scheduler.roles": "adaptive", "cache.num_pages": NUM_PAGES}) as island:
+        for seed in range(3):
+            prompt, asked = random_prompt(45, 20 + seed), DRAWN | {"max_tokens": 8}
+            before = computed(island)
+            answers = answers_of(island, prompt, n=4, **asked)
+            assert computed(island) - before == 45 + 3 * 5
+            expected = singles(island, prompt, 4, **asked)
+            assert [tokens_of(parts) for parts in answers] == [tokens_of(parts) for parts in expected]
+
+
 @pytest.mark.parametrize("cut", range(5))
 def test_a_broken_stream_goes_on_with_each_answer(island: Island, cut: int) -> None:
     prompt, asked = random_prompt(21, 4), dict[str, Any](DRAWN, max_tokens=12)

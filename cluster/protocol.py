@@ -63,6 +63,8 @@ class Sampling(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     guided: Mapping[str, Any]
     prompt_logprobs: int
+    n: int
+    best_of: int
 
 
 def accepted_value(name: str) -> str:

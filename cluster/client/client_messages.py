@@ -72,10 +72,11 @@ class GenerateUpdate:
     request_id: str
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: str | None  # None until the last message, then stop, length, abort or error
+    finish_reason: str | None  # None until the answer's last message, then stop, length, abort or error
     logprobs: tuple[TokenLogprobs, ...]
-    usage: Usage | None  # with the last message
-    timings: Timings | None  # with the last message
+    usage: Usage | None  # with the last message of all
+    timings: Timings | None  # with the answer's last message
+    index: int = 0  # of the answer, less than n
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # before the first token; None for the prompt's first one
 
 
@@ -100,6 +101,7 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
         prompt_logprobs=tuple(
             _token_logprobs(token) if token.HasField("chosen") else None for token in message.prompt_logprobs
         ),
+        index=message.index,
     )
 
 

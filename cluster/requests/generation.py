@@ -49,11 +49,10 @@ class Generation:
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
         turns: FairTurns,
-        observer: RequestObserver = UNOBSERVED,
     ) -> None:
         """turns: each message but the first waits for one."""
         self._turns = turns
-        self.observer = observer
+        self.observer: RequestObserver = UNOBSERVED  # until its owner sets one
         # A request for no tokens samples one that nobody sees: its prompt takes the same way as all others.
         self._hides_output = request.params.max_tokens == 0
         if self._hides_output:
@@ -71,7 +70,9 @@ class Generation:
         self._moved = False  # the next placement is not one after a loss
         self.finish_reason = FinishReason.RUNNING  # until the client has the last message
         self.complete = False  # both workers of this placement have ended the request by themselves
-        self._take_received(request.received)
+        self.placement: Placement | None = None  # the last one
+        for received in request.received:
+            self._take_received(received.token_ids)
 
     @property
     def request_id(self) -> str:
@@ -187,6 +188,7 @@ class Generation:
             self._timings.moves += 1
         else:
             self._timings.attempts += 1
+        self.placement = placement
         self.observer.placed(placement, moved=self._moved)
         self._moved = False
         if self._timings.attempts + self._timings.moves == 1:

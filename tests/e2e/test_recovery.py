@@ -254,6 +254,28 @@ def test_the_gateway_dies_and_the_client_goes_on(served: str, case: Case, proces
     until(lambda: whole(served))
 
 
+@pytest.mark.parametrize("lost", ["decode", "gateway"])
+def test_a_process_dies_under_several_answers(served: str, case: Case, processes: LocalProcesses, lost: str) -> None:
+    until(lambda: whole(served))
+    seeds = [DRAWN["seed"] + index for index in range(3)]
+    expected = [tokens_of(complete(served, case.prompt, max_tokens=200, **DRAWN | {"seed": seed})) for seed in seeds]
+    tokens: list[list[int]] = [[], [], []]
+    killed, usage = False, None
+    with Client(served) as client:
+        for update in client.generate(case.prompt, n=3, timeout=100, max_tokens=200, **DRAWN):
+            tokens[update.index] += update.token_ids
+            usage = update.usage
+            if not killed and all(len(one) > 2 for one in tokens):
+                (gateway,) = [pid for name, pid in processes.pids.items() if "gateway" in name]
+                os.kill(working(served)[1].pid if lost == "decode" else gateway, signal.SIGKILL)
+                killed = True
+    assert killed
+    assert tokens == expected
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.output_tokens) == (50, 600)
+    until(lambda: whole(served))
+
+
 def test_a_worker_that_is_stopped_for_a_while_is_slow_and_not_dead(served: str, case: Case) -> None:
     until(lambda: whole(served))
     before = epochs(served)

@@ -18,6 +18,7 @@ MAX_GUIDED_LENGTH = 65_536  # characters
 MAX_CHOICES = 1024
 MAX_BAD_WORDS = 64  # sequences of tokens; a text may be two
 MAX_BAD_WORD_TOKENS = 16
+MAX_ANSWERS = 128
 SEED_LIMIT = 1 << 64
 
 
@@ -51,6 +52,13 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # all others are never sampled; empty allows all
     guided: Guided | None = None  # what the output has to follow
     prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens
+    n: int = 1  # answers; the gateway places each as a request of one answer
+    best_of: int | None = None  # answers generated, of which the n likeliest are given; None is n
+
+    @property
+    def num_answers(self) -> int:
+        """Sequences that are generated."""
+        return self.best_of or self.n
 
     @property
     def changes_logits(self) -> bool:
@@ -88,6 +96,13 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     _require_tokens("stop_token_ids", ids, vocab_size)
     least = params.min_tokens
     _require(0 <= least <= params.max_tokens, "min_tokens", least, f"in [0, max_tokens], which is {params.max_tokens}")
+    _require(1 <= params.n <= MAX_ANSWERS, "n", params.n, f"in [1, {MAX_ANSWERS}]")
+    best_of, accepted = params.best_of, f"in [n, {MAX_ANSWERS}], where n is {params.n}"
+    _require(best_of is None or params.n <= best_of <= MAX_ANSWERS, "best_of", best_of, accepted)
+    ranked = params.num_answers > params.n
+    _require(
+        not ranked or params.prompt_logprobs is None, "prompt_logprobs", params.prompt_logprobs, "absent beside best_of"
+    )
     _validate_penalties(params)
     _validate_token_rules(params, vocab_size)
     if params.guided is not None:

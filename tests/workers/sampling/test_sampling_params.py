@@ -20,6 +20,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1, or 0 beside prompt_logprobs"),
     ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens is -1; it must be at least 1, or 0 beside prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be in [0, 20]"),
+    ({"prompt_logprobs": 1, "best_of": 2}, "prompt_logprobs is 1; it must be absent beside best_of"),
     ({"temperature": -0.1}, "temperature is -0.1; it must be in [0, 100]"),
     ({"temperature": math.inf}, "temperature is inf; it must be in [0, 100]"),
     ({"temperature": math.nan}, "temperature is nan; it must be in [0, 100]"),

@@ -224,8 +224,11 @@ class Generation:
     ) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
         params, num_output = self._request.params, len(self._sent)
         least = max(0, params.min_tokens - num_output)
-        params = replace(params, max_tokens=self.max_tokens_left, min_tokens=least, bad_words=())
-        sampling = sampling_to_proto(params if self.prompt_logprobs.wanted else replace(params, prompt_logprobs=None))
+        scored = params.prompt_logprobs if self.prompt_logprobs.wanted else None
+        left = self.max_tokens_left
+        sampling = sampling_to_proto(
+            replace(params, max_tokens=left, min_tokens=least, bad_words=(), prompt_logprobs=scored)
+        )
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
             epoch=placement.prefill.epoch,

@@ -60,13 +60,13 @@ def names(section: type[BaseModel]) -> str:
 
 def _description(config: type[BaseModel], location: Sequence[str]) -> str:
     """Of the key there, or of the one whose names and values stand there."""
-    section = config
-    for depth, name in enumerate(location, 1):
-        annotation = section.model_fields[name].annotation
-        if depth == len(location) or not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+    description: str | None = None
+    for name in location:
+        field = config.model_fields[name]
+        description = field.description
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
             break
-        section = annotation
-    description = section.model_fields[name].description
+        config = field.annotation
     return " ".join((description or "").split())
 
 

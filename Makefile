@@ -89,4 +89,5 @@ clean:
 $(TREE): Makefile
 	@mkdir -p $@
 	@for package in $(PACKAGES); do ln -sfn ../../../$$package $@/$$package; done
+	@ln -sfn ../../../cluster/toplevel/__init__.py $@/__init__.py
 	@touch $@

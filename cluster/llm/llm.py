@@ -1,0 +1,146 @@
+"""A cluster's model as an object: prompts in, outputs out, in their order."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+from tandem.cluster.client.client import GENERATE_SECONDS, AsyncClient, Client
+from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.credentials import ClientSecurity
+from tandem.cluster.llm.outputs import Output, output_of
+from tandem.cluster.protocol import Prompt, Sampling
+from tandem.workers.event_loop import EventLoopThread
+
+NO_SECURITY = ClientSecurity()
+AT_ONCE = 256  # requests of one call of generate(); others wait here and not in the gateway's queue
+Prompts = Prompt | Sequence[Prompt]
+
+
+class AsyncLLM:
+    """For one asyncio loop. `async with` ends what was launched; close() does, too."""
+
+    def __init__(
+        self, address: str, security: ClientSecurity = NO_SECURITY, end: Callable[[], None] = lambda: None
+    ) -> None:
+        """address: HOST:PORT of a gateway's gRPC. end: blocks until what was launched has ended."""
+        self.client = AsyncClient(address, security)
+        self._end = end
+
+    async def generate(
+        self, prompts: Prompts, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Sampling]
+    ) -> list[Output]:
+        """One output for each prompt, in their order. A prompt is text, token ids, or a list of messages (a chat).
+
+        sampling: as docs/http-and-grpc.md has it, the same for all prompts. timeout: seconds of each request. The first
+        CallError ends the others and is raised.
+        """
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def one(prompt: Prompt) -> Output:
+            async with turns:
+                updates = self.client.generate(prompt, timeout=timeout, **sampling)
+                return output_of(prompt, [update async for update in updates])
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(prompt)) for prompt in as_list(prompts)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Sampling],
+    ) -> Output:
+        """The answer to one chat: messages with role and content."""
+        (output,) = await self.generate([messages], timeout=timeout, **sampling)
+        return output
+
+    def stream(
+        self, prompt: Prompt, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Sampling]
+    ) -> AsyncGenerator[GenerateUpdate, None]:
+        """The answer to one prompt as it comes."""
+        return self.client.generate(prompt, timeout=timeout, **sampling)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self.client.close()
+        await asyncio.to_thread(self._end)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        await self.close()
+
+
+class LLM:
+    """As AsyncLLM, for code that blocks. From any thread."""
+
+    def __init__(
+        self, address: str, security: ClientSecurity = NO_SECURITY, end: Callable[[], None] = lambda: None
+    ) -> None:
+        self.client = Client(address, security)
+        self._end = end
+        self._closed = False
+        self._events = EventLoopThread("llm")
+        self._inner = self._events.run(_made(address, security), timeout=10)
+
+    def generate(
+        self, prompts: Prompts, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Sampling]
+    ) -> list[Output]:
+        many = as_list(prompts)
+        rounds = -(-len(many) // AT_ONCE) + 1
+        return self._events.run(self._inner.generate(many, timeout=timeout, **sampling), timeout * rounds)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Sampling],
+    ) -> Output:
+        (output,) = self.generate([messages], timeout=timeout, **sampling)
+        return output
+
+    def stream(
+        self, prompt: Prompt, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Sampling]
+    ) -> Generator[GenerateUpdate, None, None]:
+        return self.client.generate(prompt, timeout=timeout, **sampling)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.client.close()
+            self._events.run(self._inner.client.close(), timeout=10)
+            self._events.stop()
+        finally:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def as_list(prompts: Prompts) -> list[Prompt]:
+    """One prompt stands for a list of it: a text, a list of integers, or a list of messages."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many: Iterable[object] = list(prompts)
+    if many and all(isinstance(one, int | Mapping) for one in many):
+        return [many]  # type: ignore[list-item]  # token ids, or a chat
+    return many  # type: ignore[return-value]
+
+
+async def _made(address: str, security: ClientSecurity) -> AsyncLLM:
+    """Its channel belongs to this event loop."""
+    return AsyncLLM(address, security)

@@ -26,8 +26,17 @@ Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
 
 
 class Message(Part):
+    refused = frozenset({"audio", "function_call", "tool_call_id", "tool_calls"})
+
     role: str = Field(description="text")
     content: str | Parts = Field(description="text, or a list of parts of type text")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _silent(cls, value: Any) -> Any:
+        """An assistant that says nothing has null, or no content."""
+        silent = isinstance(value, dict) and value.get("role") == "assistant" and value.get("content") is None
+        return value | {"content": ""} if silent else value
 
     @property
     def text(self) -> str:
@@ -70,8 +79,8 @@ class ChatBody(GenerationBody):
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def blame(self, error: InvalidRequest) -> HttpError:
-        said = super().blame(error)
+    def _in_own_words(self, error: InvalidRequest) -> HttpError:
+        said = super()._in_own_words(error)
         if said.param == "max_tokens" and self.max_completion_tokens is not None:
             name = "max_completion_tokens"
             return HttpError(400, name + str(said).removeprefix("max_tokens"), param=name)

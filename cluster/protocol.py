@@ -62,6 +62,7 @@ class Sampling(TypedDict, total=False):
     bad_words_ids: Sequence[Sequence[int]]
     allowed_token_ids: Sequence[int]
     guided: Mapping[str, Any]
+    prompt_logprobs: int
     n: int
     best_of: int
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/proto/admin.proto\x12\ttandem.v1\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"p\n\x0cScaleRequest\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\x18\n\x0bnum_prefill\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nnum_decode\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_num_prefillB\r\n\x0b_num_decode\"\x9b\x01\n\rScaleResponse\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bnum_prefill\x18\x03 \x01(\r\x12\x12\n\nnum_decode\x18\x04 \x01(\r\x12\x0c\n\x04kept\x18\x05 \x01(\r\x12\x0f\n\x07started\x18\x06 \x01(\r\x12\r\n\x05\x65nded\x18\x07 \x01(\r\x12\x14\n\x0cseconds_away\x18\x08 \x01(\x01\x32\x8e\x01\n\x05\x41\x64min\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12I\n\nGetMetrics\x12\x1c.tandem.v1.GetMetricsRequest\x1a\x1d.tandem.v1.GetMetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/proto/admin.proto\x12\ttandem.v1\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x9a\x01\n\x0cScaleRequest\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\x18\n\x0bnum_prefill\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nnum_decode\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0bnum_islands\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x0e\n\x0c_num_prefillB\r\n\x0b_num_decodeB\x0e\n\x0c_num_islands\"\xb0\x01\n\rScaleResponse\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bnum_prefill\x18\x03 \x01(\r\x12\x12\n\nnum_decode\x18\x04 \x01(\r\x12\x0c\n\x04kept\x18\x05 \x01(\r\x12\x0f\n\x07started\x18\x06 \x01(\r\x12\r\n\x05\x65nded\x18\x07 \x01(\r\x12\x14\n\x0cseconds_away\x18\x08 \x01(\x01\x12\x13\n\x0bnum_islands\x18\t \x01(\r2\x8e\x01\n\x05\x41\x64min\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12I\n\nGetMetrics\x12\x1c.tandem.v1.GetMetricsRequest\x1a\x1d.tandem.v1.GetMetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMETRICSREQUEST']._serialized_end=58
   _globals['_GETMETRICSRESPONSE']._serialized_start=60
   _globals['_GETMETRICSRESPONSE']._serialized_end=94
-  _globals['_SCALEREQUEST']._serialized_start=96
-  _globals['_SCALEREQUEST']._serialized_end=208
-  _globals['_SCALERESPONSE']._serialized_start=211
-  _globals['_SCALERESPONSE']._serialized_end=366
-  _globals['_ADMIN']._serialized_start=369
-  _globals['_ADMIN']._serialized_end=511
+  _globals['_SCALEREQUEST']._serialized_start=97
+  _globals['_SCALEREQUEST']._serialized_end=251
+  _globals['_SCALERESPONSE']._serialized_start=254
+  _globals['_SCALERESPONSE']._serialized_end=430
+  _globals['_ADMIN']._serialized_start=433
+  _globals['_ADMIN']._serialized_end=575
 # @@protoc_insertion_point(module_scope)

@@ -36,6 +36,8 @@ class Resumption:
         self._resumes = False
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # of each answer, by its index
         self._ended: set[int] = set()
+        self._num_prompt_logprobs = 0
+        self._repeated = 0  # those to come that are there already
         self._reached = False
         self.finished = False  # the last message has come; an error behind it does not count
         request.request_id = request.request_id or uuid.uuid4().hex
@@ -48,7 +50,12 @@ class Resumption:
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
         self._failing_since, self._refusals = None, 0
-        self._tokens[message.index] += message.token_ids
+        again = min(self._repeated, len(message.prompt_logprobs))
+        del message.prompt_logprobs[:again]
+        self._repeated -= again
+        self._num_prompt_logprobs += len(message.prompt_logprobs)
+        if message.token_ids or message.finish_reason:
+            self._tokens[message.index] += message.token_ids
         if message.finish_reason:
             self._ended.add(message.index)
             self.finished = len(self._ended) >= self.request.sampling.n
@@ -77,6 +84,7 @@ class Resumption:
             return None
         if failing_seconds >= patience or self.seconds_left <= least:
             return None
+        self._repeated = 0 if self._tokens else self._num_prompt_logprobs
         if self._resumes or self._tokens:
             self.request.resume.CopyFrom(self._resume())
         return pause

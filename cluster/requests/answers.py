@@ -8,6 +8,7 @@ from functools import partial
 from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.replay import Replay
 from tandem.cluster.requests.validation import Received, ValidRequest
+from tandem.cluster.requests.whole_message import WholeMessage
 from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.router import Router
 from tandem.proto import inference_pb2
@@ -20,7 +21,7 @@ class Answers:
     """Runs all answers to a request, each as a request of its own with its own seed.
 
     The first one is placed alone. Once the decode worker has its KV, the others are placed on the same workers. They
-    find the prompt there as a prefix, so that only its last, partial page is computed again (docs/decisions/0080).
+    find the prompt there as a prefix, so that only its last, partial page is computed again (docs/decisions/0077).
     """
 
     def __init__(self, request: ValidRequest, generation: Callable[[ValidRequest], Generation]) -> None:
@@ -90,7 +91,7 @@ class Answers:
         ranking = sorted(self._drafts.values(), key=lambda draft: -draft.mean)
         for rank, received in enumerate(self._received):
             if not received.ended:
-                await self._write(rank, write, ranking[rank].whole())
+                await self._write(rank, write, ranking[rank].message)
 
 
 class Draft:
@@ -99,25 +100,25 @@ class Draft:
     def __init__(self, *, keep: bool) -> None:
         """keep: the client gets the log-probabilities, too."""
         self._keep = keep
-        self._message = inference_pb2.GenerateResponse()
-        self._texts: list[str] = []
+        self._whole = WholeMessage()
         self._sum = 0.0
+        self._count = 0
 
     async def add(self, message: inference_pb2.GenerateResponse) -> None:
         self._sum += sum(token.chosen.logprob for token in message.logprobs)
+        self._count += len(message.token_ids)
         if not self._keep:
             message.ClearField("logprobs")
-        self._texts.append(message.text)
-        self._message.MergeFrom(message)
+        self._whole.add(message)
 
     @property
     def mean(self) -> float:
         """Log-probability a token."""
-        return self._sum / max(1, len(self._message.token_ids))
+        return self._sum / max(1, self._count)
 
-    def whole(self) -> inference_pb2.GenerateResponse:
-        self._message.text = "".join(self._texts)
-        return self._message
+    @property
+    def message(self) -> inference_pb2.GenerateResponse:
+        return self._whole.message
 
 
 async def _pass_on(messages: AsyncGenerator[inference_pb2.GenerateResponse], write: Write) -> None:

@@ -85,6 +85,7 @@ class Replay:
                     generation.max_tokens_left,
                     self._client,
                     salt=generation.salt,
+                    whole=generation.prompt_logprobs.wanted,
                     again=again or self._near is not None,
                     move=move,
                     near=None if again else self._near,

@@ -82,6 +82,7 @@ class ValidRequest:
             best_of=None,
             seed=None if params.seed is None else (params.seed + index) % SEED_LIMIT,
             logprobs=params.logprobs or 0 if ranked else params.logprobs,
+            prompt_logprobs=None if index else params.prompt_logprobs,  # the prompt is the same
         )
         received = () if ranked else self.received[index : index + 1]
         return replace(self, params=one, received=tuple(known for known in received if known.token_ids))

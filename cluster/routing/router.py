@@ -32,6 +32,7 @@ class _Wanted:
     token_ids: Int64Array
     max_tokens: int
     salt: bytes
+    whole: bool  # the prompt is computed without cached prefixes
     keys: PromptKeys
 
     @property
@@ -88,6 +89,7 @@ class Router:
         client: str,
         *,
         salt: bytes = b"",
+        whole: bool = False,
         again: bool = False,
         move: LinkPair | None = None,
         near: LinkPair | None = None,
@@ -95,12 +97,14 @@ class Router:
     ) -> Placement:
         """Finds a pair of workers and skips those that cannot be reached.
 
-        client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. again: the
-        request was admitted before, so a full queue does not refuse it. move: the pair that is tried first, however
-        many wait. near: the pair that is tried first in the request's own turn. count: as how many requests it counts
-        while it waits. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
+        client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. whole: none is
+        matched. again: the request was admitted before, so a full queue does not refuse it. move: the pair that is
+        tried first, however many wait. near: the pair that is tried first in the request's own turn. count: as how many
+        requests it counts while it waits. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or
+        WorkerCallError.
         """
-        wanted = _Wanted(request_id, token_ids, max_tokens, salt, self._islands.prompt_keys(token_ids, salt))
+        keys = self._islands.prompt_keys(token_ids[:1] if whole else token_ids, salt)  # one token has none
+        wanted = _Wanted(request_id, token_ids, max_tokens, salt, whole, keys)
         if move is not None or not self._queue.waits:
             placement = await self._try(wanted, announce=move is None, first=move or near)
             if placement is not None:
@@ -185,9 +189,10 @@ class Router:
                 max_tokens=wanted.max_tokens,
                 writer_pe=prefill.pe,
                 salt=wanted.salt,
+                whole=wanted.whole,
             )
             expected = pair.first_token_seconds
-            announce = announce and prefill is not decode and not prefill.has_prompts
+            announce = announce and prefill is not decode and not prefill.has_prompts and not wanted.whole
             early = self._announce(prefill, request) if announce else None
             announce = False
             prefill.expect_prompt(worker_id, computed)

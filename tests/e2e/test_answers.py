@@ -107,6 +107,16 @@ def test_the_prompt_is_computed_once_and_its_pages_are_shared(island: Island) ->
     until(lambda: used_pages(island) == 0)
 
 
+def test_log_probabilities_of_the_prompt_come_once(island: Island) -> None:
+    prompt = random_prompt(30, 8)
+    first, second = answers_of(island, prompt, n=2, max_tokens=4, prompt_logprobs=1, **DRAWN)
+    alone = complete(island.address, prompt, max_tokens=4, prompt_logprobs=1, **DRAWN)
+    expected = [entry for part in alone for entry in part.prompt_logprobs]
+    assert len(expected) == 30
+    assert [entry for part in first for entry in part.prompt_logprobs] == expected
+    assert not any(part.prompt_logprobs for part in second)
+
+
 def test_each_answer_has_its_own_stop(island: Island) -> None:
     asked = DRAWN | {"max_tokens": 40}
     texts = [text_of(parts) for parts in singles(island, "The page is", 3, **asked)]
@@ -143,6 +153,18 @@ def test_a_layout_without_prefixes_computes_the_prompt_for_each_answer(tmp_path:
         assert computed(island) - before == 3 * 40
         expected = singles(island, prompt, 3, **asked)
         assert [tokens_of(parts) for parts in answers] == [tokens_of(parts) for parts in expected]
+
+
+def test_workers_that_compute_prompts_themselves_share_them_too(small_model: Path) -> None:
+    """Under adaptive roles a prompt may be computed where it is decoded, and answers may move."""
+    with running_island(small_model, {"scheduler.roles": "adaptive", "cache.num_pages": NUM_PAGES}) as island:
+        for seed in range(3):
+            prompt, asked = random_prompt(45, 20 + seed), DRAWN | {"max_tokens": 8}
+            before = computed(island)
+            answers = answers_of(island, prompt, n=4, **asked)
+            assert computed(island) - before == 45 + 3 * 5
+            expected = singles(island, prompt, 4, **asked)
+            assert [tokens_of(parts) for parts in answers] == [tokens_of(parts) for parts in expected]
 
 
 @pytest.mark.parametrize("cut", range(5))

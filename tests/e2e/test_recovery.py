@@ -105,14 +105,14 @@ def working(address: str) -> list[inference_pb2.WorkerInfo]:
 
 
 def disturbed(
-    address: str, case: Case, disturb: Callable[[], None], sampling: dict[str, Any] = DRAWN
+    address: str, case: Case, disturb: Callable[[], None], sampling: dict[str, Any] = DRAWN, behind: int = 3
 ) -> list[GenerateUpdate]:
-    """A request during which, once three messages have come, something happens."""
+    """A request during which, once so many messages have come, something happens."""
     updates = []
     with Client(address) as client:
         for update in client.generate(case.prompt, timeout=100, max_tokens=len(case.tokens), **sampling):
             updates.append(update)
-            if len(updates) == 3:
+            if len(updates) == behind:
                 disturb()
     return updates
 
@@ -132,6 +132,26 @@ def disturbed_over_http(address: str, case: Case, disturb: Callable[[], None]) -
 def attempts(updates: list[GenerateUpdate]) -> int:
     assert updates[-1].timings is not None
     return updates[-1].timings.attempts
+
+
+@pytest.mark.parametrize(("pe", "behind"), [(0, 1), (1, 3)])
+def test_a_worker_dies_while_log_probabilities_of_the_prompt_come(served: str, pe: int, behind: int) -> None:
+    """The prefill worker while it computes them, the decode worker while a client has not read them."""
+    until(lambda: whole(served))
+    sampling = {**DRAWN, "prompt_logprobs": 20}
+    prompt = random_prompt(1200, 2, VOCABULARY)
+    undisturbed = complete(served, prompt, max_tokens=NUM_TOKENS, **sampling)
+    case = Case(prompt, tokens_of(undisturbed), text_of(undisturbed))
+    updates = disturbed(served, case, lambda: os.kill(working(served)[pe].pid, signal.SIGKILL), sampling, behind)
+    entries, expected = (
+        [entry for update in one for entry in update.prompt_logprobs] for one in (updates, undisturbed)
+    )
+    assert entries[0] is expected[0] is None
+    assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
+    values, wanted = ([entry.logprob for entry in one if entry] for one in (entries, expected))
+    assert values == pytest.approx(wanted, abs=1e-4)
+    assert tokens_of(updates) == case.tokens
+    assert attempts(updates) == 2
 
 
 def test_a_decode_worker_dies_and_the_stream_goes_on(served: str, case: Case) -> None:

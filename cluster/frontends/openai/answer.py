@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -72,13 +72,9 @@ class Answer(ABC):
         usage = {"usage": None} if self._body.includes_usage else {}
         return self._object(self.chunk_object, message.request_id, [self._choice(message, is_chunk=True)]) | usage
 
-    def choice(self, messages: Sequence[inference_pb2.GenerateResponse]) -> dict[str, Any]:
-        """The answer of all its messages."""
-        whole = inference_pb2.GenerateResponse()
-        for message in messages:
-            whole.MergeFrom(message)
-        whole.text = "".join(message.text for message in messages)
-        return self._choice(whole, is_chunk=False)
+    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """The answer of all its messages, merged into one."""
+        return self._choice(message, is_chunk=False)
 
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
         """All that is answered to a call."""

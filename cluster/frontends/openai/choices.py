@@ -5,6 +5,7 @@ from copy import copy
 from typing import Any
 
 from tandem.cluster.frontends.openai.answer import Answer
+from tandem.cluster.requests.whole_message import WholeMessage
 from tandem.proto import inference_pb2
 
 
@@ -17,7 +18,7 @@ class Choices:
         self._num_prompts = num_prompts
         self._num_answers = num_answers
         self._answers: dict[int, Answer] = {}
-        self._messages: defaultdict[int, list[inference_pb2.GenerateResponse]] = defaultdict(list)
+        self._wholes: defaultdict[int, WholeMessage] = defaultdict(WholeMessage)
         self._usage = inference_pb2.Usage()
         self._name = ""
 
@@ -36,11 +37,11 @@ class Choices:
     def keep(self, prompt: int, message: inference_pb2.GenerateResponse) -> None:
         """One message of an answer that is given as a whole. prompt: its index."""
         self._place(prompt, message)
-        self._messages[message.index].append(message)
+        self._wholes[message.index].add(message)
 
     def whole(self) -> dict[str, Any]:
         """The answer of all messages of requests that have ended."""
-        choices = [copy(self._fresh).choice(messages) for _, messages in sorted(self._messages.items())]
+        choices = [copy(self._fresh).choice(self._wholes[index].message) for index in sorted(self._wholes)]
         return self._fresh.whole(self._name, choices, self._usage)
 
     def _place(self, prompt: int, message: inference_pb2.GenerateResponse) -> None:
@@ -50,7 +51,7 @@ class Choices:
         if self._num_prompts > 1:
             message.request_id = self._name
             message.index += prompt * self._num_answers
-        if message.HasField("usage"):
+        if message.finish_reason and message.HasField("usage"):
             usage, total = message.usage, self._usage
             total.prompt_tokens += usage.prompt_tokens
             total.cached_tokens += usage.cached_tokens

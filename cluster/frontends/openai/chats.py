@@ -1,5 +1,6 @@
 """/v1/chat/completions: its body and its answer."""
 
+import json
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
@@ -47,7 +48,14 @@ class Message(Part):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    renamed = MappingProxyType({"chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"})
+    renamed = MappingProxyType(
+        {
+            "chat": "messages",
+            "prompt": "messages",
+            "logprobs": "top_logprobs",
+            "template_kwargs": "chat_template_kwargs",
+        }
+    )
     prompt_field = "messages"
     # A request holds pages for all that it may say: the whole context for each chat would leave room for few.
     open_ended = 4096
@@ -61,6 +69,10 @@ class ChatBody(GenerationBody):
     logprobs: bool = Field(default=False, description="true or false")
     top_logprobs: int | None = Field(default=None, description="an integer")
 
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
+    add_generation_prompt: bool | None = Field(default=None, description="true or false")
+    continue_final_message: bool = Field(default=False, description="true or false")
+
     @model_validator(mode="after")
     def _of_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
@@ -70,6 +82,16 @@ class ChatBody(GenerationBody):
     @property
     def prompts(self) -> list[Prompt]:
         return [[{"role": message.role, "content": message.text} for message in self.messages]]
+
+    def requests(self) -> list[inference_pb2.GenerateRequest]:
+        requests = super().requests()
+        chat = requests[0].chat
+        chat.continue_final_message = self.continue_final_message
+        if self.add_generation_prompt is not None:
+            chat.add_generation_prompt = self.add_generation_prompt
+        if self.chat_template_kwargs:
+            chat.template_kwargs = json.dumps(self.chat_template_kwargs)
+        return requests
 
     @property
     def num_logprobs(self) -> int | None:

@@ -145,7 +145,7 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
         return self._in_own_words(error)
 
     def _in_own_words(self, error: InvalidRequest) -> HttpError:
-        found = re.match(r"(?:sampling\.)?(\w+)", str(error))
+        found = re.match(r"(?:sampling\.|chat\.)?(\w+)", str(error))
         name = found[1] if found else ""
         param = self.guide if name == "guided" else self.renamed.get(name, name)
         if found is None or param not in type(self).model_fields:

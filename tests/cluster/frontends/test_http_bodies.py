@@ -293,6 +293,17 @@ def test_messages_have_fields_that_change_nothing() -> None:
     assert turns == [("user", "x"), ("assistant", ""), ("developer", "y")]
 
 
+def test_options_of_templates() -> None:
+    options = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
+    chat = read(ChatBody, {"messages": [TURN], **options, "continue_final_message": True}).requests()[0].chat
+    assert json.loads(chat.template_kwargs) == {"enable_thinking": False}
+    assert (chat.add_generation_prompt, chat.continue_final_message) == (False, True)
+    plain = read(ChatBody, {"messages": [TURN], "chat_template_kwargs": {}}).requests()[0].chat
+    assert [field.name for field, _ in plain.ListFields()] == ["messages"]
+    error = read(ChatBody, {"messages": [TURN]}).blame(InvalidRequest("chat.template_kwargs has tools, which is"))
+    assert (error.param, str(error)) == ("chat_template_kwargs", "chat_template_kwargs has tools, which is")
+
+
 def test_unknown_fields_are_ignored_and_listed() -> None:
     body = read(ChatBody, {"messages": [TURN], "colour": 1, "a\r\nset-cookie: x": 2, "é" * 200: 3})
     header = body.headers["x-tandem-ignored"]

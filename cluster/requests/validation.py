@@ -11,7 +11,7 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.protocol import MAX_MESSAGES
 from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.text.chat_template import ChatTemplateError
-from tandem.cluster.text.prompt_tokens import prompt_tokens
+from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
@@ -242,6 +242,10 @@ class RequestValidator:
             raise InvalidRequest("text is empty; at least one token is needed")
         if len(message.chat.messages) > MAX_MESSAGES:
             raise InvalidRequest(f"chat has {len(message.chat.messages)} messages; at most {MAX_MESSAGES} are accepted")
+        if message.chat.continue_final_message and message.chat.add_generation_prompt:
+            raise InvalidRequest("chat.add_generation_prompt is true; with continue_final_message false is accepted")
+        if message.chat.template_kwargs:
+            template_variables(message.chat)
         size = len(message.text) or message.chat.ByteSize()
         most = self._limits.max_model_len * self._longest_token
         if kind == "chat" and size > most:  # which counts more than the characters

@@ -21,6 +21,7 @@ RENDER_SECONDS = 2.0
 MOST_SAID = 500  # characters of what a template says, which may repeat what it was given
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have 30 kB
 MAX_INDENT = 64
+GOES_ON = "\N{WORD JOINER}goes-on\N{WORD JOINER} "  # behind the message that an answer continues
 TEMPLATE_FILE = "<template>"  # what jinja calls the code of a template that came as a string
 
 
@@ -48,22 +49,39 @@ class ChatTemplate:
         except (TemplateError, SyntaxError, ValueError) as error:
             raise InvalidTokenizer(f"the chat template does not compile: {error!s:.{MOST_SAID}}") from None
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         """The prompt for `messages` (each with role and content), up to the model's answer.
 
+        variables: further ones of the template. continue_final_message: the prompt ends in the last message.
         ChatTemplateError when the template refuses them, fails, or runs for more than RENDER_SECONDS.
         """
+        turns = [dict(message) for message in messages]
+        if continue_final_message and turns:
+            turns[-1]["content"] += GOES_ON
+        given = {"tools": None, "documents": None} | self._special_tokens | dict(variables or {})
+        given |= {"messages": turns, "add_generation_prompt": add_generation_prompt}
         try:
             with _time_limit(RENDER_SECONDS), self._environment.metered():
-                return self._template.render(
-                    messages=[dict(message) for message in messages],
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=True,
-                    **self._special_tokens,
-                )
+                rendered = self._template.render(given)
         except Exception as error:  # a template may raise anything; for the caller all of it is the template's refusal
             raise ChatTemplateError(f"the chat template refuses these messages: {error!s:.{MOST_SAID}}") from error
+        return _before_mark(rendered) if continue_final_message else rendered
+
+
+def _before_mark(rendered: str) -> str:
+    """What stands in front of GOES_ON. A template that trims messages has trimmed the mark's last space."""
+    place = rendered.rfind(GOES_ON.rstrip())
+    if place < 0:
+        raise ChatTemplateError("the chat template does not show the last message, so that none can continue it")
+    before = rendered[:place]
+    return before if rendered.startswith(GOES_ON, place) else before.rstrip()
 
 
 @contextmanager

@@ -1,10 +1,17 @@
 """Token ids of what a request says: text, chat messages, or ids."""
 
+import json
+from typing import Any
+
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
+
+MAX_TEMPLATE_KWARGS = 16_384  # characters
+OWN_VARIABLES = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
 def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRequest) -> Int64Array:
@@ -19,4 +26,30 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
     if message.HasField("text"):
         return np.array(tokenizer.encode(message.text), np.int64)
     messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-    return np.array(tokenizer.encode_chat(messages), np.int64)
+    chat = message.chat
+    begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
+    ids = tokenizer.encode_chat(
+        messages,
+        variables=template_variables(chat),
+        add_generation_prompt=begins,
+        continue_final_message=chat.continue_final_message,
+    )
+    return np.array(ids, np.int64)
+
+
+def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    text = chat.template_kwargs
+    if len(text) > MAX_TEMPLATE_KWARGS:
+        reason = f"has {len(text)} characters; at most {MAX_TEMPLATE_KWARGS} are accepted"
+        raise InvalidRequest(f"chat.template_kwargs {reason}")
+    try:
+        variables = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise InvalidRequest(f"chat.template_kwargs is {text!r:.80}; a JSON object is accepted")
+    own = [name for name in OWN_VARIABLES if name in variables]
+    if own:
+        raise InvalidRequest(f"chat.template_kwargs has {own[0]}, which is a field of its own")
+    return variables

@@ -1,5 +1,7 @@
 """OpenAI's API through the HTTP server of an island: what comes is what the gRPC server gives."""
 
+import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
@@ -158,6 +161,52 @@ def test_logprobs_of_completions(island: Island, tokenizer: Tokenizer) -> None:
     parts = [only_choice(part)["logprobs"] for part in chunks(island.http, COMPLETIONS, **asked)]
     assert [offset for part in parts for offset in part["text_offset"]] == found["text_offset"]
     assert [name for part in parts for name in part["tokens"]] == found["tokens"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": ["s", "m"]}, "counts": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}},
+    "required": ["size", "counts"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def test_a_response_format(island: Island) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
+    asked: dict[str, Any] = {"messages": CHAT, "max_tokens": 100, "response_format": form, "seed": 5}
+    choice = only_choice(answer(island.http, CHATS, **asked))
+    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert choice["finish_reason"] == "stop"
+    said = [only_choice(part)["delta"].get("content", "") for part in chunks(island.http, CHATS, **asked)]
+    assert "".join(said) == choice["message"]["content"]
+    text = only_choice(answer(island.http, COMPLETIONS, prompt="x", guided_regex="[ab]{3}c", seed=5))["text"]
+    assert re.fullmatch("[ab]{3}c", text)
+
+
+def test_a_regex_that_does_not_compile_is_refused_by_its_name(island: Island) -> None:
+    error = refused(post(island.http, CHATS, {"messages": CHAT, "structured_outputs": {"regex": "("}}), 400)
+    assert error["param"] == "structured_outputs"
+    assert error["message"].startswith("structured_outputs: ")
+
+
+def test_a_bias_decides(island: Island) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "return_token_ids": True}
+    choice = only_choice(answer(island.http, COMPLETIONS, **asked, logit_bias={"77": 100}, **GREEDY))
+    assert choice["token_ids"] == [77] * 3
+
+
+def test_the_last_message_goes_on(island: Island, tokenizer: Tokenizer) -> None:
+    turns = [*CHAT, {"role": "assistant", "content": "It is"}]
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    ids = tokenizer.encode_chat(turns, **options)
+    expected = text_of(complete(island.address, ids, max_tokens=8, **GREEDY))
+    whole = answer(island.http, CHATS, messages=turns, max_tokens=8, **options, **GREEDY)
+    assert only_choice(whole)["message"]["content"] == expected
+    assert whole["usage"]["prompt_tokens"] == len(ids) < len(tokenizer.encode_chat(turns))
+    options = {"continue_final_message": True, "add_generation_prompt": True}
+    error = refused(post(island.http, CHATS, {"messages": turns, **options}), 400)
+    assert error["param"] == "add_generation_prompt"
 
 
 def test_logprobs_of_chats(island: Island, tokenizer: Tokenizer) -> None:

@@ -1,5 +1,6 @@
 """/v1/chat/completions: its body and its answer."""
 
+import json
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
@@ -26,8 +27,17 @@ Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
 
 
 class Message(Part):
+    refused = frozenset({"audio", "function_call", "tool_call_id", "tool_calls"})
+
     role: str = Field(description="text")
     content: str | Parts = Field(description="text, or a list of parts of type text")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _silent(cls, value: Any) -> Any:
+        """An assistant that says nothing has null, or no content."""
+        silent = isinstance(value, dict) and value.get("role") == "assistant" and value.get("content") is None
+        return value | {"content": ""} if silent else value
 
     @property
     def text(self) -> str:
@@ -38,7 +48,14 @@ class Message(Part):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    renamed = MappingProxyType({"chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"})
+    renamed = MappingProxyType(
+        {
+            "chat": "messages",
+            "prompt": "messages",
+            "logprobs": "top_logprobs",
+            "template_kwargs": "chat_template_kwargs",
+        }
+    )
     prompt_field = "messages"
     # A request holds pages for all that it may say: the whole context for each chat would leave room for few.
     open_ended = 4096
@@ -52,6 +69,10 @@ class ChatBody(GenerationBody):
     logprobs: bool = Field(default=False, description="true or false")
     top_logprobs: int | None = Field(default=None, description="an integer")
 
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
+    add_generation_prompt: bool | None = Field(default=None, description="true or false")
+    continue_final_message: bool = Field(default=False, description="true or false")
+
     @model_validator(mode="after")
     def _of_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
@@ -62,6 +83,16 @@ class ChatBody(GenerationBody):
     def prompts(self) -> list[Prompt]:
         return [[{"role": message.role, "content": message.text} for message in self.messages]]
 
+    def requests(self) -> list[inference_pb2.GenerateRequest]:
+        requests = super().requests()
+        chat = requests[0].chat
+        chat.continue_final_message = self.continue_final_message
+        if self.add_generation_prompt is not None:
+            chat.add_generation_prompt = self.add_generation_prompt
+        if self.chat_template_kwargs:
+            chat.template_kwargs = json.dumps(self.chat_template_kwargs)
+        return requests
+
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -70,8 +101,8 @@ class ChatBody(GenerationBody):
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def blame(self, error: InvalidRequest) -> HttpError:
-        said = super().blame(error)
+    def _in_own_words(self, error: InvalidRequest) -> HttpError:
+        said = super()._in_own_words(error)
         if said.param == "max_tokens" and self.max_completion_tokens is not None:
             name = "max_completion_tokens"
             return HttpError(400, name + str(said).removeprefix("max_tokens"), param=name)

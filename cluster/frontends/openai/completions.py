@@ -9,7 +9,7 @@ from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.answer import Answer, logprob_value
-from tandem.cluster.frontends.openai.generation_body import GenerationBody
+from tandem.cluster.frontends.openai.generation_body import GenerationBody, too_long
 from tandem.cluster.protocol import Prompt
 from tandem.proto import inference_pb2
 from tandem.workers.sampling.sampling_params import MAX_ANSWERS
@@ -65,7 +65,8 @@ class CompletionBody(GenerationBody):
                 continue
             name = f"prompt[{index}]" if len(self.prompts) > 1 else "prompt"
             reason = f"{name} has {len(prompt)} token ids; 1 to {max_tokens - 1} are accepted"
-            raise HttpError(400, reason, param="prompt")
+            error = HttpError(400, reason, param="prompt")
+            raise too_long(max_tokens, error) if prompt else error
 
     @property
     def prompts(self) -> list[Prompt]:

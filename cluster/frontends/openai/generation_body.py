@@ -3,24 +3,53 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
+from typing_extensions import TypeAliasType
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.openai.guided_fields import GuidedFields
+from tandem.cluster.frontends.openai.other_fields import ignored_header
 from tandem.cluster.frontends.openai.part import Part
-from tandem.cluster.frontends.openai.sampling_fields import SAMPLING, SamplingFields
+from tandem.cluster.frontends.openai.sampling_fields import MAX_LISTED, SAMPLING, SamplingFields
 from tandem.cluster.protocol import Prompt, accepted_value, build_request
 from tandem.cluster.requests.cache_salt import MAX_CACHE_SALT
+from tandem.cluster.requests.validation import MAX_REQUEST_ID
 from tandem.proto import inference_pb2
+
+TOO_LONG = re.compile(
+    r"takes at most (?P<most>\d+) and one output| of (?P<all>\d+) leaves at most|"
+    r"which (?P<text>\d+) of the model's longest"
+)
+"""What the validator says of a request that the context has no room for."""
+
+
+def _biases(value: Any) -> Any:
+    """JSON's keys are texts."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_LISTED:
+        raise ValueError(f"has {len(value)} token ids; at most {MAX_LISTED} are accepted")
+    wrong = next((key for key in value if not re.fullmatch("[0-9]{1,10}", key)), None)
+    if wrong is not None:
+        raise ValueError(f"has the key {wrong!r:.80}; token ids are accepted")
+    return {int(key): bias for key, bias in value.items()}
+
+
+LogitBias = Annotated[dict[int, float], BeforeValidator(_biases)]
+IdList = TypeAliasType("IdList", Annotated[list[int], FailFast(), Field(max_length=MAX_LISTED)])
+IdLists = TypeAliasType("IdLists", Annotated[list[IdList], FailFast(), Field(max_length=MAX_LISTED)])
 
 
 class StreamOptions(Part):
+    refused = frozenset()
+
     include_usage: bool = Field(default=False, description="true or false")
 
 
-class GenerationBody(SamplingFields, ABC):
+class GenerationBody(GuidedFields, SamplingFields, ABC):
     """The common part of completions and chats. The request validator checks limits."""
 
     renamed: ClassVar[Mapping[str, str]]
@@ -40,10 +69,19 @@ class GenerationBody(SamplingFields, ABC):
         max_length=MAX_CACHE_SALT,
         description=f"a text of 1 to {MAX_CACHE_SALT} characters",
     )
+    logit_bias: LogitBias | None = Field(default=None, description="an object of token ids and numbers")
+    bad_words_ids: IdLists | None = Field(default=None, description="a list of lists of token ids")
     n: int | None = Field(default=None, description=accepted_value("n"))
     best_of: int | None = Field(default=None, description=accepted_value("best_of"))
     return_token_ids: bool = Field(default=False, description="true or false")
+    request_id: str | None = Field(
+        default=None,
+        max_length=MAX_REQUEST_ID,
+        description=f"a text of at most {MAX_REQUEST_ID} characters that no running request has",
+    )
     return_tokens_as_token_ids: bool = Field(default=False, description="true or false")
+
+    _headers: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
@@ -53,6 +91,16 @@ class GenerationBody(SamplingFields, ABC):
             raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
         return self
 
+    def ignoring(self, names: list[str]) -> Self:
+        """This body, which was sent with other fields that are ignored."""
+        self._headers = ignored_header(names)
+        return self
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of its answer."""
+        return self._headers
+
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -60,9 +108,12 @@ class GenerationBody(SamplingFields, ABC):
     def requests(self) -> list[inference_pb2.GenerateRequest]:
         """The gateway's requests, one for each prompt. Raises InvalidRequest, with the gateway's names: see blame()."""
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
-        sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens}
+        sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens, "guided": self.guided}
+        sampling |= {"logit_bias": self.logit_bias, "bad_words_ids": self.bad_words_ids}
         given = {name: value for name, value in sampling.items() if value is not None}
-        return [build_request(prompt, given, None, self.cache_salt or "") for prompt in self.prompts]
+        prompts = self.prompts
+        name = self.request_id if len(prompts) == 1 else None  # each prompt is a request of its own
+        return [build_request(prompt, given, name, self.cache_salt or "") for prompt in prompts]
 
     def check_length(self, max_tokens: int) -> None:
         """Refuses a prompt whose length is known and that no request of so many tokens has room for, before it
@@ -87,9 +138,23 @@ class GenerationBody(SamplingFields, ABC):
 
     def blame(self, error: InvalidRequest) -> HttpError:
         """The gateway's refusal in the words of this body."""
-        found = re.match(r"(?:sampling\.)?(\w+)", str(error))
+        long = TOO_LONG.search(str(error))
+        if long is not None:
+            longest = int(long["most"]) + 1 if long["most"] else int(long["all"] or long["text"])
+            return too_long(longest, self._in_own_words(error))
+        return self._in_own_words(error)
+
+    def _in_own_words(self, error: InvalidRequest) -> HttpError:
+        found = re.match(r"(?:sampling\.|chat\.)?(\w+)", str(error))
         name = found[1] if found else ""
-        param = self.renamed.get(name, name)
+        param = self.guide if name == "guided" else self.renamed.get(name, name)
         if found is None or param not in type(self).model_fields:
             return HttpError(400, str(error))
         return HttpError(400, param + str(error)[found.end() :], param=param)
+
+
+def too_long(max_tokens: int, error: HttpError) -> HttpError:
+    """An error about a request that is longer than max_tokens, as OpenAI says it: clients look for these words and for
+    the code."""
+    message = f"This model's maximum context length is {max_tokens} tokens. However, {error}"
+    return HttpError(400, message, param=error.param, code="context_length_exceeded")

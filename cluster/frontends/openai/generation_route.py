@@ -52,6 +52,7 @@ class GenerationRoute:
                 raise HttpError.other_model(body.model or "", (self.model, *self.aliases))
             held.requests = len(requests)
             current_body.set(held)
+            reply.headers |= body.headers
             generating = self._generate(body, requests, scope, reply)
             await unless_gone(receive, asyncio.ensure_future(generating))
         finally:
@@ -167,7 +168,7 @@ class GenerationRoute:
 def _naming(error: HttpError, prompt: int) -> HttpError:
     """The error with the index of the prompt that it is about."""
     text = str(error)
-    if error.param == "prompt":
+    if text.startswith("prompt"):
         text = f"prompt[{prompt}]{text.removeprefix('prompt')}"
     elif "prompt" in text:
         text = f"prompt[{prompt}]: {text}"

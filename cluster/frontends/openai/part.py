@@ -1,18 +1,29 @@
 """Objects of a request's body, read strictly."""
 
+from typing import ClassVar
+
 from pydantic import BaseModel, ConfigDict, model_validator
 
 MAX_FIELDS = 100  # of an object
 
 
 class Part(BaseModel):
-    """Frozen. It takes no unknown field and converts no type but int to float. null stands for a missing field."""
+    """Frozen. It converts no type but int to float. null stands for a missing field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+    refused: ClassVar[frozenset[str] | None] = None
+    """Unknown fields that are refused, unless they are empty. All others are ignored. None: all are refused."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: object) -> object:
         if isinstance(value, dict) and len(value) > MAX_FIELDS:  # a finding for each would take memory and time
             raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
-        return {name: held for name, held in value.items() if held is not None} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        held = {name: one for name, one in value.items() if one is not None}
+        if cls.refused is None:
+            return held
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: one for name, one in held.items() if name in known or (name in cls.refused and one)}

@@ -1,10 +1,7 @@
 """Reads the bytes of a body, and says what is wrong with them."""
 
-import difflib
-import json
 import reprlib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -14,39 +11,11 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.chats import Message, TextPart
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, StreamOptions
+from tandem.cluster.frontends.openai.guided_fields import JsonSchema, ResponseFormat, StructuredOutputs
+from tandem.cluster.frontends.openai.other_fields import LONGEST_NAME, take_out
 from tandem.cluster.frontends.openai.part import MAX_FIELDS
 from tandem.proto import inference_pb2
 
-HARMLESS = ("metadata", "prompt_cache_key", "safety_identifier", "user")
-"""Parameters that name a request or its owner, and change no answer."""
-
-ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "add_special_tokens": (True,),
-        "audio": (),
-        "echo": (False,),
-        "function_call": ("none",),
-        "functions": ([],),
-        "logit_bias": ({},),
-        "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),
-        "prediction": (),
-        "prompt_logprobs": (),
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "suffix": ("",),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "use_beam_search": (False,),
-        "verbosity": (),
-        "web_search_options": (),
-    }
-)
-"""Parameters that are not supported here, with the values that ask for nothing."""
-
-LONGEST_NAME = 80  # characters of an unknown field that an answer shows
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
@@ -75,21 +44,11 @@ def read_body(kind: type[BodyT], data: bytes | bytearray) -> BodyT:
         raise HttpError(400, f"the body is {reprlib.repr(values)}; a JSON object is accepted")
     if len(values) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(values)} fields; at most {MAX_FIELDS} are accepted")
-    for name, accepted in ONLY.items():
-        if name not in kind.model_fields:
-            _check_unsupported(name, values.pop(name, None), accepted)
-    for name in HARMLESS:
-        values.pop(name, None)
+    ignored = take_out(values, kind.model_fields)
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(values).ignoring(ignored)
     except ValidationError as error:
         raise _refusal(kind, error.errors()[0]) from None
-
-
-def _check_unsupported(name: str, value: object, accepted: Sequence[object]) -> None:
-    if value is not None and value not in accepted:
-        values = " or ".join(map(json.dumps, [*accepted, None]))
-        raise HttpError(400, f"{name} is {reprlib.repr(value)}; only {values} is accepted here", param=name)
 
 
 def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
@@ -99,11 +58,8 @@ def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
         return HttpError(400, reason, param=reason.partition(" ")[0])
     *place, last = finding["loc"]
     if finding["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(last[:LONGEST_NAME], kind.model_fields, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        known = f"; {hint}known: {', '.join([*kind.model_fields, *HARMLESS])}" if not place else ""
         name = _dotted([*place, last])[:LONGEST_NAME]
-        return HttpError(400, f"unknown parameter {name}{known}", param=name, code="unknown_parameter")
+        return HttpError(400, f"{name} is not supported; null is accepted", param=name, code="unknown_parameter")
     # Branches of a union stand in its place too, and mean nothing to a client.
     described = _descriptions(kind)
     names = [part for part in finding["loc"] if isinstance(part, int) or part in described]
@@ -116,8 +72,9 @@ def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
 
 def _descriptions(kind: type[GenerationBody]) -> dict[str, str]:
     """What each field of a body and of its parts accepts."""
-    parts = (Message, TextPart, StreamOptions, kind)
-    return {name: field.description or "" for part in parts for name, field in part.model_fields.items()}
+    parts = (Message, TextPart, StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, kind)
+    fields = [one for part in parts for one in part.model_fields.items()]
+    return {field.alias or name: field.description or "" for name, field in fields}
 
 
 def _dotted(place: Sequence[str | int]) -> str:

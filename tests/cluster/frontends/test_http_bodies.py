@@ -1,6 +1,7 @@
 """Bodies of the HTTP server: what becomes of them, and how those that cannot be used are refused."""
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -76,10 +77,10 @@ def test_chats() -> None:
     [
         ("echo", True, "false"),
         ("tools", [{}], "[]"),
-        ("response_format", {"type": "json_object"}, '"text"'),
-        ("logit_bias", {"5": 1}, "{}"),
+        ("priority", 1, "0"),
+        ("use_beam_search", True, "false"),
+        ("length_penalty", 0.5, "1.0"),
         ("suffix", "x", '""'),
-        ("store", True, "false"),
         ("audio", {}, "null"),
     ],
 )
@@ -125,8 +126,41 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         (CompletionBody, {"prompt": "x", "max_tokens": 9.5}, "max_tokens", "max_tokens is 9.5"),
         (CompletionBody, {"prompt": "x", "stop": [5]}, "stop", r"stop is \[5\]; it must be text, or a list of texts"),
         (CompletionBody, {"prompt": "x", "stream": "yes"}, "stream", "stream is 'yes'; it must be true or false"),
-        (CompletionBody, {"prompt": "x", "messages": []}, "messages", "unknown parameter messages"),
+        (CompletionBody, {"prompt": "x", "messages": []}, "messages", r"messages is \[\]; only null is accepted here"),
         (CompletionBody, {"prompt": "x", "max_token": 5}, "max_token", "did you mean max_tokens"),
+        (CompletionBody, {"prompt": "x", "temperatur": 5}, "temperatur", "did you mean temperature"),
+        (ChatBody, {"messages": [TURN], "maxTokens": 5}, "maxTokens", "did you mean max_tokens"),
+        (ChatBody, {"messages": [TURN], "request_id": "x" * 129}, "request_id", "a text of at most 128 characters"),
+        (CompletionBody, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "has the key 'a'; token ids are"),
+        (CompletionBody, {"prompt": "x", "logit_bias": {"5": "b"}}, "logit_bias[5]", "'b'; it must be an object of"),
+        (CompletionBody, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias", "2000"),
+        (CompletionBody, {"prompt": "x", "bad_words_ids": [5]}, "bad_words_ids[0]", "it must be a list of lists of"),
+        (ChatBody, {"messages": [TURN], "response_format": {"type": "x"}}, "response_format.type", "or 'json_schema'"),
+        (
+            ChatBody,
+            {"messages": [TURN], "response_format": {"type": "json_schema"}},
+            "response_format",
+            "response_format needs json_schema with type 'json_schema'",
+        ),
+        (
+            ChatBody,
+            {"messages": [TURN], "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "schema is missing",
+        ),
+        (
+            ChatBody,
+            {"messages": [TURN], "guided_json": {}, "guided_regex": "a"},
+            "guided_regex",
+            "guided_regex is set beside guided_json; one of them is accepted",
+        ),
+        (ChatBody, {"messages": [TURN], "structured_outputs": {"xml": 1}}, "structured_outputs.xml", "not supported"),
+        (
+            ChatBody,
+            {"messages": [{"role": "assistant", "function_call": {}, "audio": {"id": 1}}]},
+            "messages[0].audio",
+            "audio is not supported",
+        ),
         (CompletionBody, {"prompt": "x", "stream_options": {}}, "stream_options", "only with stream: true"),
         (
             CompletionBody,
@@ -138,7 +172,7 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         (ChatBody, {"messages": []}, "messages", r"messages is \[\]; it must be a list of 1 to 16384 messages"),
         (ChatBody, {"messages": [{"role": "user"}]}, "messages[0].content", r"messages\[0\].content is missing"),
         (ChatBody, {"messages": [TURN, {**TURN, "role": 5}]}, "messages[1].role", "role is 5; it must be text"),
-        (ChatBody, {"messages": [{**TURN, "tool_calls": [1]}]}, "messages[0].tool_calls", "unknown parameter"),
+        (ChatBody, {"messages": [{**TURN, "tool_calls": [1]}]}, "messages[0].tool_calls", "is not supported"),
         (
             ChatBody,
             {"messages": [{**TURN, "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -151,7 +185,7 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         (CompletionBody, {"prompt": [[]]}, "prompt", "prompt is empty; at least one token id"),
         (ChatBody, {"messages": [{**TURN, **MANY}]}, "messages[0]", r"messages\[0\] has 152 fields; at most 100 are"),
         (ChatBody, {"messages": [TURN] * 16385}, "messages", "it must be a list of 1 to 16384 messages"),
-        (ChatBody, {"messages": [TURN], "prompt": "x"}, "prompt", "unknown parameter prompt"),
+        (ChatBody, {"messages": [TURN], "prompt": "x"}, "prompt", "prompt is 'x'; only null"),
     ],
 )
 def test_refusals_name_field_value_and_what_is_accepted(
@@ -205,7 +239,7 @@ def test_what_is_no_object(data: bytes) -> None:
     ("kind", "body", "param", "message"),
     [
         (CompletionBody, {"prompt": "x", "max_tokens": -1}, "max_tokens", r"max_tokens is -1; .* \[0, 2\^32\)"),
-        (CompletionBody, {"prompt": "x", "seed": -1}, "seed", "seed is -1"),
+        (CompletionBody, {"prompt": "x", "seed": -2}, "seed", "seed is -2"),
         (CompletionBody, {"prompt": "x", "top_k": 1 << 40}, "top_k", "top_k is "),
         (CompletionBody, {"prompt": [-1]}, "prompt", "prompt is "),
         (ChatBody, {"messages": [TURN], "logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1"),
@@ -229,3 +263,115 @@ def test_a_refusal_that_names_no_field_is_passed_on() -> None:
     assert str(body.blame(InvalidRequest("the prompt has 9 tokens"))) == "the prompt has 9 tokens"
     error = body.blame(InvalidRequest("chat has 9 characters; at most 5 are accepted"))
     assert (str(error), error.param) == ("messages has 9 characters; at most 5 are accepted", "messages")
+
+
+NEUTRAL = {"priority": 0, "seed": -1, "length_penalty": 1, "early_stopping": False, "use_beam_search": False}
+NEUTRAL |= {"min_tokens": None, "spaces_between_special_tokens": True, "store": True, "verbosity": "low"}
+NEUTRAL |= {"reasoning_effort": "high", "service_tier": "flex", "metadata": {"a": "b"}, "parallel_tool_calls": True}
+NEUTRAL |= {"response_format": {"type": "text"}, "stream": True, "stream_options": {"include_obfuscation": False}}
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    for kind, body in ((CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": [TURN]})):
+        taken = read(kind, {**body, **NEUTRAL, "request_id": "mine"})
+        (request,) = taken.requests()
+        assert not request.sampling.ListFields()
+        assert request.request_id == "mine"
+        assert not taken.headers
+
+
+def test_several_prompts_are_requests_with_ids_of_their_own() -> None:
+    requests = read(CompletionBody, {"prompt": ["a", "b"], "request_id": "mine"}).requests()
+    assert [request.request_id for request in requests] == ["", ""]
+
+
+def test_messages_have_fields_that_change_nothing() -> None:
+    silent = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "tool_calls": []}
+    named = {**TURN, "name": "Ann", "function_call": None, "colour": "red"}
+    (request,) = read(ChatBody, {"messages": [named, silent, {"role": "developer", "content": "y"}]}).requests()
+    turns = [(turn.role, turn.content) for turn in request.chat.messages]
+    assert turns == [("user", "x"), ("assistant", ""), ("developer", "y")]
+
+
+def test_options_of_templates() -> None:
+    options = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
+    chat = read(ChatBody, {"messages": [TURN], **options, "continue_final_message": True}).requests()[0].chat
+    assert json.loads(chat.template_kwargs) == {"enable_thinking": False}
+    assert (chat.add_generation_prompt, chat.continue_final_message) == (False, True)
+    plain = read(ChatBody, {"messages": [TURN], "chat_template_kwargs": {}}).requests()[0].chat
+    assert [field.name for field, _ in plain.ListFields()] == ["messages"]
+    error = read(ChatBody, {"messages": [TURN]}).blame(InvalidRequest("chat.template_kwargs has tools, which is"))
+    assert (error.param, str(error)) == ("chat_template_kwargs", "chat_template_kwargs has tools, which is")
+
+
+def test_unknown_fields_are_ignored_and_listed() -> None:
+    body = read(ChatBody, {"messages": [TURN], "colour": 1, "a\r\nset-cookie: x": 2, "é" * 200: 3})
+    header = body.headers["x-tandem-ignored"]
+    assert header == f"colour, a??set-cookie??x, {'?' * 80}"
+    assert pickle.loads(pickle.dumps(body.without_prompt())).headers == body.headers
+    many = read(CompletionBody, {"prompt": "x", **{f"zz{index}": 1 for index in range(90)}})
+    assert many.headers["x-tandem-ignored"].endswith("zz15, and 74 more")
+
+
+def test_bias_and_words_by_token_ids() -> None:
+    fields = {"logit_bias": {"5": 1, "7": -2.5}, "bad_words_ids": [[1, 2], [3]]}
+    sampling = read(CompletionBody, {"prompt": "x", **fields}).requests()[0].sampling
+    assert dict(sampling.logit_bias) == {5: 1, 7: -2.5}
+    assert [list(word.ids) for word in sampling.bad_words_ids] == [[1, 2], [3]]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
+                }
+            },
+            "json_schema",
+            SCHEMA,
+        ),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+        ({"structured_outputs": {"grammar": "g"}}, "grammar", "g"),
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+    ],
+)
+def test_guided_output_by_each_name(fields: Any, kind: str, expected: Any) -> None:
+    guided = read(ChatBody, {"messages": [TURN], **fields}).requests()[0].sampling.guided
+    assert guided.WhichOneof("kind") == kind
+    held = getattr(guided, kind)
+    given = list(held.texts) if kind == "choice" else json.loads(held) if kind == "json_schema" else held
+    assert given == expected
+
+
+def test_a_refused_guide_has_the_bodys_name() -> None:
+    body = read(ChatBody, {"messages": [TURN], "guided_regex": "("})
+    error = body.blame(InvalidRequest("sampling.guided: the regex does not compile"))
+    assert (str(error), error.param) == ("guided_regex: the regex does not compile", "guided_regex")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "the prompt has 9 tokens; the model's context takes at most 7 and one output",
+        "sampling.max_tokens is 5 after a prompt of 4 tokens; the model's context of 8 leaves at most 4",
+        "text has 99 characters; at most 80 are accepted, which 8 of the model's longest tokens would make",
+    ],
+)
+def test_clients_can_tell_that_the_context_is_too_short(message: str) -> None:
+    error = read(CompletionBody, {"prompt": "x"}).blame(InvalidRequest(message))
+    assert error.body["error"]["code"] == "context_length_exceeded"
+    assert str(error).startswith("This model's maximum context length is 8 tokens. However, ")

@@ -105,7 +105,15 @@ class TestCalls:
         """A stream has not begun by then."""
         error = refused(post(quiet.http, COMPLETIONS, {**body, "stream": stream}), 400)
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
-        assert error["message"].startswith(message)
+        long = "This model's maximum context length is 256 tokens. However, " * (error["code"] is not None)
+        assert error["message"].startswith(long + message)
+        assert error["code"] in (None, "context_length_exceeded")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_ignored_fields_are_listed_in_a_header(self, quiet: OpenGateway, stream: bool) -> None:
+        answer = post(quiet.http, COMPLETIONS, {**BODY, "stream": stream, "colour": "red", "priority": 0})
+        assert (answer.status_code, answer.headers["x-tandem-ignored"]) == (200, "colour")
+        assert "x-tandem-ignored" not in post(quiet.http, COMPLETIONS, BODY).headers
 
     def test_what_is_no_json(self, quiet: OpenGateway) -> None:
         headers = {"content-type": "application/json"}

@@ -1,6 +1,7 @@
 """The request validator, where a running gateway is not needed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,24 @@ def test_a_chat_is_as_long_as_its_roles_and_contents(tmp_path: Path) -> None:
     message.chat.messages.extend([inference_pb2.ChatMessage()] * (MAX_MESSAGES + 1))
     with pytest.raises(InvalidRequest, match=f"chat has {MAX_MESSAGES + 1} messages; at most {MAX_MESSAGES} are"):
         validator.validate(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"template_kwargs": "[]"}, "template_kwargs is '\\[\\]'; a JSON object is accepted"),
+        ({"template_kwargs": "[" * 10_000}, "a JSON object is accepted"),
+        ({"template_kwargs": " " * 16_385}, "has 16385 characters; at most 16384 are accepted"),
+        ({"template_kwargs": '{"messages": []}'}, "has messages, which is a field of its own"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "with continue_final_message false is"),
+    ],
+)
+def test_options_of_templates_are_checked(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    make_checkpoint(tmp_path)
+    message = inference_pb2.GenerateRequest(chat=inference_pb2.Chat(**options))
+    message.chat.messages.add(role="user", content="hello")
+    with pytest.raises(InvalidRequest, match=reason):
+        RequestValidator(LIMITS, Tokenizer.from_folder(tmp_path)).validate(message)
 
 
 def validate(prompt: int, max_tokens: int | None, open_ended: int | None = None) -> int:

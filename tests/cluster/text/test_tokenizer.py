@@ -205,6 +205,44 @@ def test_special_tokens_of_an_older_checkpoint(folder: Path, tmp_path: Path, new
     assert load(tmp_path).encode_chat(MESSAGES) == load(folder).encode(expected, add_special_tokens=False)
 
 
+TURNS = """
+{%- for message in messages %}<{{ message.role }}>{{ CONTENT }}</>
+{% endfor %}{% if add_generation_prompt %}<bot>{% if not enable_thinking | default(true) %}hm{% endif %}{% endif %}
+"""
+
+
+@pytest.mark.parametrize("content", ["message.content", "message.content | trim"])
+@pytest.mark.parametrize("said", ["It is", "It is ", "  It is\n\n"])
+@pytest.mark.parametrize(
+    ("variables", "options"),
+    [
+        ({}, {"add_generation_prompt": False}),
+        ({"enable_thinking": False}, {"add_generation_prompt": True}),
+        ({}, {"add_generation_prompt": False, "continue_final_message": True}),
+    ],
+)
+def test_options_of_templates_are_those_of_transformers(
+    folder: Path, tmp_path: Path, variables: dict[str, Any], options: dict[str, bool], said: str, content: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    template = TURNS.replace("CONTENT", content)
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": said}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(turns, tokenize=False, **options, **variables)
+    assert ChatTemplate(template, {}).render(turns, variables=variables, **options) == expected
+    assert load(tmp_path).encode_chat(turns, variables=variables, **options) == load(folder).encode(
+        expected, add_special_tokens=False
+    )
+
+
+def test_a_template_without_the_last_message_cannot_continue_it() -> None:
+    for turns in (MESSAGES, []):
+        with pytest.raises(ChatTemplateError, match="does not show the last message"):
+            ChatTemplate("hello", {}).render(turns, continue_final_message=True)
+
+
 def test_a_list_of_templates_has_a_default(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]

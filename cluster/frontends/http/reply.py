@@ -25,6 +25,7 @@ class Reply:
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self.headers: dict[str, str] = {}  # of whatever is answered
         self._begun = self._ended = False
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
@@ -62,7 +63,7 @@ class Reply:
 
     async def _begin(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self._begun = True
-        pairs = {"content-type": media_type, **headers}.items()
+        pairs = {"content-type": media_type, **self.headers, **headers}.items()
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 

@@ -13,6 +13,7 @@ from tandem.cluster.frontends.openai.read_body import read_request
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.origin import current_origin
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
@@ -46,6 +47,7 @@ class GenerationRoute:
             if body.model not in (None, self.model, *self.aliases):
                 raise HttpError.other_model(body.model or "", (self.model, *self.aliases))
             current_body.set(held)
+            request.request_id = current_origin.get().request_id
             generating = self._generate(body, request, scope, reply)
             del request  # which may be large, and the call long
             await unless_gone(receive, asyncio.ensure_future(generating))

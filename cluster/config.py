@@ -21,6 +21,7 @@ from tandem.cluster.config_sections import (
     GatewaySection,
     Islands,
     IslandSection,
+    LoggingSection,
     MetricsSection,
     ModelSection,
     RaySection,
@@ -52,6 +53,8 @@ class ClusterConfig(Section):
     """what clients connect to"""
     metrics: MetricsSection = MetricsSection()
     """what Prometheus reads"""
+    logging: LoggingSection = LoggingSection()
+    """what processes write of themselves"""
     recovery: RecoverySection = RecoverySection()
     """what happens when a process ends or falls silent"""
     security: SecuritySection = SecuritySection()

@@ -57,6 +57,18 @@ class TestCalls:
         assert post(quiet.http, COMPLETIONS, BODY | {"max_tokens": 0}).headers["x-request-id"]
         assert "x-request-id" not in get(quiet.http, "/health").headers
 
+    def test_a_line_for_each_request(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", "tandem")
+        with open_gateway(model, {"logging.access": True}) as opened:
+            post(opened.http, COMPLETIONS, BODY, headers={"x-request-id": "mine", "client-id": "me"})
+            post(opened.http, COMPLETIONS, BODY | {"prompt": [1], "max_tokens": 1 << 20})
+        served, refused_one = [record.__dict__["fields"] for record in caplog.records if record.message == "request"]
+        assert served["request_id"].startswith("mine-")
+        assert (served["frontend"], served["client"], served["status"]) == ("http", "id:me", "length")
+        assert (served["prompt_tokens"], served["output_tokens"]) == (len(PROMPT), len(TOKENS))
+        assert 0 < served["first_token_seconds"] <= served["total_seconds"]
+        assert (refused_one["status"], refused_one["output_tokens"]) == ("invalid_argument", 0)
+
     @pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\tb", '{"a":1}', "é"])
     def test_bad_request_ids(self, quiet: OpenGateway, given: str) -> None:
         response = post(quiet.http, COMPLETIONS, BODY, headers={"x-request-id": given.encode()})

@@ -21,6 +21,7 @@ from tandem.cluster.config_sections import (
     GatewaySection,
     Islands,
     IslandSection,
+    LoggingSection,
     MetricsSection,
     ModelSection,
     RaySection,
@@ -55,6 +56,8 @@ class ClusterConfig(Section):
     """how many islands there may be while the cluster runs"""
     metrics: MetricsSection = MetricsSection()
     """what Prometheus reads"""
+    logging: LoggingSection = LoggingSection()
+    """what processes write of themselves"""
     recovery: RecoverySection = RecoverySection()
     """what happens when a process ends or falls silent"""
     security: SecuritySection = SecuritySection()

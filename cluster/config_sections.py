@@ -19,6 +19,7 @@ from tandem.cluster.config_model import find_model, model_name
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
+from tandem.workers.logs import LogSettings
 
 # A number's unit stands in its type, for docs/configuration.md.
 Calls = Annotated[int, Field(ge=1, json_schema_extra={"unit": "calls"})]
@@ -239,6 +240,20 @@ class MetricsSection(Section):
     """address that metrics.port listens on"""
     public: bool = False
     """whether /metrics needs no token and may be asked for under any host name"""
+
+
+class LoggingSection(Section):
+    access: bool = False
+    """whether gateway processes log a line for each finished request"""
+    format: Literal["text", "json"] = "text"
+    """how all processes write their logs: lines of text, or one JSON object a line"""
+    folder: ResolvedPath | None = None
+    """folder of workers' and gateway processes' logs, a file each, on each host; null is stderr, which Ray keeps"""
+
+    @property
+    def settings(self) -> LogSettings:
+        """As processes take it."""
+        return LogSettings(self.access, self.format, self.folder)
 
 
 class SecuritySection(Section):

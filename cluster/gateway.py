@@ -36,7 +36,7 @@ from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
-from tandem.cluster.requests.observer import all_of
+from tandem.cluster.requests.observer import Observe, all_of
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
@@ -50,6 +50,7 @@ from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tracing.access_log import AccessLog
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
 from tandem.workers.models.kv_scales import stores_fp8
@@ -166,7 +167,7 @@ class Gateway:
             self._claims,
             max_attempts=section.max_attempts,
             request_seconds=section.request_seconds,
-            observe=all_of([self._metrics.observe] if settings.config.metrics.enabled else []),
+            observe=all_of(self._observers()),
         )
         if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._limits, local=bound is not None)
@@ -188,6 +189,14 @@ class Gateway:
         await self._tell_health()
         await self._server.start()
         return self._addresses
+
+    def _observers(self) -> list[Observe]:
+        config, observers = self._settings.config, []
+        if config.metrics.enabled:
+            observers.append(self._metrics.observe)
+        if config.logging.access:
+            observers.append(AccessLog(self._names[0]).observe)
+        return observers
 
     def _scrape(self) -> Scrape | None:
         config = self._settings.config

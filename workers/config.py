@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tandem.workers.logs import LogSettings
+
 MESSAGE_BYTES = 16 << 20  # what a message may have besides a prompt
 
 
@@ -54,6 +56,7 @@ class WorkerConfig:
     max_stream_messages_per_second: float = math.inf
     adaptive: bool = False
     token_seconds: float | None = None
+    logging: LogSettings = field(default_factory=LogSettings)
 
 
 @dataclass(frozen=True)

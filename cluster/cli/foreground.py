@@ -17,6 +17,7 @@ from tandem.cluster.cli.start_report import StartReport
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.processes.actor_server import set_title
 from tandem.cluster.supervision.start_clock import StartClock, phase_lines, process_age
+from tandem.workers.logs import formatter
 
 
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
@@ -27,7 +28,9 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost.
     """
     set_title(f"{config.name}/launcher")
-    logging.basicConfig(format="%(asctime)s %(message)s")
+    written = logging.StreamHandler()
+    written.setFormatter(formatter(config.logging.settings, f"{config.name}/launcher"))
+    logging.basicConfig(handlers=[written])
     logging.getLogger("tandem").setLevel(logging.INFO)
     with StartReport(config.name) as report, suppress(KeyboardInterrupt), _signals_interrupt():
         clock = StartClock(report.phase)

@@ -8,6 +8,7 @@ from tandem.cluster.errors import TandemError
 from tandem.cluster.frontends.grpc_server import host_of
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.requests.origin import TRACEPARENT_KEY, Origin, current_origin
 from tandem.cluster.statuses import grpc_status, refuse
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.workers.authentication import HEADER
@@ -32,6 +33,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         self._rejected = rejected
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        current_origin.set(Origin("grpc", request.request_id, traceparent=_metadata(context, TRACEPARENT_KEY)))
         try:
             serving = self._requests.serve(
                 request,

@@ -15,6 +15,7 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.supervision.heartbeat import MEETING
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.logs import close_log, open_log
 from tandem.workers.tls import Identity
 from tandem.workers.worker import Worker
 
@@ -30,6 +31,7 @@ class WorkerActor:
         if config.device == "cuda":  # which nothing has touched yet in this process
             os.environ[VARIABLE] = with_peers(os.environ.get(VARIABLE, ""))
             sys.setswitchinterval(SWITCH_SECONDS)
+        self._log = open_log(config.logging, f"{config.island}/worker.{config.pe}")
         self._stopped = threading.Event()
         self._phase = ""  # of what prepares it right now
         self._worker = Worker(config)
@@ -98,6 +100,7 @@ class WorkerActor:
         self._worker.stop()
         if self._claim is not None:
             self._claim.release()
+        close_log(self._log)
         self._stopped.set()
 
 
@@ -105,6 +108,8 @@ class GatewayActor:
     """The gateway in a process of its own."""
 
     def __init__(self, settings: GatewaySettings) -> None:
+        name = f"{settings.config.name}/gateway.{settings.process}"
+        self._log = open_log(settings.config.logging.settings, name)
         self._stopped = threading.Event()
         self._events = EventLoopThread("gateway")
         self._drain_seconds = settings.config.gateway.drain_seconds
@@ -143,4 +148,5 @@ class GatewayActor:
     def stop(self, grace: float) -> None:
         self._events.run(self._gateway.stop(grace), timeout=grace + 20)
         self._events.stop()
+        close_log(self._log)
         self._stopped.set()

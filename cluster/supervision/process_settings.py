@@ -72,6 +72,7 @@ def worker_configs(
             max_stream_messages_per_second=stream_messages_per_second(config),
             token_seconds=token_seconds(config),
             adaptive=is_adaptive(config),
+            logging=config.logging.settings,
         )
         for pe, role in enumerate(roles)
     ]

@@ -12,6 +12,14 @@ from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
 from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.origin import (
+    REQUEST_ID_KEY,
+    TRACEPARENT_KEY,
+    Origin,
+    check_given_id,
+    current_origin,
+    own_id,
+)
 from tandem.workers.authentication import HEADER, BearerToken
 
 MODELS = "/v1/models"
@@ -49,6 +57,8 @@ class HttpApp:
         assert call is not None, "ASGI calls its application in a task"
         reply = Reply(send)
         try:
+            if scope["path"] not in self._monitoring.routes:
+                self._name(scope, reply)
             route = self._route(scope)
             self._calls.add(call)
             await route(scope, receive, reply)
@@ -65,6 +75,15 @@ class HttpApp:
             await self._refuse(reply, HttpError(500, "the gateway failed; its log says how"))
         finally:
             self._calls.discard(call)
+
+    @staticmethod
+    def _name(scope: Scope, reply: Reply) -> None:
+        """The answer says by which id the call is known, also where it is an error. InvalidRequest for a wrong one."""
+        reply.headers[REQUEST_ID_KEY] = made = own_id("")
+        given = check_given_id(header(scope, REQUEST_ID_KEY))
+        reply.headers[REQUEST_ID_KEY] = given or made
+        parent = next(iter(header(scope, TRACEPARENT_KEY)), "")
+        current_origin.set(Origin("http", own_id(given) if given else made, given, parent))
 
     def end_calls(self) -> None:
         """Answers calls under way with an error."""

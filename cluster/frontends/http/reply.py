@@ -25,7 +25,7 @@ class Reply:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.headers: dict[str, str] = {}  # of the answer, besides its own
+        self.headers: dict[str, str] = {}  # of whatever is answered
         self._begun = self._ended = False
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:

@@ -17,6 +17,7 @@ from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.answers import Write
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.origin import current_origin
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
@@ -53,6 +54,8 @@ class GenerationRoute:
             held.requests = len(requests)
             current_body.set(held)
             reply.headers |= body.headers
+            # Of several prompts each is a request of its own; the first one has the call's id.
+            requests[0].request_id = requests[0].request_id or current_origin.get().request_id
             generating = self._generate(body, requests, scope, reply)
             await unless_gone(receive, asyncio.ensure_future(generating))
         finally:

@@ -44,6 +44,41 @@ class TestCalls:
     def test_a_good_one(self, quiet: OpenGateway) -> None:
         assert tokens_of([answer(quiet.http, COMPLETIONS, **BODY)]) == TOKENS
 
+    @pytest.mark.parametrize("given", ["a", "7f3e.A_b:~+/=@-", "x" * 128])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_clients_request_id(self, quiet: OpenGateway, given: str, stream: bool) -> None:
+        response = post(quiet.http, COMPLETIONS, {**BODY, "stream": stream}, headers={"x-request-id": given})
+        assert (response.status_code, response.headers["x-request-id"]) == (200, given)
+        assert f'"cmpl-{given[:119]}-' in response.text
+
+    def test_request_ids_are_made(self, quiet: OpenGateway) -> None:
+        ids = [post(quiet.http, COMPLETIONS, BODY).headers["x-request-id"] for _ in range(2)]
+        assert len({*ids}) == 2
+        assert post(quiet.http, COMPLETIONS, BODY | {"max_tokens": 0}).headers["x-request-id"]
+        assert "x-request-id" not in get(quiet.http, "/health").headers
+
+    def test_a_line_for_each_request(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", "tandem")
+        with open_gateway(model, {"logging.access": True}) as opened:
+            post(opened.http, COMPLETIONS, BODY, headers={"x-request-id": "mine", "client-id": "me"})
+            post(opened.http, COMPLETIONS, BODY | {"prompt": [1], "max_tokens": 1 << 20})
+        served, refused_one = [record.__dict__["fields"] for record in caplog.records if record.message == "request"]
+        assert served["request_id"].startswith("mine-")
+        assert (served["frontend"], served["client"], served["status"]) == ("http", "id:me", "length")
+        assert (served["prompt_tokens"], served["output_tokens"]) == (len(PROMPT), len(TOKENS))
+        assert 0 < served["first_token_seconds"] <= served["total_seconds"]
+        assert (refused_one["status"], refused_one["output_tokens"]) == ("invalid_argument", 0)
+
+    @pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\tb", '{"a":1}', "é"])
+    def test_bad_request_ids(self, quiet: OpenGateway, given: str) -> None:
+        response = post(quiet.http, COMPLETIONS, BODY, headers={"x-request-id": given.encode()})
+        assert refused(response, 400)["message"].startswith("x-request-id is ")
+        assert response.headers["x-request-id"] != given
+
+    def test_two_request_ids(self, quiet: OpenGateway) -> None:
+        headers = [("x-request-id", "a"), ("x-request-id", "b")]
+        assert "given 2 times" in refused(post(quiet.http, COMPLETIONS, BODY, headers=headers), 400)["message"]
+
     @pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions/", "/v1/embeddings", "//v1/models", "/v1/models/"])
     def test_unknown_routes(self, quiet: OpenGateway, path: str) -> None:
         assert "/v1/chat/completions" in refused(get(quiet.http, path), 404)["message"]

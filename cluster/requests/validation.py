@@ -245,7 +245,10 @@ class RequestValidator:
         if message.chat.continue_final_message and message.chat.add_generation_prompt:
             raise InvalidRequest("chat.add_generation_prompt is true; with continue_final_message false is accepted")
         if message.chat.template_kwargs:
-            template_variables(message.chat)
+            try:
+                template_variables(message.chat)
+            except ChatTemplateError as error:
+                raise InvalidRequest(f"chat.{error}") from None
         size = len(message.text) or message.chat.ByteSize()
         most = self._limits.max_model_len * self._longest_token
         if kind == "chat" and size > most:  # which counts more than the characters

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
@@ -38,18 +38,18 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
 
 
 def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
-    """Raises InvalidRequest."""
+    """Raises ChatTemplateError, which names the field."""
     text = chat.template_kwargs
     if len(text) > MAX_TEMPLATE_KWARGS:
         reason = f"has {len(text)} characters; at most {MAX_TEMPLATE_KWARGS} are accepted"
-        raise InvalidRequest(f"chat.template_kwargs {reason}")
+        raise ChatTemplateError(f"template_kwargs {reason}")
     try:
         variables = json.loads(text or "{}")
     except (ValueError, RecursionError):
         variables = None
     if not isinstance(variables, dict):
-        raise InvalidRequest(f"chat.template_kwargs is {text!r:.80}; a JSON object is accepted")
+        raise ChatTemplateError(f"template_kwargs is {text!r:.80}; a JSON object is accepted")
     own = [name for name in OWN_VARIABLES if name in variables]
     if own:
-        raise InvalidRequest(f"chat.template_kwargs has {own[0]}, which is a field of its own")
+        raise ChatTemplateError(f"template_kwargs has {own[0]}, which is a field of its own")
     return variables

@@ -309,6 +309,9 @@ def test_unknown_fields_are_ignored_and_listed() -> None:
     header = body.headers["x-tandem-ignored"]
     assert header == f"colour, a??set-cookie??x, {'?' * 80}"
     assert pickle.loads(pickle.dumps(body.without_prompt())).headers == body.headers
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    body = read(ChatBody, {"messages": [TURN], **options})
+    assert (body.includes_usage, body.headers["x-tandem-ignored"]) == (True, "stream_options.continuous_usage_stats")
     many = read(CompletionBody, {"prompt": "x", **{f"zz{index}": 1 for index in range(90)}})
     assert many.headers["x-tandem-ignored"].endswith("zz15, and 74 more")
 

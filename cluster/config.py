@@ -30,6 +30,7 @@ from tandem.cluster.config_sections import (
     SchedulerSection,
     Section,
     SecuritySection,
+    TracingSection,
 )
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
@@ -58,6 +59,8 @@ class ClusterConfig(Section):
     """what Prometheus reads"""
     logging: LoggingSection = LoggingSection()
     """what processes write of themselves"""
+    tracing: TracingSection = TracingSection()
+    """spans of requests"""
     recovery: RecoverySection = RecoverySection()
     """what happens when a process ends or falls silent"""
     security: SecuritySection = SecuritySection()

@@ -256,6 +256,15 @@ class LoggingSection(Section):
         return LogSettings(self.access, self.format, self.folder)
 
 
+class TracingSection(Section):
+    keep: Annotated[int, Field(json_schema_extra={"unit": "requests"})] = Field(default=0, ge=0, le=1 << 16)
+    """finished requests whose spans each gateway process keeps for `tandem trace`; 0 keeps none"""
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] | None = None
+    """where spans go by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; it needs the extra `tracing`"""
+    sample_ratio: Fraction = 1.0
+    """fraction of requests whose spans go to endpoint, where the caller's traceparent does not say"""
+
+
 class SecuritySection(Section):
     """Whoever can reach the gateway may use it, unless it asks for a token."""
 

@@ -7,6 +7,7 @@ ids of requests from each other.
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -51,6 +52,8 @@ from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tracing.access_log import AccessLog
+from tandem.cluster.tracing.exporter import otlp_exporter
+from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
 from tandem.workers.models.kv_scales import stores_fp8
@@ -157,6 +160,7 @@ class Gateway:
         self._claims = Claims(self._table, self._links)
         self._readiness = Readiness(self._islands, adaptive=bound is not None)
         self._metrics = RequestMetrics(self._table)
+        self._tracer, self._end_export = self._open_tracer()
         self._requests = ActiveRequests(
             self._validator,
             self._readers,
@@ -178,7 +182,7 @@ class Gateway:
             self._tasks.append(asyncio.create_task(rebalancer.run()))
         self._limit = CallLimit(section.max_calls, self._table)
         scrape = self._scrape()
-        self._admin = Admin(scrape)
+        self._admin = Admin(scrape, self._tracer, self._links)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._peers = await self._peer_server()
         self._server = self._grpc_server()
@@ -190,12 +194,21 @@ class Gateway:
         await self._server.start()
         return self._addresses
 
+    def _open_tracer(self) -> tuple[Tracer, Callable[[], None]]:
+        section = self._settings.config.tracing
+        if section.endpoint is None:
+            return Tracer(section.keep, 0.0), lambda: None
+        export, end = otlp_exporter(section.endpoint, f"tandem/{self._settings.config.name}")
+        return Tracer(section.keep, section.sample_ratio, export), end
+
     def _observers(self) -> list[Observe]:
         config, observers = self._settings.config, []
         if config.metrics.enabled:
             observers.append(self._metrics.observe)
         if config.logging.access:
             observers.append(AccessLog(self._names[0]).observe)
+        if config.tracing.keep or config.tracing.endpoint is not None:
+            observers.append(self._tracer.observe)
         return observers
 
     def _scrape(self) -> Scrape | None:
@@ -225,7 +238,7 @@ class Gateway:
         self._table.put(Column.PID, os.getpid())
         if self._settings.processes == 1:
             return None
-        peers = PeerServer(self._settings.peer_token, self._requests.give, self._queue.give_way)
+        peers = PeerServer(self._settings.peer_token, self._requests.give, self._queue.give_way, self._tracer.find)
         self._table.put(Column.PORT, await peers.start())
         return peers
 
@@ -302,6 +315,7 @@ class Gateway:
         self._claims.close()
         await self._links.close()
         await self._readers.close()
+        await asyncio.to_thread(self._end_export)
         if self._peers is not None:
             await self._peers.stop()
 

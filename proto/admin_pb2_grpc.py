@@ -44,6 +44,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_proto_dot_admin__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_admin__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/tandem.v1.Admin/GetTrace',
+                request_serializer=tandem_dot_proto_dot_admin__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_admin__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -72,6 +77,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """The spans of a request that has ended, where a gateway process still keeps them (tracing.keep). No trace: none does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,6 +96,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=tandem_dot_proto_dot_admin__pb2.GetMetricsRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_admin__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=tandem_dot_proto_dot_admin__pb2.GetTraceRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_admin__pb2.GetTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +157,33 @@ class Admin(object):
             '/tandem.v1.Admin/GetMetrics',
             tandem_dot_proto_dot_admin__pb2.GetMetricsRequest.SerializeToString,
             tandem_dot_proto_dot_admin__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/GetTrace',
+            tandem_dot_proto_dot_admin__pb2.GetTraceRequest.SerializeToString,
+            tandem_dot_proto_dot_admin__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,25 +22,26 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tandem.proto import admin_pb2 as tandem_dot_proto_dot_admin__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/proto/peer.proto\x12\ttandem.v1\"B\n\x0c\x43laimRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07resumes\x18\x02 \x01(\x08\x12\r\n\x05stamp\x18\x03 \x01(\x03\"9\n\rClaimResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.tandem.v1.ClaimOutcome\" \n\x0eGiveWayRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\"#\n\x0fGiveWayResponse\x12\x10\n\x08gave_way\x18\x01 \x01(\x08*}\n\x0c\x43laimOutcome\x12\x1d\n\x19\x43LAIM_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LAIM_OUTCOME_FREE\x10\x01\x12\x18\n\x14\x43LAIM_OUTCOME_IN_USE\x10\x02\x12\x1c\n\x18\x43LAIM_OUTCOME_SUPERSEDED\x10\x03\x32\x84\x01\n\x04Peer\x12:\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x18.tandem.v1.ClaimResponse\x12@\n\x07GiveWay\x12\x19.tandem.v1.GiveWayRequest\x1a\x1a.tandem.v1.GiveWayResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/proto/peer.proto\x12\ttandem.v1\x1a\x18tandem/proto/admin.proto\"B\n\x0c\x43laimRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07resumes\x18\x02 \x01(\x08\x12\r\n\x05stamp\x18\x03 \x01(\x03\"9\n\rClaimResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.tandem.v1.ClaimOutcome\" \n\x0eGiveWayRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\"#\n\x0fGiveWayResponse\x12\x10\n\x08gave_way\x18\x01 \x01(\x08*}\n\x0c\x43laimOutcome\x12\x1d\n\x19\x43LAIM_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LAIM_OUTCOME_FREE\x10\x01\x12\x18\n\x14\x43LAIM_OUTCOME_IN_USE\x10\x02\x12\x1c\n\x18\x43LAIM_OUTCOME_SUPERSEDED\x10\x03\x32\xc9\x01\n\x04Peer\x12:\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x18.tandem.v1.ClaimResponse\x12@\n\x07GiveWay\x12\x19.tandem.v1.GiveWayRequest\x1a\x1a.tandem.v1.GiveWayResponse\x12\x43\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x1b.tandem.v1.GetTraceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.proto.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CLAIMOUTCOME']._serialized_start=236
-  _globals['_CLAIMOUTCOME']._serialized_end=361
-  _globals['_CLAIMREQUEST']._serialized_start=38
-  _globals['_CLAIMREQUEST']._serialized_end=104
-  _globals['_CLAIMRESPONSE']._serialized_start=106
-  _globals['_CLAIMRESPONSE']._serialized_end=163
-  _globals['_GIVEWAYREQUEST']._serialized_start=165
-  _globals['_GIVEWAYREQUEST']._serialized_end=197
-  _globals['_GIVEWAYRESPONSE']._serialized_start=199
-  _globals['_GIVEWAYRESPONSE']._serialized_end=234
-  _globals['_PEER']._serialized_start=364
-  _globals['_PEER']._serialized_end=496
+  _globals['_CLAIMOUTCOME']._serialized_start=262
+  _globals['_CLAIMOUTCOME']._serialized_end=387
+  _globals['_CLAIMREQUEST']._serialized_start=64
+  _globals['_CLAIMREQUEST']._serialized_end=130
+  _globals['_CLAIMRESPONSE']._serialized_start=132
+  _globals['_CLAIMRESPONSE']._serialized_end=189
+  _globals['_GIVEWAYREQUEST']._serialized_start=191
+  _globals['_GIVEWAYREQUEST']._serialized_end=223
+  _globals['_GIVEWAYRESPONSE']._serialized_start=225
+  _globals['_GIVEWAYRESPONSE']._serialized_end=260
+  _globals['_PEER']._serialized_start=390
+  _globals['_PEER']._serialized_end=591
 # @@protoc_insertion_point(module_scope)

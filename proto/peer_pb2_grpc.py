@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from tandem.proto import admin_pb2 as tandem_dot_proto_dot_admin__pb2
 from tandem.proto import peer_pb2 as tandem_dot_proto_dot_peer__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
@@ -44,6 +45,11 @@ class PeerStub(object):
                 request_serializer=tandem_dot_proto_dot_peer__pb2.GiveWayRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_peer__pb2.GiveWayResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/tandem.v1.Peer/GetTrace',
+                request_serializer=tandem_dot_proto_dot_admin__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_admin__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -65,6 +71,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """As Admin's, of this process alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.GiveWay,
                     request_deserializer=tandem_dot_proto_dot_peer__pb2.GiveWayRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_peer__pb2.GiveWayResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=tandem_dot_proto_dot_admin__pb2.GetTraceRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_admin__pb2.GetTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +151,33 @@ class Peer(object):
             '/tandem.v1.Peer/GiveWay',
             tandem_dot_proto_dot_peer__pb2.GiveWayRequest.SerializeToString,
             tandem_dot_proto_dot_peer__pb2.GiveWayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Peer/GetTrace',
+            tandem_dot_proto_dot_admin__pb2.GetTraceRequest.SerializeToString,
+            tandem_dot_proto_dot_admin__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

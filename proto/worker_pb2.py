@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.proto import inference_pb2 as tandem_dot_proto_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/proto/worker.proto\x12\ttandem.v1\x1a\x1ctandem/proto/inference.proto\"v\n\x0bPositionMap\x12\x16\n\x0estart_position\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x0c\n\x04runs\x18\x04 \x03(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\x06\"\xfd\x01\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttarget_pe\x18\x03 \x01(\r\x12\x13\n\x0bsignal_slot\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\r\x12\x16\n\x0ematched_tokens\x18\x06 \x01(\r\x12,\n\x0cposition_map\x18\x07 \x01(\x0b\x32\x16.tandem.v1.PositionMap\x12\r\n\x05pages\x18\x08 \x01(\r\x12\x11\n\twriter_pe\x18\t \x01(\r\x12\x15\n\rlease_seconds\x18\n \x01(\x01\x12\x0c\n\x04seal\x18\x0b \x01(\x0c\"\x94\x01\n\x15PrepareReceiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x11\n\twriter_pe\x18\x05 \x01(\r\x12\x0e\n\x06prompt\x18\x06 \x01(\x0c\x12\x0c\n\x04salt\x18\x07 \x01(\x0c\x12\r\n\x05whole\x18\x08 \x01(\x08J\x04\x08\x03\x10\x04\"R\n\x0f\x41nnounceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x01(\x0c\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\"^\n\nFirstToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12*\n\x08logprobs\x18\x03 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\"\xc8\x01\n\x11RemoteSendRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x0breservation\x18\x05 \x01(\x0b\x32\x16.tandem.v1.Reservation\x12\x0e\n\x06prompt\x18\x06 \x01(\x0c\x12\x0c\n\x04salt\x18\x07 \x01(\x0c\x12\x12\n\nnum_output\x18\x08 \x01(\rJ\x04\x08\x03\x10\x04\"\xc8\x01\n\x12RemoteSendResponse\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x05 \x01(\x01\x12\x14\n\x0cpush_seconds\x18\x06 \x01(\x01\x12\x14\n\x0c\x62ytes_pushed\x18\x07 \x01(\x04\"\xb0\x01\n\x14StartGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x03 \x01(\x04\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0c\n\x04\x66\x65\x65\x64\x18\x05 \x01(\x04\x12\x0e\n\x06number\x18\x06 \x01(\x04\x12\x12\n\nnum_output\x18\x07 \x01(\r\"\xb6\x01\n\x0fGeneratedTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12*\n\x08logprobs\x18\x02 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0b\n\x03\x66\x65\x64\x18\x04 \x01(\r\x12\'\n\tprefilled\x18\x05 \x01(\x0b\x32\x14.tandem.v1.Prefilled\"R\n\tPrefilled\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\":\n\x15PromptLogprobsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"I\n\x0ePackedLogprobs\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x01(\x0c\"*\n\x0b\x46\x65\x65\x64Request\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04\x66\x65\x65\x64\x18\x02 \x01(\x04\"/\n\tFedTokens\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"G\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0cwriter_quiet\x18\x03 \x01(\x08\"\x1e\n\rAbortResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"\x12\n\x10GetStatusRequest\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xc2\x01\n\x0cWorkerReport\x12\r\n\x05whole\x18\x01 \x01(\x08\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x11\n\tpositions\x18\x06 \x01(\x04\x12\x15\n\rtoken_seconds\x18\x07 \x01(\x01\x12 \n\x18prompt_tokens_per_second\x18\x08 \x01(\x01\x12\x12\n\nfree_pages\x18\t \x01(\r2\xf5\x04\n\x06Worker\x12J\n\x0ePrepareReceive\x12 .tandem.v1.PrepareReceiveRequest\x1a\x16.tandem.v1.Reservation\x12\x41\n\x08\x41nnounce\x12\x1a.tandem.v1.AnnounceRequest\x1a\x15.tandem.v1.FirstToken(\x01\x30\x01\x12I\n\nRemoteSend\x12\x1c.tandem.v1.RemoteSendRequest\x1a\x1d.tandem.v1.RemoteSendResponse\x12N\n\rStartGenerate\x12\x1f.tandem.v1.StartGenerateRequest\x1a\x1a.tandem.v1.GeneratedTokens0\x01\x12O\n\x0ePromptLogprobs\x12 .tandem.v1.PromptLogprobsRequest\x1a\x19.tandem.v1.PackedLogprobs0\x01\x12\x36\n\x04\x46\x65\x65\x64\x12\x16.tandem.v1.FeedRequest\x1a\x14.tandem.v1.FedTokens0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12?\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x15.tandem.v1.WorkerInfo\x12;\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x17.tandem.v1.WorkerReport0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/proto/worker.proto\x12\ttandem.v1\x1a\x1ctandem/proto/inference.proto\"v\n\x0bPositionMap\x12\x16\n\x0estart_position\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x0c\n\x04runs\x18\x04 \x03(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\x06\"\xfd\x01\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttarget_pe\x18\x03 \x01(\r\x12\x13\n\x0bsignal_slot\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\r\x12\x16\n\x0ematched_tokens\x18\x06 \x01(\r\x12,\n\x0cposition_map\x18\x07 \x01(\x0b\x32\x16.tandem.v1.PositionMap\x12\r\n\x05pages\x18\x08 \x01(\r\x12\x11\n\twriter_pe\x18\t \x01(\r\x12\x15\n\rlease_seconds\x18\n \x01(\x01\x12\x0c\n\x04seal\x18\x0b \x01(\x0c\"\x94\x01\n\x15PrepareReceiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x11\n\twriter_pe\x18\x05 \x01(\r\x12\x0e\n\x06prompt\x18\x06 \x01(\x0c\x12\x0c\n\x04salt\x18\x07 \x01(\x0c\x12\r\n\x05whole\x18\x08 \x01(\x08J\x04\x08\x03\x10\x04\"R\n\x0f\x41nnounceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x01(\x0c\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\"^\n\nFirstToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12*\n\x08logprobs\x18\x03 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\"\xc8\x01\n\x11RemoteSendRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x0breservation\x18\x05 \x01(\x0b\x32\x16.tandem.v1.Reservation\x12\x0e\n\x06prompt\x18\x06 \x01(\x0c\x12\x0c\n\x04salt\x18\x07 \x01(\x0c\x12\x12\n\nnum_output\x18\x08 \x01(\rJ\x04\x08\x03\x10\x04\"\xda\x01\n\x12RemoteSendResponse\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x05 \x01(\x01\x12\x14\n\x0cpush_seconds\x18\x06 \x01(\x01\x12\x14\n\x0c\x62ytes_pushed\x18\x07 \x01(\x04\x12\x10\n\x08\x62\x65gan_ns\x18\x08 \x01(\x04\"\xb0\x01\n\x14StartGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x03 \x01(\x04\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0c\n\x04\x66\x65\x65\x64\x18\x05 \x01(\x04\x12\x0e\n\x06number\x18\x06 \x01(\x04\x12\x12\n\nnum_output\x18\x07 \x01(\r\"\xdb\x01\n\x0fGeneratedTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12*\n\x08logprobs\x18\x02 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0b\n\x03\x66\x65\x64\x18\x04 \x01(\r\x12\'\n\tprefilled\x18\x05 \x01(\x0b\x32\x14.tandem.v1.Prefilled\x12#\n\x07\x64\x65\x63oded\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Decoded\"-\n\x07\x44\x65\x63oded\x12\x10\n\x08\x62\x65gan_ns\x18\x01 \x01(\x04\x12\x10\n\x08\x65nded_ns\x18\x02 \x01(\x04\"d\n\tPrefilled\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12\x10\n\x08\x62\x65gan_ns\x18\x04 \x01(\x04\":\n\x15PromptLogprobsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"I\n\x0ePackedLogprobs\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x01(\x0c\"*\n\x0b\x46\x65\x65\x64Request\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04\x66\x65\x65\x64\x18\x02 \x01(\x04\"/\n\tFedTokens\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"G\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0cwriter_quiet\x18\x03 \x01(\x08\"\x1e\n\rAbortResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"\x12\n\x10GetStatusRequest\"\x1d\n\x0cWatchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xc2\x01\n\x0cWorkerReport\x12\r\n\x05whole\x18\x01 \x01(\x08\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x11\n\tpositions\x18\x06 \x01(\x04\x12\x15\n\rtoken_seconds\x18\x07 \x01(\x01\x12 \n\x18prompt_tokens_per_second\x18\x08 \x01(\x01\x12\x12\n\nfree_pages\x18\t \x01(\r2\xf5\x04\n\x06Worker\x12J\n\x0ePrepareReceive\x12 .tandem.v1.PrepareReceiveRequest\x1a\x16.tandem.v1.Reservation\x12\x41\n\x08\x41nnounce\x12\x1a.tandem.v1.AnnounceRequest\x1a\x15.tandem.v1.FirstToken(\x01\x30\x01\x12I\n\nRemoteSend\x12\x1c.tandem.v1.RemoteSendRequest\x1a\x1d.tandem.v1.RemoteSendResponse\x12N\n\rStartGenerate\x12\x1f.tandem.v1.StartGenerateRequest\x1a\x1a.tandem.v1.GeneratedTokens0\x01\x12O\n\x0ePromptLogprobs\x12 .tandem.v1.PromptLogprobsRequest\x1a\x19.tandem.v1.PackedLogprobs0\x01\x12\x36\n\x04\x46\x65\x65\x64\x12\x16.tandem.v1.FeedRequest\x1a\x14.tandem.v1.FedTokens0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12?\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x15.tandem.v1.WorkerInfo\x12;\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x17.tandem.v1.WorkerReport0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,31 +45,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REMOTESENDREQUEST']._serialized_start=778
   _globals['_REMOTESENDREQUEST']._serialized_end=978
   _globals['_REMOTESENDRESPONSE']._serialized_start=981
-  _globals['_REMOTESENDRESPONSE']._serialized_end=1181
-  _globals['_STARTGENERATEREQUEST']._serialized_start=1184
-  _globals['_STARTGENERATEREQUEST']._serialized_end=1360
-  _globals['_GENERATEDTOKENS']._serialized_start=1363
-  _globals['_GENERATEDTOKENS']._serialized_end=1545
-  _globals['_PREFILLED']._serialized_start=1547
-  _globals['_PREFILLED']._serialized_end=1629
-  _globals['_PROMPTLOGPROBSREQUEST']._serialized_start=1631
-  _globals['_PROMPTLOGPROBSREQUEST']._serialized_end=1689
-  _globals['_PACKEDLOGPROBS']._serialized_start=1691
-  _globals['_PACKEDLOGPROBS']._serialized_end=1764
-  _globals['_FEEDREQUEST']._serialized_start=1766
-  _globals['_FEEDREQUEST']._serialized_end=1808
-  _globals['_FEDTOKENS']._serialized_start=1810
-  _globals['_FEDTOKENS']._serialized_end=1857
-  _globals['_ABORTREQUEST']._serialized_start=1859
-  _globals['_ABORTREQUEST']._serialized_end=1930
-  _globals['_ABORTRESPONSE']._serialized_start=1932
-  _globals['_ABORTRESPONSE']._serialized_end=1962
-  _globals['_GETSTATUSREQUEST']._serialized_start=1964
-  _globals['_GETSTATUSREQUEST']._serialized_end=1982
-  _globals['_WATCHREQUEST']._serialized_start=1984
-  _globals['_WATCHREQUEST']._serialized_end=2013
-  _globals['_WORKERREPORT']._serialized_start=2016
-  _globals['_WORKERREPORT']._serialized_end=2210
-  _globals['_WORKER']._serialized_start=2213
-  _globals['_WORKER']._serialized_end=2842
+  _globals['_REMOTESENDRESPONSE']._serialized_end=1199
+  _globals['_STARTGENERATEREQUEST']._serialized_start=1202
+  _globals['_STARTGENERATEREQUEST']._serialized_end=1378
+  _globals['_GENERATEDTOKENS']._serialized_start=1381
+  _globals['_GENERATEDTOKENS']._serialized_end=1600
+  _globals['_DECODED']._serialized_start=1602
+  _globals['_DECODED']._serialized_end=1647
+  _globals['_PREFILLED']._serialized_start=1649
+  _globals['_PREFILLED']._serialized_end=1749
+  _globals['_PROMPTLOGPROBSREQUEST']._serialized_start=1751
+  _globals['_PROMPTLOGPROBSREQUEST']._serialized_end=1809
+  _globals['_PACKEDLOGPROBS']._serialized_start=1811
+  _globals['_PACKEDLOGPROBS']._serialized_end=1884
+  _globals['_FEEDREQUEST']._serialized_start=1886
+  _globals['_FEEDREQUEST']._serialized_end=1928
+  _globals['_FEDTOKENS']._serialized_start=1930
+  _globals['_FEDTOKENS']._serialized_end=1977
+  _globals['_ABORTREQUEST']._serialized_start=1979
+  _globals['_ABORTREQUEST']._serialized_end=2050
+  _globals['_ABORTRESPONSE']._serialized_start=2052
+  _globals['_ABORTRESPONSE']._serialized_end=2082
+  _globals['_GETSTATUSREQUEST']._serialized_start=2084
+  _globals['_GETSTATUSREQUEST']._serialized_end=2102
+  _globals['_WATCHREQUEST']._serialized_start=2104
+  _globals['_WATCHREQUEST']._serialized_end=2133
+  _globals['_WORKERREPORT']._serialized_start=2136
+  _globals['_WORKERREPORT']._serialized_end=2330
+  _globals['_WORKER']._serialized_start=2333
+  _globals['_WORKER']._serialized_end=2962
 # @@protoc_insertion_point(module_scope)

@@ -106,7 +106,7 @@ class RemoteSendRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., num_output: _Optional[int] = ...) -> None: ...
 
 class RemoteSendResponse(_message.Message):
-    __slots__ = ("first_token", "logprobs", "cached_tokens", "queue_seconds", "prefill_seconds", "push_seconds", "bytes_pushed")
+    __slots__ = ("first_token", "logprobs", "cached_tokens", "queue_seconds", "prefill_seconds", "push_seconds", "bytes_pushed", "began_ns")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class RemoteSendResponse(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PUSHED_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_NS_FIELD_NUMBER: _ClassVar[int]
     first_token: int
     logprobs: _inference_pb2.TokenLogprobs
     cached_tokens: int
@@ -121,7 +122,8 @@ class RemoteSendResponse(_message.Message):
     prefill_seconds: float
     push_seconds: float
     bytes_pushed: int
-    def __init__(self, first_token: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ...) -> None: ...
+    began_ns: int
+    def __init__(self, first_token: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ..., began_ns: _Optional[int] = ...) -> None: ...
 
 class StartGenerateRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "reservation_id", "sampling", "feed", "number", "num_output")
@@ -142,28 +144,40 @@ class StartGenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reservation_id: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., feed: _Optional[int] = ..., number: _Optional[int] = ..., num_output: _Optional[int] = ...) -> None: ...
 
 class GeneratedTokens(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "finish_reason", "fed", "prefilled")
+    __slots__ = ("token_ids", "logprobs", "finish_reason", "fed", "prefilled", "decoded")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     FED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    DECODED_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     finish_reason: _inference_pb2.FinishReason
     fed: int
     prefilled: Prefilled
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., fed: _Optional[int] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
+    decoded: Decoded
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., fed: _Optional[int] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ...) -> None: ...
+
+class Decoded(_message.Message):
+    __slots__ = ("began_ns", "ended_ns")
+    BEGAN_NS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_NS_FIELD_NUMBER: _ClassVar[int]
+    began_ns: int
+    ended_ns: int
+    def __init__(self, began_ns: _Optional[int] = ..., ended_ns: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("cached_tokens", "queue_seconds", "prefill_seconds")
+    __slots__ = ("cached_tokens", "queue_seconds", "prefill_seconds", "began_ns")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_NS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     queue_seconds: float
     prefill_seconds: float
-    def __init__(self, cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    began_ns: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., began_ns: _Optional[int] = ...) -> None: ...
 
 class PromptLogprobsRequest(_message.Message):
     __slots__ = ("request_id", "epoch")

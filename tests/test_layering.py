@@ -76,6 +76,7 @@ HOMES = {
     "h11": {"cluster/cli/bench/event_streams.py", "cluster/frontends/http/connection.py"},
     "llguidance": {"workers/sampling/guided.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
+    "opentelemetry": {"cluster/tracing/exporter.py"},
     "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},
     "prometheus_client": {
         "cluster/cli/samples.py",

@@ -246,6 +246,31 @@ def top(
 
 
 @app.command()
+def trace(
+    request_id: Annotated[str, typer.Argument(help="The request's id, or what its client gave as X-Request-Id.")],
+    output: Annotated[Path | None, typer.Option(help="File to write; stdout when left out.")] = None,
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Write the timeline of a finished request as Chrome trace JSON, for Perfetto. It needs tracing.keep."""
+    from tandem.cluster.cli.input import open_client
+    from tandem.cluster.cli.trace import chrome_trace
+
+    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+        answer = client.trace(request_id)
+    if not answer.HasField("trace"):
+        raise TandemError(f"request_id is {request_id!r:.160}; no gateway process keeps it (tracing.keep)")
+    text = chrome_trace(answer.trace)
+    try:
+        print(text) if output is None else output.write_text(text)
+    except OSError as error:
+        raise TandemError(f"{output}: cannot be written: {error.strerror}") from None
+
+
+@app.command()
 def scale(
     prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers; as many as now when left out.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode workers; as many as now when left out.")] = None,

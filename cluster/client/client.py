@@ -38,9 +38,10 @@ ModelT = TypeVar("ModelT")
 ClusterT = TypeVar("ClusterT")
 ScaledT = TypeVar("ScaledT")
 MetricsT = TypeVar("MetricsT")
+TraceT = TypeVar("TraceT")
 
 
-class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT]):
+class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, TraceT]):
     """A channel to a gateway, and the calls of both clients. Each client gives the types that its calls return."""
 
     _grpc: ClassVar[ModuleType]  # grpc or grpc.aio, whose channels have the same makers
@@ -94,6 +95,10 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT]):
         """What /metrics says, in Prometheus' text format."""
         return self._ask(self._admin.GetMetrics, admin_pb2.GetMetricsRequest(), timeout)
 
+    def trace(self, request_id: str, timeout: float = INFO_SECONDS) -> TraceT:
+        """The spans of a request that has ended; without any where no gateway process keeps them."""
+        return self._ask(self._admin.GetTrace, admin_pb2.GetTraceRequest(request_id=request_id), timeout)
+
     def scale(
         self,
         island: str = "",
@@ -134,6 +139,7 @@ class Client(
         inference_pb2.ClusterInfo,
         admin_pb2.ScaleResponse,
         admin_pb2.GetMetricsResponse,
+        admin_pb2.GetTraceResponse,
     ]
 ):
     """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
@@ -183,6 +189,7 @@ class AsyncClient(
         Coroutine[Any, Any, inference_pb2.ClusterInfo],
         Coroutine[Any, Any, admin_pb2.ScaleResponse],
         Coroutine[Any, Any, admin_pb2.GetMetricsResponse],
+        Coroutine[Any, Any, admin_pb2.GetTraceResponse],
     ]
 ):
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""

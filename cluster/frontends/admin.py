@@ -8,8 +8,10 @@ import grpc.aio
 
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, TandemError
 from tandem.cluster.metrics.scrape import Scrape
+from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.scaling import MAX_WORKERS, ScaleOrder, ScaleOutcome
 from tandem.cluster.statuses import refuse
+from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc
 
 SCALE_SECONDS = 900.0
@@ -19,9 +21,11 @@ POLL_SECONDS = 10.0
 class Admin(admin_pb2_grpc.AdminServicer):
     """Owned by the gateway's event loop, which runs all of its methods."""
 
-    def __init__(self, scrape: Scrape | None) -> None:
+    def __init__(self, scrape: Scrape | None, tracer: Tracer, links: PeerLinks) -> None:
         """scrape: None where nothing is counted."""
         self._scrape = scrape
+        self._tracer = tracer
+        self._links = links
         self._numbers = itertools.count(1)
         self._orders: asyncio.Queue[ScaleOrder | None] = asyncio.Queue()
         self._outcomes: dict[int, asyncio.Future[ScaleOutcome]] = {}
@@ -50,6 +54,12 @@ class Admin(admin_pb2_grpc.AdminServicer):
         if self._scrape is None:
             await refuse(context, InvalidRequest("metrics.enabled is false; GetMetrics answers where it is true"))
         return admin_pb2.GetMetricsResponse(text=(await self._scrape.text()).decode())
+
+    async def GetTrace(
+        self, request: admin_pb2.GetTraceRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.GetTraceResponse:
+        trace = self._tracer.find(request.request_id)
+        return await self._links.find_trace(request) if trace is None else admin_pb2.GetTraceResponse(trace=trace)
 
     async def next_order(self) -> ScaleOrder | None:
         """The next order whose caller still waits. None after POLL_SECONDS without one, and after close()."""

@@ -6,9 +6,10 @@ from typing import Any
 import grpc.aio
 
 from tandem.cluster.peers.table import Column, GatewayTable
-from tandem.proto import peer_pb2, peer_pb2_grpc
+from tandem.proto import admin_pb2, peer_pb2, peer_pb2_grpc
 from tandem.workers.authentication import authorized
 
+TRACE_SECONDS = 2.0  # for each process that is asked
 GIVE_WAY_SECONDS = 1.0  # for each process that is asked
 
 
@@ -47,6 +48,18 @@ class PeerLinks:
             except (grpc.aio.AioRpcError, grpc.aio.UsageError):
                 continue  # it has ended, or is stopped
         return False
+
+    async def find_trace(self, request: admin_pb2.GetTraceRequest) -> admin_pb2.GetTraceResponse:
+        """Of the first other process that has it; empty where none has."""
+        for other in self._table.others():
+            try:
+                stub = self.stub(self._table.of(other, Column.PORT))
+                answer = await stub.GetTrace(request, timeout=TRACE_SECONDS)
+            except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+                continue
+            if answer.HasField("trace"):
+                return answer
+        return admin_pb2.GetTraceResponse()
 
     async def close(self) -> None:
         await asyncio.gather(*self._closing, *(channel.close() for channel, _ in self._channels.values()))

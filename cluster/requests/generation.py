@@ -146,6 +146,8 @@ class Generation:
                 if reason == FinishReason.ABORT:
                     raise PlacementLost("the decode worker dropped the request")
                 self.complete = reason != FinishReason.RUNNING
+                if self.complete:
+                    self.observer.decoded(tokens.decoded)
                 if self._first_is_last:
                     return  # and now the decode worker has agreed
                 if placement.is_local:

@@ -30,6 +30,9 @@ class RequestObserver:
     def tokens(self, count: int) -> None:
         """A message goes out, of so many output tokens, perhaps none. Called for each message: it must cost little."""
 
+    def decoded(self, result: worker_pb2.Decoded) -> None:
+        """The decode worker has ended the request by itself."""
+
     def lost(self, error: Exception) -> None:
         """The placement is over before the request is."""
 
@@ -75,6 +78,10 @@ class _Observers(RequestObserver):
     def tokens(self, count: int) -> None:
         for part in self._parts:
             part.tokens(count)
+
+    def decoded(self, result: worker_pb2.Decoded) -> None:
+        for part in self._parts:
+            part.decoded(result)
 
     def lost(self, error: Exception) -> None:
         for part in self._parts:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Placement:
     total_tokens: int
     early_token: EarlyToken | None = None  # of an announced prompt: may come before the prefill worker's answer
     expected_seconds: float = 0.0  # until the first token, by the routing policy; 0 where it expects nothing
+    asked: float = 0.0  # when the decode worker was, by time.perf_counter()
 
     @property
     def is_local(self) -> bool:
@@ -198,7 +200,7 @@ class Router:
             prefill.expect_prompt(worker_id, computed)
             # Already, for the next request comes while this one waits for the answer.
             self._count(decode, prefill, total, computed)
-            reservation = None
+            reservation, asked = None, time.perf_counter()
             try:
                 reservation = await self._prepare(decode, request)
             finally:
@@ -209,7 +211,7 @@ class Router:
                         early.cancel()
                         self.in_background(prefill.abort(worker_id))
             if reservation is not None:
-                return Placement(worker_id, prefill, decode, reservation, computed, total, early, expected)
+                return Placement(worker_id, prefill, decode, reservation, computed, total, early, expected, asked)
         return None
 
     def _announce(self, prefill: WorkerLink, request: worker_pb2.PrepareReceiveRequest) -> EarlyToken:

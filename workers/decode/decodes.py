@@ -145,7 +145,7 @@ class Decodes:
         """Its first token goes out; it has a row in the next batch."""
         assert request.rule is not None
         assert request.token_stream is not None
-        request.output.append(first.token_id)
+        request.begin(first.token_id)
         reason = request.rule.reason(first.token_id, 1)
         self._fanout.publish([TokenUpdate(request.token_stream, first.token_id, first.logprobs, reason, prefilled)])
         if reason == FinishReason.RUNNING:
@@ -288,7 +288,7 @@ class Decodes:
         token = self._reservations.receive(request, mailbox)
         if token == NOT_FINITE:
             raise LogitsNotFinite(request.request_id, len(request.prompt))
-        request.output.append(token)
+        request.begin(token)
         reason = request.rule.reason(token, 1)
         if reason != FinishReason.RUNNING:
             self._publish_prompts([request])

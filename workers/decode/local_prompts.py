@@ -73,7 +73,8 @@ class LocalPrompts:
         """See Destination."""
         del self._prompts[prompt.request_id]
         seconds = time.perf_counter() - prompt.started
-        prefilled = Prefilled(prompt.cached_tokens, prompt.started - prompt.arrived, seconds)
+        began_ns = time.time_ns() - int(seconds * 1e9)
+        prefilled = Prefilled(prompt.cached_tokens, prompt.started - prompt.arrived, seconds, began_ns)
         self._decodes.begun(prompt.request, first, prefilled)
 
     def fail(self, prompt: LocalPrompt, error: ForwardFailed) -> None:

@@ -1,5 +1,6 @@
 """One sequence on the worker that decodes it."""
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +36,12 @@ class DecodeRequest:
     num_output: int = 0  # tokens at the prompt's end that an earlier placement has put out
     constraint: Constraint | None = None  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = None  # of a local prompt
+
+    def begin(self, token: int) -> None:
+        """All KV of the prompt and the first token are here."""
+        self.output.append(token)
+        if self.token_stream is not None:
+            self.token_stream.began_ns = time.time_ns()
 
     def take(self, token: int) -> None:
         """The output grows by a token that its row has sampled."""

@@ -30,6 +30,7 @@ class PrefillResult:
     prefill_seconds: float
     push_seconds: float
     bytes_pushed: int
+    began_ns: int = 0  # the first forward, in Unix time
 
 
 @dataclass(eq=False)
@@ -92,4 +93,5 @@ class PrefillRequest(Prompt):
             prefill_seconds=now - self.started,
             push_seconds=self.push_seconds + now - self.sampled_at,
             bytes_pushed=self.bytes_pushed,
+            began_ns=time.time_ns() - int((now - self.started) * 1e9),
         )

@@ -16,6 +16,7 @@ class Prefilled:
     cached_tokens: int
     queue_seconds: float
     prefill_seconds: float
+    began_ns: int = 0  # in Unix time
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Tokens:
     finish_reason: FinishReason = FinishReason.RUNNING
     error: WorkerError | None = None  # why the request failed, with its last tokens
     fed: int = 0  # how many tokens went over a feed before these
+    began_ns: int = 0  # see TokenStream
     prefilled: Prefilled | None = None  # with the last tokens, where this worker computed the prompt
 
 
@@ -44,6 +46,7 @@ class TokenStream:
         self._pending = Tokens()
         self._ready = asyncio.Event()
         self.last_written = 0.0
+        self.began_ns = 0  # when all KV and the first token were there, in Unix time; the step thread says so
 
     def add(self, token_ids: list[int], logprobs: list[TokenLogprobs], finish_reason: FinishReason) -> None:
         self._pending.token_ids += token_ids
@@ -78,6 +81,7 @@ class TokenStream:
         self._ready.clear()
         tokens, self._pending = self._pending, Tokens()
         tokens.fed = self._fed
+        tokens.began_ns = self.began_ns
         tokens.prefilled = self._prefilled if tokens.finish_reason != FinishReason.RUNNING else None
         return tokens
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -291,7 +292,10 @@ def _resident_bytes() -> int:
 
 
 def _generated(tokens: Tokens) -> worker_pb2.GeneratedTokens:
+    ended = tokens.finish_reason != FinishReason.RUNNING
+    decoded = worker_pb2.Decoded(began_ns=tokens.began_ns, ended_ns=time.time_ns()) if ended else None
     return worker_pb2.GeneratedTokens(
+        decoded=decoded,
         token_ids=tokens.token_ids,
         logprobs=[logprobs_to_proto(entry) for entry in tokens.logprobs],
         finish_reason=int(tokens.finish_reason),  # type: ignore[arg-type]  # same numbers as the enum of the message

@@ -26,6 +26,7 @@ from tandem.cluster.config_sections import (
     ModelSection,
     RaySection,
     RecoverySection,
+    ScalingSection,
     SchedulerSection,
     Section,
     SecuritySection,
@@ -52,6 +53,8 @@ class ClusterConfig(Section):
     """the workers that can write into each other"""
     gateway: GatewaySection = GatewaySection()
     """what clients connect to"""
+    scaling: ScalingSection = ScalingSection()
+    """how many islands there may be while the cluster runs"""
     metrics: MetricsSection = MetricsSection()
     """what Prometheus reads"""
     logging: LoggingSection = LoggingSection()

@@ -17,12 +17,12 @@ def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
     location = [str(part) for part in finding["loc"]]
     if not location:  # of the whole config: the message names its keys itself
         return finding["msg"].removeprefix("Value error, ")
-    dotted = ".".join(location)
+    dotted = cut(".".join(location))
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         section = _section(config, location[:-1])
         near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
         hint = f"did you mean {'.'.join([*location[:-1], near[0]])}? " if near else ""
-        return f"unknown key {cut(dotted)}; {hint}known here: {names(section)}"
+        return f"unknown key {dotted}; {hint}known here: {names(section)}"
     description = _description(config, location)
     if finding["type"] == "model_type":
         accepted = f"must be a section with keys {names(_section(config, location))}"
@@ -59,7 +59,14 @@ def names(section: type[BaseModel]) -> str:
 
 
 def _description(config: type[BaseModel], location: Sequence[str]) -> str:
-    description = _section(config, location[:-1]).model_fields[location[-1]].description
+    """Of the key there, or of the one whose names and values stand there."""
+    section = config
+    for depth, name in enumerate(location, 1):
+        annotation = section.model_fields[name].annotation
+        if depth == len(location) or not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        section = annotation
+    description = section.model_fields[name].description
     return " ".join((description or "").split())
 
 

@@ -312,6 +312,11 @@ class RecoverySection(Section):
     """the time in which restarts are counted"""
 
 
+class ScalingSection(Section):
+    max_islands: Islands | None = Field(default=None, le=256)
+    """most islands that `tandem scale --islands` may ask for; null is num_islands, at least 64"""
+
+
 class RaySection(Section):
     num_cpus: Cpus | None = Field(default=None, le=1 << 16)
     """CPUs that a Ray started here offers; null is all"""

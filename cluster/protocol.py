@@ -62,6 +62,9 @@ class Sampling(TypedDict, total=False):
     bad_words_ids: Sequence[Sequence[int]]
     allowed_token_ids: Sequence[int]
     guided: Mapping[str, Any]
+    prompt_logprobs: int
+    n: int
+    best_of: int
 
 
 def accepted_value(name: str) -> str:

@@ -25,12 +25,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class ScaleOrder:
-    """An order for another shape, with its numbers in range."""
+    """An order for another shape of an island, with its numbers in range, or for another number of islands."""
 
     number: int  # unique in one gateway
     island: str  # may be empty where there is only one
     num_prefill: int | None  # None: as many as now
     num_decode: int | None
+    num_islands: int | None = None
 
     def shape(self, now: Shape) -> Shape:
         return Shape(
@@ -41,7 +42,10 @@ class ScaleOrder:
 
 @dataclass(frozen=True)
 class ScaleOutcome:
-    """What came of an order, with the numbers of processes that were kept, started and ended."""
+    """What came of an order, with the numbers of processes that were kept, started and ended.
+
+    Of an order for islands these numbers are islands, and there is a num_islands.
+    """
 
     island: str
     epoch: int
@@ -50,6 +54,7 @@ class ScaleOutcome:
     started: int
     ended: int
     seconds_away: float  # in which the island took no requests
+    num_islands: int = 0
 
 
 def keep_members(before: Sequence[Role], after: Sequence[Role]) -> list[int | None]:

@@ -68,17 +68,19 @@ class GetMetricsResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("island", "num_prefill", "num_decode")
+    __slots__ = ("island", "num_prefill", "num_decode", "num_islands")
     ISLAND_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ISLANDS_FIELD_NUMBER: _ClassVar[int]
     island: str
     num_prefill: int
     num_decode: int
-    def __init__(self, island: _Optional[str] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ...) -> None: ...
+    num_islands: int
+    def __init__(self, island: _Optional[str] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., num_islands: _Optional[int] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("island", "epoch", "num_prefill", "num_decode", "kept", "started", "ended", "seconds_away")
+    __slots__ = ("island", "epoch", "num_prefill", "num_decode", "kept", "started", "ended", "seconds_away", "num_islands")
     ISLAND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +89,7 @@ class ScaleResponse(_message.Message):
     STARTED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     SECONDS_AWAY_FIELD_NUMBER: _ClassVar[int]
+    NUM_ISLANDS_FIELD_NUMBER: _ClassVar[int]
     island: str
     epoch: int
     num_prefill: int
@@ -95,4 +98,5 @@ class ScaleResponse(_message.Message):
     started: int
     ended: int
     seconds_away: float
-    def __init__(self, island: _Optional[str] = ..., epoch: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., kept: _Optional[int] = ..., started: _Optional[int] = ..., ended: _Optional[int] = ..., seconds_away: _Optional[float] = ...) -> None: ...
+    num_islands: int
+    def __init__(self, island: _Optional[str] = ..., epoch: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., kept: _Optional[int] = ..., started: _Optional[int] = ..., ended: _Optional[int] = ..., seconds_away: _Optional[float] = ..., num_islands: _Optional[int] = ...) -> None: ...

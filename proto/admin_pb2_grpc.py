@@ -55,7 +55,10 @@ class AdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Scale(self, request, context):
-        """Gives a running island another shape: its workers form the next epoch, those that stay without reading weights again.
+        """With num_islands: starts islands, which serve when it answers, or ends the newest ones. What these have not finished
+        within recovery.drain_seconds is placed on others. FAILED_PRECONDITION: there is no room; all serve on as they were.
+
+        Otherwise gives a running island another shape: its workers form the next epoch, those that stay without reading weights again.
         New ones are started and loaded while the island serves; then it takes no requests, finishes what it can within
         recovery.drain_seconds, and what is left is placed again. Answers when the island serves in its new shape.
         Errors: INVALID_ARGUMENT, FAILED_PRECONDITION (there is no room for the new workers; the island serves on as it

@@ -48,20 +48,22 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt")
+    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt", "whole")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WRITER_PE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     max_tokens: int
     writer_pe: int
     prompt: bytes
     salt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ...) -> None: ...
+    whole: bool
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., whole: bool = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "prompt", "salt")
@@ -176,6 +178,24 @@ class Prefilled(_message.Message):
     prefill_seconds: float
     began_ns: int
     def __init__(self, cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., began_ns: _Optional[int] = ...) -> None: ...
+
+class PromptLogprobsRequest(_message.Message):
+    __slots__ = ("request_id", "epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class PackedLogprobs(_message.Message):
+    __slots__ = ("logprobs", "top_ids", "top_logprobs")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, logprobs: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class FeedRequest(_message.Message):
     __slots__ = ("epoch", "feed")

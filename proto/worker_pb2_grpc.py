@@ -55,6 +55,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_proto_dot_worker__pb2.StartGenerateRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_worker__pb2.GeneratedTokens.FromString,
                 _registered_method=True)
+        self.PromptLogprobs = channel.unary_stream(
+                '/tandem.v1.Worker/PromptLogprobs',
+                request_serializer=tandem_dot_proto_dot_worker__pb2.PromptLogprobsRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_worker__pb2.PackedLogprobs.FromString,
+                _registered_method=True)
         self.Feed = channel.unary_stream(
                 '/tandem.v1.Worker/Feed',
                 request_serializer=tandem_dot_proto_dot_worker__pb2.FeedRequest.SerializeToString,
@@ -117,6 +122,15 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PromptLogprobs(self, request, context):
+        """The side that computes the prompt: its tokens' log-probabilities, once all of it is computed. Opened before the
+        RemoteSend or StartGenerate that asks for them: that is refused until the initial metadata of this call has come, and
+        ends it where the prompt fails. ALREADY_EXISTS for a request that has one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Feed(self, request, context):
         """Decode side: a step's tokens of all requests that name this feed, in one message. It is open once its initial metadata
         has come; when it ends, tokens may be lost, and whoever named it starts again. ALREADY_EXISTS for one that is open.
@@ -168,6 +182,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.StartGenerate,
                     request_deserializer=tandem_dot_proto_dot_worker__pb2.StartGenerateRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_worker__pb2.GeneratedTokens.SerializeToString,
+            ),
+            'PromptLogprobs': grpc.unary_stream_rpc_method_handler(
+                    servicer.PromptLogprobs,
+                    request_deserializer=tandem_dot_proto_dot_worker__pb2.PromptLogprobsRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_worker__pb2.PackedLogprobs.SerializeToString,
             ),
             'Feed': grpc.unary_stream_rpc_method_handler(
                     servicer.Feed,
@@ -298,6 +317,33 @@ class Worker(object):
             '/tandem.v1.Worker/StartGenerate',
             tandem_dot_proto_dot_worker__pb2.StartGenerateRequest.SerializeToString,
             tandem_dot_proto_dot_worker__pb2.GeneratedTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromptLogprobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Worker/PromptLogprobs',
+            tandem_dot_proto_dot_worker__pb2.PromptLogprobsRequest.SerializeToString,
+            tandem_dot_proto_dot_worker__pb2.PackedLogprobs.FromString,
             options,
             channel_credentials,
             insecure,

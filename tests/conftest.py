@@ -28,6 +28,7 @@ SLOW = (
     "tests/cluster/cli/test_random_checkpoint.py",
     "tests/cluster/frontends/test_large_requests.py",
     "tests/cluster/processes",
+    "tests/cluster/requests/test_answers.py",
     "tests/cluster/requests/test_readers.py",
     "tests/cluster/requests/test_replay.py",
     "tests/deploy/test_started.py",

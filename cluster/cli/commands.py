@@ -169,6 +169,9 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="Keeps tokens this likely, relative to the likeliest.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Alternatives to report for each token, with --json.")] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="Alternatives to report for each prompt token, with --json.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the output at this text; repeatable.")] = None,
     stop_token_ids: Annotated[
         list[int] | None, typer.Option("--stop-token-id", help="Ends the output at this token; repeatable.")
@@ -187,6 +190,7 @@ def generate(
     """Stream the answer to one prompt; with --json print its tokens and timings at the end."""
     given = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     given |= dict(logprobs=logprobs, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos or None)
+    given |= dict(prompt_logprobs=prompt_logprobs)
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
 
     from tandem.cluster.cli.input import open_client, read_prompt
@@ -271,6 +275,7 @@ def scale(
     prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers; as many as now when left out.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode workers; as many as now when left out.")] = None,
     island: Annotated[str, typer.Option(help="As `tandem status` names it; may be left out when there is one.")] = "",
+    islands: Annotated[int | None, typer.Option(min=1, help="Islands of the whole cluster; alone.")] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Longest wait for the new shape, in seconds.")] = 600.0,
     address: Address = None,
     token_file: TokenFile = None,
@@ -279,19 +284,21 @@ def scale(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add, remove or change the role of workers of a running island; those that stay keep their weights.
+    """Change a running island's workers or their roles, or the number of islands; workers that stay keep their weights.
 
     New workers load first. Then the island takes no requests for a moment: what runs is finished within
     recovery.drain_seconds, or goes on afterwards where it was.
     """
-    if prefill is None and decode is None:
-        raise UsageError("give --prefill, --decode or both")
+    if prefill is None and decode is None and islands is None:
+        raise UsageError("give --prefill, --decode or both, or --islands")
 
     from tandem.cluster.cli.input import open_client
     from tandem.cluster.cli.output import print_scaled
 
     with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
-        print_scaled(client.scale(island, num_prefill=prefill, num_decode=decode, timeout=timeout), as_json)
+        print_scaled(
+            client.scale(island, num_prefill=prefill, num_decode=decode, num_islands=islands, timeout=timeout), as_json
+        )
 
 
 @app.command()

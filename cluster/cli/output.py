@@ -45,7 +45,7 @@ def print_json(updates: Iterable[GenerateUpdate]) -> None:
         seconds += [round(time.perf_counter() - start, 6)] * len(update.token_ids)
     result = asdict(parts[-1]) if parts else {}
     result["text"] = "".join(part.text for part in parts)
-    for name in ("token_ids", "logprobs"):
+    for name in ("token_ids", "logprobs", "prompt_logprobs"):
         result[name] = [item for part in map(asdict, parts) for item in part[name]]
     print(json.dumps(result | {"token_seconds": seconds}))  # ASCII: whole in any encoding
 
@@ -82,6 +82,9 @@ def print_scaled(done: admin_pb2.ScaleResponse, as_json: bool) -> None:
     if as_json:
         print(MessageToJson(done, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
         return
+    if done.num_islands:
+        print(f"{done.num_islands} islands: {done.kept} kept, {done.started} started, {done.ended} ended")
+        return
     print(
         f"{done.island}: epoch {done.epoch}, {done.num_prefill} prefill and {done.num_decode} decode workers; "
         f"{done.kept} kept, {done.started} started, {done.ended} ended; away for {done.seconds_away:.1f} s"
@@ -100,8 +103,8 @@ def _gateways(gateways: Iterable[inference_pb2.GatewayProcessInfo]) -> Table:
 
 def _table(island: inference_pb2.IslandInfo) -> Table:
     columns = ("pe", "role", "pid", "address", "pages", "free", "cached", "draining", "running", "waiting", "memory")
-    title = f"island {island.name}  host {island.host}  epoch {island.epoch}  {island.transport}"
-    title += f"  restarts {island.restarts}"
+    host = f"  host {island.host}" if island.host else ""
+    title = f"island {island.name}{host}  epoch {island.epoch}  {island.transport}  restarts {island.restarts}"
     if not island.workers:
         title += "  is started again"
     table = Table(title=title, title_justify="left")

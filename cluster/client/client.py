@@ -105,13 +105,15 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         *,
         num_prefill: int | None = None,
         num_decode: int | None = None,
+        num_islands: int | None = None,
         timeout: float = SCALE_SECONDS,
     ) -> ScaledT:
         """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
 
-        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
+        island may be empty where there is one. num_islands: alone, of the whole cluster; returns when the new ones
+        serve, or when those that go have ended. Raises ScaleRefused when all serve on as they were.
         """
-        return self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode), timeout)
+        return self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode, num_islands), timeout)
 
     @abstractmethod
     def _ask(self, call: Any, request: Message, timeout: float) -> Any:

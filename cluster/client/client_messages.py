@@ -72,10 +72,12 @@ class GenerateUpdate:
     request_id: str
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: str | None  # None until the last message, then stop, length, abort or error
+    finish_reason: str | None  # None until the answer's last message, then stop, length, abort or error
     logprobs: tuple[TokenLogprobs, ...]
-    usage: Usage | None  # with the last message
-    timings: Timings | None  # with the last message
+    usage: Usage | None  # with the last message of all
+    timings: Timings | None  # with the answer's last message
+    index: int = 0  # of the answer, less than n
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # before the first token; None for the prompt's first one
 
 
 def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:
@@ -93,27 +95,32 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
         token_ids=tuple(message.token_ids),
         text=message.text,
         finish_reason=reason if message.finish_reason else None,
-        logprobs=tuple(
-            TokenLogprobs(
-                token.chosen.token_id,
-                token.chosen.logprob,
-                tuple((other.token_id, other.logprob) for other in token.top),
-            )
-            for token in message.logprobs
-        ),
+        logprobs=tuple(map(_token_logprobs, message.logprobs)),
         usage=Usage(**_fields(message.usage)) if message.HasField("usage") else None,
         timings=Timings(**_fields(message.timings)) if message.HasField("timings") else None,
+        prompt_logprobs=tuple(
+            _token_logprobs(token) if token.HasField("chosen") else None for token in message.prompt_logprobs
+        ),
+        index=message.index,
     )
 
 
-def scale_request(island: str, num_prefill: int | None, num_decode: int | None) -> admin_pb2.ScaleRequest:
+def _token_logprobs(token: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((other.token_id, other.logprob) for other in token.top)
+    return TokenLogprobs(token.chosen.token_id, token.chosen.logprob, top)
+
+
+def scale_request(
+    island: str, num_prefill: int | None, num_decode: int | None, num_islands: int | None
+) -> admin_pb2.ScaleRequest:
     """Raises InvalidRequest."""
+    numbers = {"num_prefill": num_prefill, "num_decode": num_decode, "num_islands": num_islands}
     try:
-        return admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
+        return admin_pb2.ScaleRequest(island=island, **numbers)
     except (TypeError, ValueError) as error:
+        given = ", ".join(f"{name} {number!r}" for name, number in numbers.items())
         raise InvalidRequest(
-            f"island is {island!r}, num_prefill {num_prefill!r}, num_decode {num_decode!r}: {error}; a name and "
-            "integers in [0, 2^32) are accepted"
+            f"island is {island!r}, {given}: {error}; a name and integers in [0, 2^32) are accepted"
         ) from None
 
 

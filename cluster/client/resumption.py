@@ -4,6 +4,7 @@ import random
 import secrets
 import time
 import uuid
+from collections import defaultdict
 
 import grpc
 
@@ -21,7 +22,7 @@ BROKEN = ("Stream removed", "Socket closed", "Connection reset", "recvmsg:", "GO
 
 
 class Resumption:
-    """One request and its tokens so far. Owned by the generator that streams it.
+    """One request and the tokens of its answers so far. Owned by the generator that streams it.
 
     The first call sets request_id and seed, so a restarted gateway continues the stream with the same tokens.
     """
@@ -33,7 +34,10 @@ class Resumption:
         self._failing_since: float | None = None
         self._refusals = 0
         self._resumes = False
-        self._tokens: list[int] = []
+        self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # of each answer, by its index
+        self._ended: set[int] = set()
+        self._num_prompt_logprobs = 0
+        self._repeated = 0  # those to come that are there already
         self._reached = False
         self.finished = False  # the last message has come; an error behind it does not count
         request.request_id = request.request_id or uuid.uuid4().hex
@@ -46,8 +50,15 @@ class Resumption:
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
         self._failing_since, self._refusals = None, 0
-        self._tokens += message.token_ids
-        self.finished = message.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
+        again = min(self._repeated, len(message.prompt_logprobs))
+        del message.prompt_logprobs[:again]
+        self._repeated -= again
+        self._num_prompt_logprobs += len(message.prompt_logprobs)
+        if message.token_ids or message.finish_reason:
+            self._tokens[message.index] += message.token_ids
+        if message.finish_reason:
+            self._ended.add(message.index)
+            self.finished = len(self._ended) >= self.request.sampling.n
 
     def pause(self, error: grpc.RpcError, answered: bool) -> float | None:
         """Returns the seconds to wait before the request is sent again, or None if it failed.
@@ -73,11 +84,22 @@ class Resumption:
             return None
         if failing_seconds >= patience or self.seconds_left <= least:
             return None
+        self._repeated = 0 if self._tokens else self._num_prompt_logprobs
         if self._resumes or self._tokens:
-            self.request.resume.Clear()
-            self.request.resume.SetInParent()
-            self.request.resume.token_ids.extend(self._tokens)
+            self.request.resume.CopyFrom(self._resume())
         return pause
+
+    def _resume(self) -> inference_pb2.Resume:
+        sampling = self.request.sampling
+        if max(sampling.n, sampling.best_of) <= 1:
+            return inference_pb2.Resume(token_ids=self._tokens[0])
+        indices = range(sampling.n or 1) if self._tokens else ()
+        return inference_pb2.Resume(
+            answers=[
+                inference_pb2.AnswerSoFar(token_ids=self._tokens[index], ended=index in self._ended)
+                for index in indices
+            ]
+        )
 
     def _longer_each_time(self, advice: float) -> float:
         """Never less than the advice, unlike for each client, and early enough for another try."""

@@ -91,8 +91,13 @@ class Admin(admin_pb2_grpc.AdminServicer):
             wanted[name] = getattr(request, name) if request.HasField(name) else None
             if wanted[name] is not None and not 1 <= getattr(request, name) <= MAX_WORKERS:
                 raise InvalidRequest(f"{name} is {wanted[name]}; an island has 1 … {MAX_WORKERS} workers of each role")
-        if all(number is None for number in wanted.values()):
-            raise InvalidRequest("num_prefill and num_decode are missing; give one or both")
+        shaped = any(number is not None for number in wanted.values())
+        if request.HasField("num_islands"):
+            if shaped or request.island:
+                raise InvalidRequest("num_islands is there beside island, num_prefill or num_decode; give it alone")
+            return ScaleOrder(next(self._numbers), "", None, None, request.num_islands)
+        if not shaped:
+            raise InvalidRequest("num_prefill, num_decode and num_islands are missing; give one or both, or the last")
         return ScaleOrder(next(self._numbers), request.island, **wanted)
 
 

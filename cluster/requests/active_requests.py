@@ -2,19 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from tandem.cluster.errors import DeadlineExceeded, Superseded, Unavailable, WorkerCallError, WorkerTimedOut
 from tandem.cluster.peers.claims import Claim, Claims, in_use, superseded
 from tandem.cluster.peers.table import Column, GatewayTable
+from tandem.cluster.requests.answers import Answers, Write
 from tandem.cluster.requests.body_budget import release_current_body
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.observer import Observe, RequestObserver, all_of
 from tandem.cluster.requests.readers import Readers
-from tandem.cluster.requests.replay import Replay
 from tandem.cluster.requests.validation import RequestValidator, ValidRequest, refused_prompt
 from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import WorkerLink
@@ -30,15 +28,13 @@ MOST_MOVES = 4  # of a request
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
 END_SECONDS = 1.0  # a request that is cancelled ends at once, unless something is very wrong
 
-Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
-
 
 @dataclass(eq=False)
 class _Call:
     """One call, from its validation to its end."""
 
     claim: Claim
-    generation: Generation
+    answers: Answers
     settled: bool  # no other process runs a call of that id
     work: "asyncio.Task[None]" = field(init=False)
 
@@ -108,22 +104,34 @@ class ActiveRequests:
         limit = self._request_seconds if seconds is None else min(seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
         observer = self._observe(request.request_id, client, arrived)
-        generation: Generation | None = None
+        answers: Answers | None = None
         is_named = bool(request.request_id)
         try:
             valid = await self._validate(request, open_ended, credential, host)
             del request  # which may be large, and the call long
             release_current_body()
             observer.validated(valid)
-            generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns, observer)
-            call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), generation)
+            answers = self._answers(valid, arrived, observer, client)
+            call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), answers)
             # An id that the gateway has just made runs nowhere else.
             holders = self._claims.holders(valid.request_id) if is_named else []
             await self._finish(call, holders, client, write, deadline, limit)
         except BaseException as error:
-            _end(observer, generation, error)
+            _end(observer, answers, error)
             raise
-        _end(observer, generation, None)
+        _end(observer, answers, None)
+
+    def _answers(self, valid: ValidRequest, arrived: float, observer: RequestObserver, client: str) -> Answers:
+        """Each has an observer of its own; the first one that of the request."""
+        answers = Answers(
+            valid, lambda one: Generation(one, arrived, self._tokenizer, self._eos_token_ids, self._turns)
+        )
+        first, *others = answers.generations
+        first.observer = observer
+        for one in others:
+            one.observer = self._observe(valid.request_id, client, arrived)
+            one.observer.validated(valid)
+        return answers
 
     async def _finish(
         self, call: _Call, holders: list[int], client: str, write: Write, deadline: float, limit: float
@@ -160,11 +168,12 @@ class ActiveRequests:
         How many there were. One with few tokens left stays, and so does one that was moved often.
         """
         movable = [
-            call.generation
+            generation
             for call in self._running.values()
-            if call.generation.decoded_by is source
-            and call.generation.max_tokens_left >= LEAST_TOKENS_LEFT
-            and call.generation.num_moves < MOST_MOVES
+            for generation in call.answers.generations
+            if generation.decoded_by is source
+            and generation.max_tokens_left >= LEAST_TOKENS_LEFT
+            and generation.num_moves < MOST_MOVES
         ]
         movable.sort(key=lambda generation: -generation.max_tokens_left)
         for generation in movable[:count]:
@@ -188,7 +197,7 @@ class ActiveRequests:
         await self._end(call)
         return peer_pb2.CLAIM_OUTCOME_FREE
 
-    def _enter(self, claim: Claim, generation: Generation) -> _Call:
+    def _enter(self, claim: Claim, answers: Answers) -> _Call:
         """A call that resumes a request ends the one that runs. That one's client has gone, perhaps unnoticed."""
         before = self._running.get(claim.request_id)
         if before is not None:
@@ -196,7 +205,7 @@ class ActiveRequests:
                 raise in_use(claim.request_id)
             self._leave(before)
             before.work.cancel()
-        call = self._running[claim.request_id] = _Call(claim, generation, settled=False)
+        call = self._running[claim.request_id] = _Call(claim, answers, settled=False)
         self._table.add(self._table.id_column(claim.request_id), 1)
         self._table.put(Column.ACTIVE, len(self._running))
         return call
@@ -234,26 +243,25 @@ class ActiveRequests:
         if holders:
             await self._claims.take(call.claim, holders)
             call.settled = True
-        replay = Replay(self._router, call.generation, client, self._max_attempts)
         limit = asyncio.timeout_at(deadline + UNREAD_SECONDS)
         try:
             # One limit for all: a limit for each message would add a tenth to its cost.
-            async with limit, aclosing(replay.run(deadline)) as messages:
-                async for message in messages:
-                    await write(message)
+            async with limit:
+                await call.answers.run(self._router, client, self._max_attempts, deadline, write)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise DeadlineExceeded("the request's deadline passed while its client did not read") from None
 
 
-def _end(observer: RequestObserver, generation: Generation | None, error: BaseException | None) -> None:
-    """Tells the observer how a request ended. One that has its last message ended well, whatever came behind it."""
-    if generation is None:
+def _end(observer: RequestObserver, answers: Answers | None, error: BaseException | None) -> None:
+    """Tells observers how a request ended. An answer that has its last message ended well, whatever came behind it."""
+    if answers is None:
         observer.ended(FinishReason.ERROR, error, inference_pb2.Usage(), inference_pb2.Timings())
         return
-    reason = generation.finish_reason
-    if not generation.finished:
-        left = isinstance(error, asyncio.CancelledError | Superseded)
-        reason = FinishReason.ABORT if left else FinishReason.ERROR
-    observer.ended(reason, error, generation.usage, generation.timings)
+    for generation in answers.generations:
+        reason = generation.finish_reason
+        if not generation.finished:
+            left = isinstance(error, asyncio.CancelledError | Superseded)
+            reason = FinishReason.ABORT if left else FinishReason.ERROR
+        generation.observer.ended(reason, error, generation.usage, generation.timings)

@@ -56,6 +56,7 @@ class Body:
         self._budget = budget
         self._host = host
         self._held = 0
+        self.requests = 1  # of the body that are not validated yet
 
     def hold(self, size: int) -> None:
         """The body has, or will have, so many bytes. Raises Overloaded when there is no room for them."""
@@ -69,10 +70,12 @@ class Body:
 
 
 def release_current_body() -> None:
-    """The request is validated, and what it came as is dropped."""
+    """A request is validated. What it came as is dropped, once all requests of the body are."""
     body = current_body.get()
     if body is not None:
-        body.release()
+        body.requests -= 1
+        if body.requests <= 0:
+            body.release()
 
 
 def _mib(size: int) -> str:

@@ -12,6 +12,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest, PlacementLost, ServerError
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.observer import UNOBSERVED, RequestObserver
+from tandem.cluster.requests.prompt_logprobs import PromptLogprobs
 from tandem.cluster.requests.text_output import TextOutput
 from tandem.cluster.requests.validation import ValidRequest
 from tandem.cluster.routing.islands import LinkPair
@@ -48,11 +49,15 @@ class Generation:
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
         turns: FairTurns,
-        observer: RequestObserver = UNOBSERVED,
     ) -> None:
         """turns: each message but the first waits for one."""
         self._turns = turns
-        self.observer = observer
+        self.observer: RequestObserver = UNOBSERVED  # until its owner sets one
+        # A request for no tokens samples one that nobody sees: its prompt takes the same way as all others.
+        self._hides_output = request.params.max_tokens == 0
+        if self._hides_output:
+            request = replace(request, params=replace(request.params, max_tokens=1))
+        self.prompt_logprobs = PromptLogprobs(request, turns)
         self._request = request
         self._arrived = arrived
         self._output = TextOutput(request.params, tokenizer)
@@ -65,7 +70,9 @@ class Generation:
         self._moved = False  # the next placement is not one after a loss
         self.finish_reason = FinishReason.RUNNING  # until the client has the last message
         self.complete = False  # both workers of this placement have ended the request by themselves
-        self._take_received(request.received)
+        self.placement: Placement | None = None  # the last one
+        for received in request.received:
+            self._take_received(received.token_ids)
 
     @property
     def request_id(self) -> str:
@@ -111,14 +118,19 @@ class Generation:
         # Log-probabilities never come over a feed: such a request outlasts it.
         inbox = TokenInbox() if self._request.params.logprobs is not None else placement.decode.feed.inbox()
         send, start = self._calls(placement, inbox)
-        calls: list[asyncio.Future[Any]] = []
+        calls: list[Any] = []
         try:
-            answer = None
+            answer = scores = None
+            if self.prompt_logprobs.wanted:
+                calls.append(scores := await placement.prefill.prompt_logprobs(placement.request_id, timeout))
             if not placement.is_local:
                 calls.append(sent := placement.prefill.send(send, timeout))  # first: the other call waits for its KV
                 calls.append(answer := unwatched(asyncio.ensure_future(self._answer(sent))))
                 answer.add_done_callback(lambda _: placement.prefill.forget_prompt(placement.request_id))
             calls.append(placement.decode.generate(start, inbox, timeout))
+            if scores is not None:
+                async for message in self.prompt_logprobs.messages(scores):
+                    yield message
             if answer is not None:
                 message = self._first_message(await self._first_token(placement.early_token, answer))
                 yield message
@@ -178,6 +190,7 @@ class Generation:
             self._timings.moves += 1
         else:
             self._timings.attempts += 1
+        self.placement = placement
         self.observer.placed(placement, moved=self._moved)
         self._moved = False
         if self._timings.attempts + self._timings.moves == 1:
@@ -213,7 +226,11 @@ class Generation:
     ) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
         params, num_output = self._request.params, len(self._sent)
         least = max(0, params.min_tokens - num_output)
-        sampling = sampling_to_proto(replace(params, max_tokens=self.max_tokens_left, min_tokens=least, bad_words=()))
+        scored = params.prompt_logprobs if self.prompt_logprobs.wanted else None
+        left = self.max_tokens_left
+        sampling = sampling_to_proto(
+            replace(params, max_tokens=left, min_tokens=least, bad_words=(), prompt_logprobs=scored)
+        )
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
             epoch=placement.prefill.epoch,
@@ -232,6 +249,8 @@ class Generation:
             number=inbox.number,
             num_output=num_output,
         )
+        if not placement.is_local:
+            start.sampling.ClearField("prompt_logprobs")
         return send, start
 
     async def _answer(self, call: Sent) -> worker_pb2.RemoteSendResponse:
@@ -267,7 +286,7 @@ class Generation:
         reason = self._rule.reason(first.token_id, len(self._sent) + 1)
         self._first_is_last = reason != FinishReason.RUNNING
         message = self._message([first.token_id], reason)
-        if first.HasField("logprobs"):
+        if first.HasField("logprobs") and message.token_ids:
             message.logprobs.append(first.logprobs)
         return message
 
@@ -277,6 +296,10 @@ class Generation:
         return inbox.next()
 
     def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
+        if self.prompt_logprobs.wanted:
+            raise PlacementLost("the prompt's log-probabilities ended before its first token")
+        if self._hides_output:
+            token_ids, reason = [], FinishReason.LENGTH
         part = self._output.add(token_ids, reason)
         self._sent += token_ids[: part.num_tokens]
         self._usage.output_tokens = len(self._sent)

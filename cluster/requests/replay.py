@@ -19,12 +19,23 @@ class Replay:
     A sample depends on seed and position only, so the tokens are those that the lost workers would have given.
     """
 
-    def __init__(self, router: Router, generation: Generation, client: str, max_attempts: int) -> None:
-        """client: see Router.place."""
+    def __init__(
+        self,
+        router: Router,
+        generation: Generation,
+        client: str,
+        max_attempts: int,
+        *,
+        count: int = 1,
+        near: LinkPair | None = None,
+    ) -> None:
+        """client, count, near: see Router.place. near: a pair makes it one of the answers that were admitted before."""
         self._router = router
         self._generation = generation
         self._client = client
         self._max_attempts = max_attempts
+        self._count = count
+        self._near = near
 
     async def run(self, deadline: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         """The messages for the client. deadline in the event loop's time.
@@ -74,8 +85,11 @@ class Replay:
                     generation.max_tokens_left,
                     self._client,
                     salt=generation.salt,
-                    again=again,
+                    whole=generation.prompt_logprobs.wanted,
+                    again=again or self._near is not None,
                     move=move,
+                    near=None if again else self._near,
+                    count=self._count,
                 )
         except DeadlineExceeded:  # gateway.queue_seconds
             raise

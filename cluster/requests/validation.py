@@ -17,8 +17,10 @@ from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.guided import Grammars, Guided, InvalidGuide
 from tandem.workers.sampling.sampling_params import (
+    MAX_ANSWERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    SEED_LIMIT,
     SamplingParams,
     validate,
 )
@@ -46,9 +48,17 @@ class ModelLimits:
         return min(self.max_model_len, self.pool_tokens)
 
 
+@dataclass(frozen=True)
+class Received:
+    """What a client has of one answer from an earlier call of the same request."""
+
+    token_ids: tuple[int, ...] = ()
+    ended: bool = False  # nothing more comes of it
+
+
 @dataclass(frozen=True, eq=False)
 class ValidRequest:
-    """A request that workers can run as it stands; params has a seed, so that a replay draws the same numbers.
+    """A request whose answers workers can run; params has a seed, so that a replay draws the same numbers.
 
     token_ids: the prompt's, int64 [n], n at least 1.
     """
@@ -56,9 +66,26 @@ class ValidRequest:
     request_id: str
     token_ids: Int64Array
     params: SamplingParams
-    received: tuple[int, ...] = ()  # output tokens that the client has from an earlier call of the same request
+    received: tuple[Received, ...] = ()  # of each answer that the client gets; none where there was no earlier call
     resumes: bool = False
     salt: bytes = b""  # what workers share prefixes by
+
+    def answer(self, index: int) -> "ValidRequest":
+        """One answer as a request of its own. As in vLLM its seed is the request's plus its index."""
+        params = self.params
+        if params.num_answers == 1:
+            return self
+        ranked = params.num_answers > params.n
+        one = replace(
+            params,
+            n=1,
+            best_of=None,
+            seed=None if params.seed is None else (params.seed + index) % SEED_LIMIT,
+            logprobs=params.logprobs or 0 if ranked else params.logprobs,
+            prompt_logprobs=None if index else params.prompt_logprobs,  # the prompt is the same
+        )
+        received = () if ranked else self.received[index : index + 1]
+        return replace(self, params=one, received=tuple(known for known in received if known.token_ids))
 
 
 class RequestValidator:
@@ -92,9 +119,9 @@ class RequestValidator:
             if len(getattr(message.sampling, name)) > most:
                 count = len(getattr(message.sampling, name))
                 raise InvalidRequest(f"sampling.{name} has {count} entries; at most {most} are accepted")
-        if len(message.resume.token_ids) >= self._limits.longest:
-            count = len(message.resume.token_ids)
-            raise InvalidRequest(f"resume.token_ids has {count} ids; at most {self._limits.longest - 1} are accepted")
+        self._check_received("resume.token_ids", len(message.resume.token_ids))
+        for index, answer in enumerate(message.resume.answers[:MAX_ANSWERS]):
+            self._check_received(f"resume.answers[{index}].token_ids", len(answer.token_ids))
         kind = message.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input is missing; set text, token_ids, token_bytes or chat")
@@ -148,9 +175,35 @@ class RequestValidator:
         resumes = message.HasField("resume")
         if resumes and not message.request_id:
             raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
-        received = tuple(message.resume.token_ids)
-        self._check_vocabulary("resume.token_ids", np.array(received, np.int64))
+        received = self._received(message.resume, params)
         return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes, salt)
+
+    def _received(self, resume: inference_pb2.Resume, params: SamplingParams) -> tuple[Received, ...]:
+        count = len(resume.answers)
+        if params.num_answers == 1:
+            if count:
+                raise InvalidRequest(f"resume.answers has {count} entries; with one answer token_ids are accepted")
+            self._check_vocabulary("resume.token_ids", np.array(resume.token_ids, np.int64))
+            return (Received(tuple(resume.token_ids)),) if resume.token_ids else ()
+        if resume.token_ids:
+            raise InvalidRequest(
+                f"resume.token_ids has {len(resume.token_ids)} ids; with {params.num_answers} answers "
+                "resume.answers has them"
+            )
+        if count not in (0, params.n):
+            raise InvalidRequest(f"resume.answers has {count} entries; none or sampling.n are accepted: {params.n}")
+        for index, answer in enumerate(resume.answers):
+            self._check_vocabulary(f"resume.answers[{index}].token_ids", np.array(answer.token_ids, np.int64))
+        received = tuple(Received(tuple(answer.token_ids), answer.ended) for answer in resume.answers)
+        if params.num_answers > params.n and any(answer.token_ids and not answer.ended for answer in received):
+            raise InvalidRequest("resume.answers: with best_of an answer comes whole; it has ended or has no token_ids")
+        if received and all(answer.ended for answer in received):
+            raise InvalidRequest("resume.answers have all ended; only a request that goes on can be resumed")
+        return received
+
+    def _check_received(self, field: str, count: int) -> None:
+        if count >= self._limits.longest:
+            raise InvalidRequest(f"{field} has {count} ids; at most {self._limits.longest - 1} are accepted")
 
     def _check_sampling(self, params: SamplingParams) -> None:
         try:

@@ -28,6 +28,7 @@ class _Turn:
     since: int = field(init=False)  # monotonic nanoseconds
     client: int = field(compare=False)  # the column of its waiting requests in the table
     tokens: int = field(compare=False)
+    requests: int = field(compare=False)  # as which it counts
     admitted: bool = field(compare=False)  # before: it never gives way
     given: "asyncio.Future[None]" = field(init=False, compare=False)
     counted: bool = field(default=False, compare=False)
@@ -66,9 +67,9 @@ class AdmissionQueue:
     client that waits already, in whichever process. So a client has one turn a round, however many requests and
     processes it has.
 
-    Bounded by requests and by the tokens they ask for; a request larger than the latter may wait alone. When a bound is
-    reached, the client that has most of the queue is turned away: its newest request gives way to one of a client that
-    has less even with that one, in whichever process either waits.
+    Bounded by requests and by the tokens they ask for. A request that is larger than a bound may wait alone. When a
+    bound is reached, the client that has most of the queue is turned away: its newest request gives way to one of a
+    client that has less even with that one, in whichever process either waits.
 
     Owned by the gateway's event loop.
     """
@@ -104,10 +105,12 @@ class AdmissionQueue:
         return self._table.total(Column.QUEUED) > 0
 
     @asynccontextmanager
-    async def turn(self, client: str, tokens: int, *, admitted: bool = False) -> AsyncGenerator[None]:
+    async def turn(
+        self, client: str, tokens: int, *, requests: int = 1, admitted: bool = False
+    ) -> AsyncGenerator[None]:
         """Waits for its turn, and has it inside the block. Overloaded when too much waits already, or when it gives
-        way, unless the request was admitted before."""
-        turn = _Turn(self._table.client_column(client), tokens, admitted)
+        way, unless the request was admitted before. requests: as how many it counts."""
+        turn = _Turn(self._table.client_column(client), tokens, requests, admitted)
         self._count(turn)  # before it looks, as all processes do: together they never admit too much
         try:
             if not admitted:
@@ -165,14 +168,14 @@ class AdmissionQueue:
     def _count(self, turn: _Turn) -> None:
         turn.counted = True
         self._table.add(Column.QUEUED_TOKENS, turn.tokens)
-        self._table.add(Column.QUEUED, 1)
+        self._table.add(Column.QUEUED, turn.requests)
 
     def _join(self, turn: _Turn) -> None:
         """It counts as one of its client from now on."""
         table, turn.waits = self._table, True
         turn.number = table.highest(Column.TURNS_DONE) + 1 + table.total(turn.client)
         turn.since = time.monotonic_ns()
-        table.add(turn.client, 1)
+        table.add(turn.client, turn.requests)
         table.add(table.tokens_column(turn.client), turn.tokens)
 
     def _leave(self, turn: _Turn) -> None:
@@ -180,12 +183,12 @@ class AdmissionQueue:
         table = self._table
         if turn.waits:
             turn.waits = False
-            table.add(turn.client, -1)
+            table.add(turn.client, -turn.requests)
             table.add(table.tokens_column(turn.client), -turn.tokens)
         if turn.counted:
             turn.counted = False
             table.add(Column.QUEUED_TOKENS, -turn.tokens)
-            table.add(Column.QUEUED, -1)
+            table.add(Column.QUEUED, -turn.requests)
 
     async def _find_room(self, turn: _Turn) -> None:
         """Returns when the queue has room for it, which another client may have to make. Else raises Overloaded."""
@@ -193,16 +196,21 @@ class AdmissionQueue:
             by_tokens = "max_queued_tokens" in reason
             client, most = self._table.largest_client(by_tokens=by_tokens)
             column = self._table.tokens_column(turn.client) if by_tokens else turn.client
-            least = most <= self._table.total(column) + (turn.tokens if by_tokens else 1)
+            least = most <= self._table.total(column) + (turn.tokens if by_tokens else turn.requests)
             if least or not (self.give_way(client) or (self._ask_others and await self._ask_others(client))):
                 raise self._overloaded(reason)
 
     def _is_full(self, turn: _Turn) -> str:
         """Which bound does not let it in; empty when it may come in."""
-        requests = self._table.total(Column.QUEUED) - 1
+        requests = self._table.total(Column.QUEUED) - turn.requests
         tokens = self._table.total(Column.QUEUED_TOKENS) - turn.tokens
         if requests >= self._max_requests:
             return f"{requests} requests are queued; gateway.max_queued is {self._max_requests}"
+        if requests and requests + turn.requests > self._max_requests:
+            return (
+                f"{requests} requests are queued and the request counts as {turn.requests}; "
+                f"gateway.max_queued is {self._max_requests}"
+            )
         if requests and tokens + turn.tokens > self._max_tokens:
             return (
                 f"{tokens} tokens are queued and the request asks for {turn.tokens}; "

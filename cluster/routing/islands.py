@@ -111,6 +111,11 @@ class Islands:
         self._links = None
         if before is not None and not state.workers:
             before.state = state
+            if state.gone:
+                links, before.links = before.links, []
+                for link in links:
+                    link.end_watch()
+                await asyncio.gather(*(link.close() for link in links))
             return
         for link in [] if before is None else before.links:
             link.end_watch()  # before its successor, of the same key, is watched
@@ -137,7 +142,7 @@ class Islands:
             )
 
         questions: list[Coroutine[Any, Any, inference_pb2.IslandInfo]] = [
-            one(self._current[name]) for name in sorted(self._current)
+            one(island) for _, island in sorted(self._current.items()) if not island.state.gone
         ]
         return list(await asyncio.gather(*questions))
 

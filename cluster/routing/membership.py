@@ -2,7 +2,7 @@
 
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.cluster.processes.processes import ActorProcess
@@ -13,7 +13,7 @@ from tandem.cluster.routing.worker_link import WorkerAddress
 class IslandState:
     """One island at one time. workers is empty while it takes no requests; `version` orders the states of an island.
 
-    number: its own, in whichever epoch, from 0 on.
+    number: its own, in whichever epoch, from 0 on. gone: it is no part of the cluster any more.
     """
 
     name: str
@@ -23,6 +23,7 @@ class IslandState:
     version: int = 0
     number: int = 0
     host: str = ""  # the address of its host
+    gone: bool = False
 
 
 class Membership:
@@ -42,6 +43,16 @@ class Membership:
             version, number = (1, len(self._states)) if before is None else (before.version + 1, before.number)
             state = self._states[name] = IslandState(name, epoch, restarts, workers, version, number, host)
             return [gateway.call("update_island", state) for gateway in self._gateways]
+
+    def remove(self, name: str) -> None:
+        """Tells all that the island is gone. Another one may take its name and number later."""
+        with self._lock:
+            before = self._states.get(name)
+            if before is None:
+                return  # it never served
+            state = self._states[name] = replace(before, workers=(), version=before.version + 1, gone=True)
+            for gateway in self._gateways:
+                gateway.call("update_island", state)
 
     def attach(self, gateway: ActorProcess) -> list[Future[Any]]:
         """From now on this process is told, too; the calls that tell it all that is known."""

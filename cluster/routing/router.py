@@ -33,6 +33,7 @@ class _Wanted:
     token_ids: Int64Array
     max_tokens: int
     salt: bytes
+    whole: bool  # the prompt is computed without cached prefixes
     keys: PromptKeys
 
     @property
@@ -90,26 +91,32 @@ class Router:
         client: str,
         *,
         salt: bytes = b"",
+        whole: bool = False,
         again: bool = False,
         move: LinkPair | None = None,
+        near: LinkPair | None = None,
+        count: int = 1,
     ) -> Placement:
         """Finds a pair of workers and skips those that cannot be reached.
 
-        client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. again: the
-        request was admitted before, so a full queue does not refuse it. move: the pair that is tried first, however
-        many wait. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
+        client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. whole: none is
+        matched. again: the request was admitted before, so a full queue does not refuse it. move: the pair that is
+        tried first, however many wait. near: the pair that is tried first in the request's own turn. count: as how many
+        requests it counts while it waits. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or
+        WorkerCallError.
         """
-        wanted = _Wanted(request_id, token_ids, max_tokens, salt, self._islands.prompt_keys(token_ids, salt))
+        keys = self._islands.prompt_keys(token_ids[:1] if whole else token_ids, salt)  # one token has none
+        wanted = _Wanted(request_id, token_ids, max_tokens, salt, whole, keys)
         if move is not None or not self._queue.waits:
-            placement = await self._try(wanted, announce=move is None, move=move)
+            placement = await self._try(wanted, announce=move is None, first=move or near)
             if placement is not None:
                 return placement
         try:
             async with (
                 asyncio.timeout(self._queue_seconds),
-                self._queue.turn(client, wanted.total_tokens, admitted=again),
+                self._queue.turn(client, count * wanted.total_tokens, requests=count, admitted=again),
             ):
-                return await self._wait_for_room(wanted)
+                return await self._wait_for_room(wanted, near)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no decode worker had room for {len(token_ids)} prompt and {max_tokens} output tokens "
@@ -136,11 +143,11 @@ class Router:
             if await placement.prefill.abort(request_id):
                 await placement.decode.abort(request_id, writer_quiet=True)
 
-    def _pairs(self, wanted: _Wanted, move: LinkPair | None) -> Iterable[LinkPair]:
+    def _pairs(self, wanted: _Wanted, first: LinkPair | None) -> Iterable[LinkPair]:
         pairs = self._islands.pairs(Ask(len(wanted.token_ids), wanted.max_tokens), wanted.keys)
-        if move is None or not self._islands.serves(move):
+        if first is None or not self._islands.serves(first):
             return pairs
-        return itertools.chain((move,), pairs)
+        return itertools.chain((first,), pairs)
 
     @staticmethod
     def _count(decode: WorkerLink, prefill: WorkerLink, total_tokens: int, prompt_tokens: int) -> None:
@@ -156,23 +163,23 @@ class Router:
         """Waits for clean-ups under way."""
         await asyncio.gather(*self._cleanup, return_exceptions=True)
 
-    async def _wait_for_room(self, wanted: _Wanted) -> Placement:
+    async def _wait_for_room(self, wanted: _Wanted, near: LinkPair | None) -> Placement:
         while True:
             await self._queue.first()
             self._given_back.clear()
-            placement = await self._try(wanted)
+            placement = await self._try(wanted, first=near)
             if placement is not None:
                 return placement
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
-    async def _try(self, wanted: _Wanted, *, announce: bool = False, move: LinkPair | None = None) -> Placement | None:
-        """The first pair whose decode worker has room, `move` before those of the policy; None without one.
+    async def _try(self, wanted: _Wanted, *, announce: bool = False, first: LinkPair | None = None) -> Placement | None:
+        """The first pair whose decode worker has room, `first` before those of the policy; None without one.
 
         announce: an idle prefill worker hears of the prompt before there is room for it.
         """
         total, prompt = wanted.total_tokens, prompt_to_bytes(wanted.token_ids)
-        for pair in self._pairs(wanted, move):
+        for pair in self._pairs(wanted, first):
             decode, prefill = pair.decode, pair.prefill
             computed = len(wanted.token_ids) - pair.matched_tokens
             # No id is used twice: a late Abort of an earlier call must not end this one.
@@ -184,9 +191,10 @@ class Router:
                 max_tokens=wanted.max_tokens,
                 writer_pe=prefill.pe,
                 salt=wanted.salt,
+                whole=wanted.whole,
             )
             expected = pair.first_token_seconds
-            announce = announce and prefill is not decode and not prefill.has_prompts
+            announce = announce and prefill is not decode and not prefill.has_prompts and not wanted.whole
             early = self._announce(prefill, request) if announce else None
             announce = False
             prefill.expect_prompt(worker_id, computed)

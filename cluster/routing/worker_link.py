@@ -13,6 +13,7 @@ from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.routing.policy import Key, WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.routing.prefix_view import PrefixView
+from tandem.cluster.routing.prompt_logprob_call import PromptLogprobCall
 from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
 from tandem.cluster.routing.worker_watch import WorkerWatch
@@ -179,6 +180,14 @@ class WorkerLink:
         reading = asyncio.ensure_future(read())
         reading.add_done_callback(lambda _: call.cancel())
         return reading
+
+    async def prompt_logprobs(self, request_id: str, timeout: float) -> PromptLogprobCall:
+        """Opens the call for those of a prompt that the worker is to compute. It comes before the request's others."""
+        request = worker_pb2.PromptLogprobsRequest(request_id=request_id, epoch=self.epoch)
+        with self._errors():
+            call = PromptLogprobCall(self._stub.PromptLogprobs(request, timeout=timeout), self._errors)
+        await call.opened()
+        return call
 
     async def abort(self, request_id: str, writer_quiet: bool = False) -> bool:
         """True when the worker has said that it neither computes nor writes for the request any more."""

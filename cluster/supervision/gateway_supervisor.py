@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GatewayShape:
-    """How many processes the gateway has, and how many islands they serve."""
+    """How many processes the gateway has, and how many islands they may serve at a time."""
 
     processes: int
     num_islands: int

@@ -32,14 +32,16 @@ class IslandSupervisor(Supervisor):
         membership: Membership,
         recovery: RecoverySection,
         failed: Callable[[TandemError], None],
+        num_pages: int | None = None,
     ) -> None:
+        """num_pages: of each worker; None takes what fits in the first epoch."""
         super().__init__(f"island {name}", recovery, failed)
         self.island_name = name
         self._island_of = island_of
         self._membership = membership
         self._epochs = itertools.count(FIRST_EPOCH)  # one that did not come about is not tried again
         self._epoch = next(self._epochs)
-        self._num_pages: int | None = None
+        self._num_pages = num_pages
         self._orders = ScaleOrders()
         self.island = island_of(self._epoch, shape)
 
@@ -55,6 +57,14 @@ class IslandSupervisor(Supervisor):
         was. Other errors: the island is started again as it was.
         """
         return self._orders.add(order)
+
+    def retire(self) -> None:
+        """Ends the island for good, and returns then. What it finishes within recovery.drain_seconds, it does."""
+        if self.ready.done() and self.ready.exception() is None:
+            self._stop_admission()
+        self.stop()
+        self.join()
+        self._membership.remove(self.island_name)
 
     def _begin(self) -> None:
         self.island.launch(self._stop)

@@ -1,6 +1,5 @@
 """A whole cluster: its islands, its gateway, and the processes that they run in."""
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
@@ -11,22 +10,22 @@ from tandem.cache.kernels.gpu_limits import check_layout
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
+from tandem.cluster.errors import ConfigError, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.routing.membership import Membership
-from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
+from tandem.cluster.scaling import Shape
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.island import Island, LoadState
-from tandem.cluster.supervision.island_supervisor import IslandSupervisor
+from tandem.cluster.supervision.island_set import IslandSet
 from tandem.cluster.supervision.network import Network
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
     agreed_pages,
     gateway_processes,
     gateway_settings,
-    island_names,
+    max_islands,
     worker_configs,
 )
 from tandem.cluster.supervision.shared_ports import check_ports
@@ -61,7 +60,7 @@ class Cluster:
         self._config = config
         self._processes = processes or RayProcesses()
         self._membership = Membership()
-        self._islands: list[IslandSupervisor] = []
+        self._islands: IslandSet | None = None
         self._gateway: GatewaySupervisor | None = None
         self._failure: Future[None] = Future()
         self.grpc_address = ""
@@ -86,12 +85,12 @@ class Cluster:
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
             self._processes.watch(self._fail)
             network = Network(self._config, self._processes.hosts)
-            self._start_islands(max_model_len, network)
-            self._wait_until_ready(self._islands, progress)
-            clocks = [island.island.clock for island in self._islands]
+            islands = self._start_islands(max_model_len, network)
+            self._wait_until_ready(islands.all, lambda: progress and progress(islands.progress()))
+            clocks = [island.island.clock for island in islands.all]
             self.clock.seconds |= max(clocks, key=lambda clock: sum(clock.seconds.values())).seconds
             with self.clock.phase("gateway"):
-                addresses = self._start_gateway(max_model_len)
+                addresses = self._start_gateway(islands, max_model_len)
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
                 self.metrics_address = addresses.metrics
         except BaseException:
@@ -109,27 +108,16 @@ class Cluster:
             self._gateway.grace = grace
             self._gateway.stop()
             self._gateway.join()
-        for island in self._islands:
-            island.stop()
-        for island in self._islands:
-            island.join()
-        self._gateway, self._islands = None, []
+        if self._islands is not None:
+            self._islands.stop()
+        self._gateway, self._islands = None, None
         self._processes.stop()
-
-    def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
-        """Gives an island another shape; see IslandSupervisor.scale. InvalidRequest for an unknown island."""
-        named = [island for island in self._islands if order.island in (island.island_name, "")]
-        if len(named) == 1:
-            return named[0].scale(order)
-        refused: Future[ScaleOutcome] = Future()
-        names = ", ".join(island.island_name for island in self._islands)
-        refused.set_exception(InvalidRequest(f"island is {order.island!r}; it must be one of {names}"))
-        return refused
 
     @property
     def worker_token(self) -> str:
         """As Island.worker_token, of the first island."""
-        return self._islands[0].island.worker_token
+        assert self._islands is not None, "start() comes first"
+        return self._islands.all[0].island.worker_token
 
     def _check_model(self) -> int:
         """max_model_len. ConfigError for a wrong checkpoint, before any process starts."""
@@ -156,19 +144,12 @@ class Cluster:
             )
         return max_model_len
 
-    def _start_islands(self, max_model_len: int, network: Network) -> None:
+    def _start_islands(self, max_model_len: int, network: Network) -> IslandSet:
         self._check_room()
-        for name in island_names(self._config):
-            island = IslandSupervisor(
-                name,
-                Shape(self._config.island.num_prefill, self._config.island.num_decode),
-                partial(self._island, max_model_len, network, name),
-                self._membership,
-                self._config.recovery,
-                self._fail,
-            )
-            self._islands.append(island)
-            island.start()
+        island_of = partial(self._island, max_model_len, network)
+        self._islands = IslandSet(self._config, island_of, self._membership, self._fail)
+        self._islands.start()
+        return self._islands
 
     def _check_room(self) -> None:
         """Checks all islands' room at once: a later island would fail after earlier ones have loaded weights."""
@@ -188,38 +169,32 @@ class Cluster:
             island.clock.listener = self.clock.listener
         return island
 
-    def _start_gateway(self, max_model_len: int) -> GatewayAddresses:
-        num_pages = min(island.num_pages for island in self._islands)
-        settings = gateway_settings(self._config, max_model_len, num_pages)
+    def _start_gateway(self, islands: IslandSet, max_model_len: int) -> GatewayAddresses:
+        settings = gateway_settings(self._config, max_model_len, islands.num_pages)
         self._gateway = GatewaySupervisor(
             self._processes,
             settings,
-            GatewayShape(gateway_processes(self._config), self._config.num_islands),
+            GatewayShape(gateway_processes(self._config), max_islands(self._config)),
             self._membership,
-            self._release,
-            self.scale,
+            islands.release,
+            islands.scale,
             self._config.recovery,
             self._fail,
         )
         self._gateway.start()
-        self._wait_until_ready([self._gateway], None)
+        self._wait_until_ready([self._gateway], lambda: None)
         return self._gateway.addresses
 
-    def _wait_until_ready(self, parts: Sequence[Supervisor], progress: Progress | None) -> None:
+    def _wait_until_ready(self, parts: Sequence[Supervisor], look: Callable[[], object]) -> None:
+        """look: called while they are not ready."""
         pending = {part.ready for part in parts}
         while pending:
-            if progress is not None:
-                progress([state for island in self._islands for state in island.island.progress()])
+            look()
             done, pending = wait(pending, timeout=READY_POLL_SECONDS)
             if self._failure.done():
                 self._failure.result()
             for ready in done:
                 ready.result()
-
-    def _release(self, prefix: str) -> None:
-        for island in self._islands:
-            # A stopped worker answers late, and nobody waits for it.
-            threading.Thread(target=island.island.release, args=(prefix,), name="release", daemon=True).start()
 
     def _fail(self, error: TandemError) -> None:
         if not self._failure.done():

@@ -13,6 +13,7 @@ from tandem.workers.config import Role, WorkerConfig
 FIRST_EPOCH = 1
 TOKEN_BYTES = 32
 CPU_PAGES = 1024
+ISLANDS = 64  # that there may be at a time
 CPU_MESSAGES_PER_SECOND = 400.0
 CPU_SEQUENCES = 256
 GPU_SEQUENCES = 512
@@ -23,11 +24,14 @@ GPU_TOKEN_SECONDS = 0.015
 CPU_TOKEN_SECONDS = 0.25  # beyond it the router decodes elsewhere; workers have no bound there
 
 
-def island_names(config: ClusterConfig) -> list[str]:
-    """The cluster's own name when it has one island, else numbered."""
-    if config.num_islands == 1:
-        return [config.name]
-    return [f"{config.name}-{number}" for number in range(config.num_islands)]
+def island_name(config: ClusterConfig, number: int) -> str:
+    """The cluster's own name for the first island where it starts with one, else numbered."""
+    return config.name if (config.num_islands, number) == (1, 0) else f"{config.name}-{number}"
+
+
+def max_islands(config: ClusterConfig) -> int:
+    """As configured, or room to grow."""
+    return config.scaling.max_islands or max(config.num_islands, ISLANDS)
 
 
 def worker_configs(
@@ -42,7 +46,7 @@ def worker_configs(
     return [
         WorkerConfig(
             role=role,
-            island=island or island_names(config)[0],
+            island=island or island_name(config, 0),
             epoch=epoch,
             pe=pe,
             num_pes=len(roles),

@@ -13,14 +13,14 @@ from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tandem.cluster.text.template_sandbox import Sandbox
 from tandem.workers.checkpoint.errors import InvalidTokenizer
 
 RENDER_SECONDS = 2.0
 MOST_SAID = 500  # characters of what a template says, which may repeat what it was given
-MAX_REPEATED = 1 << 20  # elements that `*` may make of a string or list; bits of a number that `**` may make
+MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have 30 kB
+MAX_INDENT = 64
 TEMPLATE_FILE = "<template>"  # what jinja calls the code of a template that came as a string
 
 
@@ -33,15 +33,20 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises InvalidTokenizer when the template does not compile."""
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise InvalidTokenizer(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} do")
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
-        environment.filters["tojson"] = to_json
+        environment.add_filter("tojson", to_json)
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = strftime_now
+        self._environment = environment
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise InvalidTokenizer(f"the chat template does not compile: {error}") from None
+        except RecursionError:
+            raise InvalidTokenizer("the chat template does not compile: it is nested too deeply") from None
+        except (TemplateError, SyntaxError, ValueError) as error:
+            raise InvalidTokenizer(f"the chat template does not compile: {error!s:.{MOST_SAID}}") from None
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt for `messages` (each with role and content), up to the model's answer.
@@ -49,7 +54,7 @@ class ChatTemplate:
         ChatTemplateError when the template refuses them, fails, or runs for more than RENDER_SECONDS.
         """
         try:
-            with _time_limit(RENDER_SECONDS):
+            with _time_limit(RENDER_SECONDS), self._environment.metered():
                 return self._template.render(
                     messages=[dict(message) for message in messages],
                     tools=None,
@@ -59,26 +64,6 @@ class ChatTemplate:
                 )
         except Exception as error:  # a template may raise anything; for the caller all of it is the template's refusal
             raise ChatTemplateError(f"the chat template refuses these messages: {error!s:.{MOST_SAID}}") from error
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a bound on the result of one operator."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            size = abs(int(left)).bit_length() * abs(right)
-        else:
-            size = max(_repeated(left, right), _repeated(right, left))
-        if size > MAX_REPEATED:
-            raise SecurityError(f"{operator} would make {size} elements; at most {MAX_REPEATED} are allowed")
-        return super().call_binop(context, operator, left, right)
-
-
-def _repeated(sequence: Any, count: Any) -> int:
-    is_sequence = isinstance(sequence, str | list | tuple) and isinstance(count, int)
-    return len(sequence) * count if is_sequence else 0
 
 
 @contextmanager
@@ -93,6 +78,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
         return at_each_line
 
     def at_each_call(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > deadline:  # generators of filters
+            raise TimeoutError(f"it runs for more than {seconds:g} s")
         return at_each_line if frame.f_code.co_filename == TEMPLATE_FILE else None
 
     sys.settrace(at_each_call)
@@ -128,4 +115,6 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """Not jinja's own filter, which escapes HTML."""
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise SecurityError(f"indent of tojson is {indent}; at most {MAX_INDENT} is accepted")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import tokenizers
 
-from tandem.cluster.text.chat_template import MOST_SAID, ChatTemplate, ChatTemplateError
-from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidTokenizer
+from tandem.cluster.text.chat_template import MAX_TEMPLATE_BYTES, MOST_SAID, ChatTemplate, ChatTemplateError
+from tandem.workers.checkpoint.errors import InvalidTokenizer
 from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.files import check_size, open_regular, read_text
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PANIC = "PanicException"  # the name of what the library raises when it fails: it derives from BaseException only
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 33 MB
 HELD_TOKENS = 16  # more than a character takes: the bytes that are still missing will not come
 
 
@@ -33,6 +35,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             return None
+        with open_regular(path) as file:
+            check_size(path, file, MAX_TOKENIZER_BYTES)
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -145,10 +149,8 @@ class TextStream:
 
 def _read_chat_template(folder: Path) -> ChatTemplate | None:
     """chat_template.jinja, else chat_template of tokenizer_config.json: a text, or a list with one named default."""
-    try:
-        fields = Fields.from_file(folder / "tokenizer_config.json")
-    except CheckpointMissing:
-        fields = Fields({}, "tokenizer_config.json")
+    path = folder / "tokenizer_config.json"
+    fields = Fields.from_file(path) if path.exists() else Fields({}, path.name)
     source = fields.raw("chat_template")
     if isinstance(source, list):
         named = [entry for entry in source if isinstance(entry, dict)]
@@ -156,8 +158,8 @@ def _read_chat_template(folder: Path) -> ChatTemplate | None:
     own_file = folder / "chat_template.jinja"
     if own_file.exists():
         try:
-            source = own_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            source = read_text(own_file, MAX_TEMPLATE_BYTES)
+        except UnicodeDecodeError as error:
             raise InvalidTokenizer(f"{own_file} cannot be read: {error}") from None
     if source is None:
         return None

@@ -40,6 +40,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     step_seconds: float = 0.0
     pe: int | None = None  # of a worker of its own: prompts that it is to write itself it computes itself
     local: list[str] = field(default_factory=list)  # requests with such prompts
+    packed: list[worker_pb2.PackedLogprobs] = field(default_factory=list)  # what PromptLogprobs brings
+    asked: list[bool] = field(default_factory=list)  # of each RemoteSend: whether it wants them
 
     async def start(self) -> None:
         self._prepared: dict[str, tuple[list[int], int]] = {}
@@ -79,6 +81,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def RemoteSend(self, request: worker_pb2.RemoteSendRequest, context: Any) -> worker_pb2.RemoteSendResponse:
         self.sent.append(request.request_id)
+        self.asked.append(request.sampling.HasField("prompt_logprobs"))
         self.prompts.append(prompt_from_bytes(request.prompt).tolist())
         if self.landed is not None:
             await self.landed.wait()
@@ -108,6 +111,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         prefilled = worker_pb2.Prefilled(prefill_seconds=1.0) if local else None
         length: Any = 2
         yield worker_pb2.GeneratedTokens(token_ids=last, finish_reason=length, fed=fed, prefilled=prefilled)
+
+    async def PromptLogprobs(
+        self, request: worker_pb2.PromptLogprobsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.PackedLogprobs]:
+        """The failure "none" ends it without a message."""
+        await context.send_initial_metadata(())
+        if self.fails.get("PromptLogprobs", [])[:1] == ["none"]:
+            self.fails["PromptLogprobs"].pop(0)
+            return
+        for packed in self.packed:
+            await self._maybe_fail("PromptLogprobs", context)
+            yield packed
 
     async def Feed(self, request: worker_pb2.FeedRequest, context: Any) -> AsyncIterator[worker_pb2.FedTokens]:
         if not self.feeds:

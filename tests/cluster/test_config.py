@@ -79,7 +79,7 @@ def test_a_config_is_frozen() -> None:
             "schedular.max_sequences",
             "schedular",
             "scheduler",
-            "cache, scheduler, num_islands, island, gateway, metrics, logging, tracing, recovery, security, ray",
+            "num_islands, island, gateway, scaling, metrics, logging, tracing, recovery, security, ray",
         ),
         ("island.num_prefils", "island.num_prefils", "island.num_prefill", "transport, num_prefill"),
     ],

@@ -54,6 +54,9 @@ class Cluster:
             for island in info["islands"]
         }
 
+    def scale(self, islands: int) -> None:
+        self._run(*TANDEM, "scale", "--address", self.address, "--islands", str(islands))
+
     def answers(self, folder: Path, prompts: list[list[int]]) -> list[list[int]]:
         """Of a client on the last host."""
         asked = folder / "asked.json"
@@ -96,7 +99,7 @@ def cluster(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             list(pool.map(made.start_ray, (1, 2)))
         settings = {
             "name": f"hosts-{secrets.token_hex(3)}",
-            "num_islands": 3,
+            "num_islands": 2,
             "cache.num_pages": 128,
             "gateway.host": made.addresses[0],
             "gateway.processes": 1,
@@ -124,6 +127,8 @@ def cluster(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
     cluster: Cluster, small_model: Path, tmp_path: Path
 ) -> None:
+    assert len({host for host, _ in cluster.islands().values()}) == 2
+    cluster.scale(3)
     islands = cluster.islands()
     assert sorted(host for host, _ in islands.values()) == cluster.hosts.addresses[:3]
     for host, workers in islands.values():
@@ -139,7 +144,9 @@ def test_a_stranger_on_the_network_hears_no_worker(cluster: Cluster) -> None:
     assert {heard for heard in cluster.probe(workers)} <= {"closed", "15"}  # 15: a TLS alert
 
 
-def test_the_islands_of_a_lost_host_go_to_another(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
+def test_the_islands_of_a_lost_host_go_to_another_and_islands_are_given_back(
+    cluster: Cluster, small_model: Path, tmp_path: Path
+) -> None:
     before = cluster.islands()
     lost = cluster.hosts.addresses[2]
     (name,) = (name for name, (host, _) in before.items() if host == lost)
@@ -152,5 +159,9 @@ def test_the_islands_of_a_lost_host_go_to_another(cluster: Cluster, small_model:
         assert time.monotonic() < deadline, "the island was not started again"
         time.sleep(0.5)
     assert host in cluster.hosts.addresses[:2]
-    prompts = [random_prompt(9 + 5 * number, 100 + number) for number in range(12)]
-    assert cluster.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    prompts = [random_prompt(9 + 5 * number, 100 + number) for number in range(40)]
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(cluster.answers, tmp_path, prompts)
+        cluster.scale(1)
+        assert answers.result() == greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    assert len(cluster.islands()) == 1

@@ -105,14 +105,14 @@ def working(address: str) -> list[inference_pb2.WorkerInfo]:
 
 
 def disturbed(
-    address: str, case: Case, disturb: Callable[[], None], sampling: dict[str, Any] = DRAWN
+    address: str, case: Case, disturb: Callable[[], None], sampling: dict[str, Any] = DRAWN, behind: int = 3
 ) -> list[GenerateUpdate]:
-    """A request during which, once three messages have come, something happens."""
+    """A request during which, once so many messages have come, something happens."""
     updates = []
     with Client(address) as client:
         for update in client.generate(case.prompt, timeout=100, max_tokens=len(case.tokens), **sampling):
             updates.append(update)
-            if len(updates) == 3:
+            if len(updates) == behind:
                 disturb()
     return updates
 
@@ -132,6 +132,26 @@ def disturbed_over_http(address: str, case: Case, disturb: Callable[[], None]) -
 def attempts(updates: list[GenerateUpdate]) -> int:
     assert updates[-1].timings is not None
     return updates[-1].timings.attempts
+
+
+@pytest.mark.parametrize(("pe", "behind"), [(0, 1), (1, 3)])
+def test_a_worker_dies_while_log_probabilities_of_the_prompt_come(served: str, pe: int, behind: int) -> None:
+    """The prefill worker while it computes them, the decode worker while a client has not read them."""
+    until(lambda: whole(served))
+    sampling = {**DRAWN, "prompt_logprobs": 20}
+    prompt = random_prompt(1200, 2, VOCABULARY)
+    undisturbed = complete(served, prompt, max_tokens=NUM_TOKENS, **sampling)
+    case = Case(prompt, tokens_of(undisturbed), text_of(undisturbed))
+    updates = disturbed(served, case, lambda: os.kill(working(served)[pe].pid, signal.SIGKILL), sampling, behind)
+    entries, expected = (
+        [entry for update in one for entry in update.prompt_logprobs] for one in (updates, undisturbed)
+    )
+    assert entries[0] is expected[0] is None
+    assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
+    values, wanted = ([entry.logprob for entry in one if entry] for one in (entries, expected))
+    assert values == pytest.approx(wanted, abs=1e-4)
+    assert tokens_of(updates) == case.tokens
+    assert attempts(updates) == 2
 
 
 def test_a_decode_worker_dies_and_the_stream_goes_on(served: str, case: Case) -> None:
@@ -231,6 +251,28 @@ def test_the_gateway_dies_and_the_client_goes_on(served: str, case: Case, proces
     assert (last.prompt_tokens, last.output_tokens) == (50, NUM_TOKENS)
     assert info(served).gateway_restarts == before.gateway_restarts + 1
     assert epochs(served) == [island.epoch for island in before.islands]
+    until(lambda: whole(served))
+
+
+@pytest.mark.parametrize("lost", ["decode", "gateway"])
+def test_a_process_dies_under_several_answers(served: str, case: Case, processes: LocalProcesses, lost: str) -> None:
+    until(lambda: whole(served))
+    seeds = [DRAWN["seed"] + index for index in range(3)]
+    expected = [tokens_of(complete(served, case.prompt, max_tokens=200, **DRAWN | {"seed": seed})) for seed in seeds]
+    tokens: list[list[int]] = [[], [], []]
+    killed, usage = False, None
+    with Client(served) as client:
+        for update in client.generate(case.prompt, n=3, timeout=100, max_tokens=200, **DRAWN):
+            tokens[update.index] += update.token_ids
+            usage = update.usage
+            if not killed and all(len(one) > 2 for one in tokens):
+                (gateway,) = [pid for name, pid in processes.pids.items() if "gateway" in name]
+                os.kill(working(served)[1].pid if lost == "decode" else gateway, signal.SIGKILL)
+                killed = True
+    assert killed
+    assert tokens == expected
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.output_tokens) == (50, 600)
     until(lambda: whole(served))
 
 

@@ -211,6 +211,37 @@ def test_the_client_asks_for_what_it_lacks() -> None:
     assert first.sampling.HasField("seed")
 
 
+class ScoringGateway(FakeGateway):
+    """Breaks off the first call behind two of three entries, the second behind all, and the third behind a token."""
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        count = len(self.requests)
+        entries = [inference_pb2.TokenLogprobs()]
+        entries += [
+            inference_pb2.TokenLogprobs(chosen=inference_pb2.TokenLogprob(token_id=token, logprob=-1))
+            for token in (1, 2)
+        ]
+        if not request.resume.token_ids:
+            for part in (entries[:2], entries[2:])[: 2 if count > 1 else 1]:
+                yield inference_pb2.GenerateResponse(prompt_logprobs=part)
+        if count > 2:
+            yield inference_pb2.GenerateResponse(token_ids=[count])
+        if count < 4:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        yield inference_pb2.GenerateResponse(finish_reason=inference_pb2.FINISH_REASON_LENGTH)
+
+
+def test_log_probabilities_of_a_prompt_that_come_again_are_dropped() -> None:
+    with serving(ScoringGateway()) as address, Client(address) as client:
+        updates = list(client.generate([0, 1, 2], prompt_logprobs=0))
+    entries = [entry for update in updates for entry in update.prompt_logprobs]
+    assert [entry and entry.token_id for entry in entries] == [None, 1, 2]
+    assert tokens_of(updates) == [3, 4]
+
+
 class CrowdedGateway(FakeGateway):
     """Breaks off the first call, and has no room for the next ones."""
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tandem.cluster.processes.own_ray import LOOPBACK
+
 RAY_PORT = 6379
 NODE_CPUS = 2
 STORE_BYTES = 80_000_000
@@ -62,7 +64,8 @@ class Hosts:
     @property
     def environment(self) -> dict[str, str]:
         ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
-        return os.environ | ray | {"HOME": str(self._home)}
+        known = {name: value for name, value in os.environ.items() if name != LOOPBACK}  # a Ray of this process has it
+        return known | ray | {"HOME": str(self._home)}
 
     @property
     def ray(self) -> str:
@@ -76,14 +79,16 @@ class Hosts:
         store = f"--object-store-memory={STORE_BYTES}"
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
         command = self.command(host, *ray, *where, *options, store)
+        said = ""
         for _ in range(START_ATTEMPTS):
             done = subprocess.run(
                 command, env=self.environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
             )
             if done.returncode == 0:
                 return
+            said = done.stdout + done.stderr
             self.lose(host)  # on a busy machine Ray's processes are too slow for each other
-        raise AssertionError(done.stdout + done.stderr)
+        raise AssertionError(said)
 
     def pids(self, host: int) -> list[int]:
         return _pids(self._names[host])

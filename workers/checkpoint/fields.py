@@ -1,14 +1,20 @@
 """Typed reading of a JSON object: each getter returns a value of the type it names, or says what is wrong."""
 
 import json
+import reprlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig
+from tandem.workers.checkpoint.files import read_text
 
 MAX_INTEGER = (1 << 31) - 1  # more than any model has of anything
+MAX_JSON_BYTES = 32 << 20  # the index of 100,000 tensors has 10 MB
+MAX_TOKEN_IDS = 4096  # of one field
+SHOWN = reprlib.Repr()
+SHOWN.maxstring = SHOWN.maxother = 100
 
 
 class Fields:
@@ -24,14 +30,15 @@ class Fields:
 
     @classmethod
     def from_file(cls, path: Path) -> "Fields":
-        """CheckpointMissing when there is no such file, InvalidConfig when it holds no JSON object."""
+        """CheckpointMissing when there is no such file of at most MAX_JSON_BYTES, InvalidConfig when it holds no JSON
+        object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_text(path, MAX_JSON_BYTES))
         except FileNotFoundError:
             raise CheckpointMissing(f"{path} is not there") from None
-        except OSError as error:
-            raise CheckpointMissing(f"{path} cannot be read: {error.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except RecursionError:
+            raise InvalidConfig(f"{path} is not readable JSON: it is nested too deeply") from None
+        except ValueError as error:  # also an integer of thousands of digits
             raise InvalidConfig(f"{path} is not readable JSON: {error}") from None
         if not isinstance(values, dict):
             raise InvalidConfig(f"{path} holds a {type(values).__name__}; it must hold a JSON object")
@@ -43,12 +50,12 @@ class Fields:
     def raw(self, name: str) -> Any:
         return self._values.get(name)
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 0) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 0, maximum: int = MAX_INTEGER) -> int:
         value = self._get(name, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.invalid(name, f"an integer of at least {minimum}")
-        if value > MAX_INTEGER:
-            raise self.invalid(name, f"at most {MAX_INTEGER}")
+        if value > maximum:
+            raise self.invalid(name, f"at most {maximum}")
         return value
 
     def number(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
@@ -83,6 +90,8 @@ class Fields:
         if value is None:
             return ()
         values = value if isinstance(value, list) else [value]
+        if len(values) > MAX_TOKEN_IDS:
+            raise self.invalid(name, f"at most {MAX_TOKEN_IDS} {what}s, and not {len(values)}")
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
             raise self.invalid(name, f"a {what} or a list of {what}s")
         return tuple(values)
@@ -103,7 +112,7 @@ class Fields:
         return Fields(value, f"{self.source}: {name}")
 
     def invalid(self, name: str, accepted: str) -> InvalidConfig:
-        return InvalidConfig(f"{self.source}: {name} is {self._values.get(name)!r}; it must be {accepted}")
+        return InvalidConfig(f"{self.source}: {name} is {SHOWN.repr(self._values.get(name))}; it must be {accepted}")
 
     def names(self) -> list[str]:
         return list(self._values)

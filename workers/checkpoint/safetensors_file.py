@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidWeights
+from tandem.workers.checkpoint.files import open_regular
 
-HEADER_LIMIT = 100_000_000  # bytes, the format's own
+HEADER_LIMIT = 32 << 20  # bytes: 100,000 tensors take 12 MB
+MAX_TENSORS = 1 << 18  # of a file
+MAX_DIMENSIONS = 8
 PART_BYTES = 2 << 20  # small, for each thread that reads may have one staged
 STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+ITEM_BYTES = {
+    **{name: dtype.itemsize for name, dtype in STORED_DTYPES.items()},
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,9 @@ class SafetensorsFile:
         """Raises CheckpointMissing when the file is not there, InvalidWeights when it is cut short or malformed."""
         self.path = path
         try:
-            self._file: BinaryIO = path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointMissing(f"weights {path} cannot be opened: {error.strerror}") from None
+            self._file: BinaryIO = open_regular(path)
+        except FileNotFoundError:
+            raise CheckpointMissing(f"weights {path} are not there") from None
         try:
             self.tensors = self._read_header()
         except BaseException:
@@ -108,20 +115,39 @@ class SafetensorsFile:
         size = self.path.stat().st_size
         prefix = self._file.read(8)
         header_bytes = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or header_bytes > min(HEADER_LIMIT, size - 8):
+        if len(prefix) == 8 and HEADER_LIMIT < header_bytes <= size - 8:
+            raise InvalidWeights(
+                f"{self.path} has a header of {header_bytes} bytes; at most {HEADER_LIMIT} are accepted"
+            )
+        if len(prefix) < 8 or header_bytes > size - 8:
             raise InvalidWeights(
                 f"{self.path} is cut short or no safetensors file: {size} bytes, and a header of {header_bytes}"
             )
         try:
             header = json.loads(self._file.read(header_bytes))
             header.pop("__metadata__", None)
+            if len(header) > MAX_TENSORS:
+                raise ValueError(f"it has {len(header)} tensors; at most {MAX_TENSORS} are accepted")
             tensors = {name: _stored_tensor(entry, 8 + header_bytes) for name, entry in header.items()}
+        except RecursionError:
+            raise InvalidWeights(f"{self.path} has no readable safetensors header: it is nested too deeply") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidWeights(f"{self.path} has no readable safetensors header: {error}") from None
-        end = max((tensor.begin + tensor.num_bytes for tensor in tensors.values()), default=0)
+            raise InvalidWeights(f"{self.path} has no readable safetensors header: {error!s:.300}") from None
+        self._check_spans(tensors, size)
+        return tensors
+
+    def _check_spans(self, tensors: dict[str, StoredTensor], size: int) -> None:
+        """No tensor ends behind the file, and no two share bytes."""
+        end, before = 0, ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+            if tensor.num_bytes and tensor.begin < end:
+                raise InvalidWeights(
+                    f"{self.path}: tensor {name} begins at byte {tensor.begin}, within tensor {before}; "
+                    "each must have bytes of its own"
+                )
+            end, before = tensor.begin + tensor.num_bytes, name
         if end > size:
             raise InvalidWeights(f"{self.path} is cut short: {size} bytes, but its tensors end at byte {end}")
-        return tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +159,11 @@ class TensorPart:
     offset: int  # in the file, in bytes
     target: Tensor  # flat; with columns [rows, n]
     columns: tuple[int, int] | None = None  # the first of them, and how many a stored row has
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        """File and offset."""
+        return self.file.path, self.offset
 
     def read(self, staging: Tensor) -> int:
         """From any thread, which has new_staging() to itself. Returns the bytes that were filled."""
@@ -161,10 +192,12 @@ def _stored_tensor(entry: dict[str, object], data_begin: int) -> StoredTensor:
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(name, str) or not isinstance(shape, list) or not isinstance(offsets, list):
         raise TypeError(f"entry {entry!r}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"a shape of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are accepted")
     begin, end = offsets
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)) or end < begin:
         raise ValueError(f"entry {entry!r}")
-    dtype = STORED_DTYPES.get(name)
-    if dtype is not None and end - begin != math.prod(shape) * dtype.itemsize:
+    size = ITEM_BYTES.get(name)
+    if size is not None and end - begin != math.prod(shape) * size:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {name}")
     return StoredTensor(name, tuple(shape), data_begin + begin, end - begin)

@@ -20,6 +20,7 @@ from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
+from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
@@ -33,8 +34,7 @@ log = logging.getLogger(__name__)
 KV_POLL_SECONDS = 0.0003  # of awaited KV
 IDLE_POLL_SECONDS = 0.00003  # of awaited KV where a device computes, and leaves this thread a core of its own
 STEP_POLL_SECONDS = 0.0001
-# While a step computes, so that the event loop has the interpreter for the last one's tokens.
-DELIVERY_SECONDS = 0.00001
+DELIVERY_SECONDS = 0.00001  # while a step computes: the event loop has the interpreter for the last one's tokens
 
 StepForward = Callable[[DecodeStep], PendingSamples]
 
@@ -47,8 +47,7 @@ class Decodes:
 
     With overlap scheduling (runner.overlaps) a step, _next, is launched before the tokens of the step before it,
     _reading, are read. A request that stops still has one extra row in the step in flight. That row is ignored, and the
-    pages are released when that step is done. Nothing here waits for a device: a reservation is made while a step
-    computes.
+    pages are released when that step is done. Nothing here waits for a device.
     """
 
     def __init__(
@@ -93,11 +92,13 @@ class Decodes:
         max_tokens: int,
         writer_pe: int,
         salt: bytes = b"",
+        whole: bool = False,
     ) -> Reservation:
         """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
         if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
-        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe, salt)
+        tokens = np.asarray(token_ids, np.int64)
+        return self._reservations.prepare(request_id, tokens, max_tokens, writer_pe, salt, whole)
 
     def start(
         self,
@@ -107,13 +108,12 @@ class Decodes:
         token_stream: TokenStream,
         num_output: int = 0,
         constraint: Constraint | None = None,
+        gatherer: PromptLogprobs | None = None,
     ) -> None:
-        """Tokens of a reserved request go to `token_stream`, once its KV is here. A local prompt is queued now. See
-        DecodeRequest for the rest."""
+        """Tokens of a reserved request go to `token_stream` once its KV is here. A local prompt is queued now."""
         request = self._reservations.start(request_id, reservation_id, params.max_tokens, num_output)
-        request.params, request.constraint = params, constraint
-        request.rule = FinishRule.of(params, self._eos_token_ids)
-        request.token_stream = token_stream
+        request.params, request.constraint, request.gatherer = params, constraint, gatherer
+        request.rule, request.token_stream = FinishRule.of(params, self._eos_token_ids), token_stream
         if request.is_local:
             self._local.start(request, params)
             return

@@ -51,6 +51,7 @@ class LocalPrompts:
             salt=request.salt,
             num_output=request.num_output,
             constraint=request.constraint,
+            gatherer=request.gatherer,
         )
         prompt.computed = prompt.cached_tokens = len(request.prompt) - request.expected_tokens
         prompt.begin_output()

@@ -89,11 +89,18 @@ class Reservations:
         return [*self._requests, *(request.request_id for request in self._draining.values())]
 
     def prepare(
-        self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int, salt: bytes = b""
+        self,
+        request_id: str,
+        token_ids: Int64Array,
+        max_tokens: int,
+        writer_pe: int,
+        salt: bytes = b"",
+        whole: bool = False,
     ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
-        salt: see PagedKVCache.match_prefix. Raises NoRoom, which leaves nothing behind, and InvalidCall.
+        salt: see PagedKVCache.match_prefix. whole: none is matched. Raises NoRoom, which leaves nothing behind, and
+        InvalidCall.
         """
         if request_id in self._offers:
             return self._offers[request_id]
@@ -114,7 +121,8 @@ class Reservations:
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
-        request = self._reserve(request_id, token_ids, max_tokens, (capacity, longest), writer_pe, salt)
+        matches = self._sharing and not whole
+        request = self._reserve(request_id, token_ids, max_tokens, (capacity, longest), writer_pe, salt, matches)
         self._counters.reservations += 1
         self._requests[request_id] = request
         self._offers[request_id] = self._offer(request, max(pages), writer_pe)
@@ -228,12 +236,13 @@ class Reservations:
         reach: tuple[int, int],
         writer_pe: int,
         salt: bytes,
+        matches: bool,
     ) -> DecodeRequest:
         """reach: how long the sequence may become, and the longest append of one forward."""
         cache, sequence_id, own_pe = self._cache, self._ids.take(), self._transport.pe
         cache.add_sequence(sequence_id)
         try:
-            matched = cache.match_prefix(sequence_id, token_ids, salt) if self._sharing else 0
+            matched = cache.match_prefix(sequence_id, token_ids, salt) if matches else 0
             cache.reserve(sequence_id, *reach)
             if writer_pe > own_pe and not cache.has_room(cache.max_sequence_length, self._max_batch_tokens):
                 raise NoRoom(f"no room for request {request_id!r}: what is left is for a prompt of a peer")

@@ -9,13 +9,16 @@ from tandem.cache.kernels.base import GPU_HEAD_DIMS
 from tandem.cache.plan.layout import DTYPES
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shard import WHOLE, Shard
-from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.quantization import AS_COMPUTED, Quantization, read_quantization
 from tandem.workers.models.activation import Activation, read_activation
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import NO_WINDOWS, Windows, read_layer_windows
+from tandem.workers.sampling.posted_samples import MAX_VOCAB
+
+MAX_LAYERS, MAX_HEADS = 1000, 1 << 14  # more than any model has
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class ModelConfig:
     attn_softcap: float | None = None  # see PagedKVCache, like attn_scale
     attn_scale: float | None = None
     local_rope: RopeParameters | None = None  # of layers with a window, where theirs is another
-    fp8_kv: bool = False  # the checkpoint asks for K and V in 8 bits
+    quantization: Quantization = AS_COMPUTED  # of the checkpoint
     latent: LatentConfig | None = None  # every layer keeps latents
     num_extra_layers: int = 0  # layers behind the others that a checkpoint may hold, and that are not served
     shard: Shard = WHOLE  # whose heads and columns the numbers above count, see shard_config
@@ -105,12 +108,12 @@ def read_dense_config(
     num_heads, num_kv_heads, head_dim = _read_heads(fields, num_kv_heads, head_dim)
     biased = attention_bias is not None and fields.boolean("attention_bias", attention_bias)
     return ModelConfig(
-        fp8_kv=read_fp8_kv(fields),
+        quantization=read_quantization(fields),
         architecture=fields.raw("architectures")[0],  # the registry has checked it
-        vocab_size=fields.integer("vocab_size", minimum=1),
+        vocab_size=fields.integer("vocab_size", minimum=1, maximum=MAX_VOCAB),
         hidden_size=fields.integer("hidden_size", minimum=1),
         intermediate_size=fields.integer("intermediate_size", minimum=1),
-        num_layers=fields.integer("num_hidden_layers", minimum=1),
+        num_layers=fields.integer("num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -131,7 +134,7 @@ def read_dense_config(
 def _read_heads(fields: Fields, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int]:
     """num_heads, num_kv_heads and head_dim; the arguments are the defaults of read_dense_config."""
     hidden_size = fields.integer("hidden_size", minimum=1)
-    num_heads = fields.integer("num_attention_heads", minimum=1)
+    num_heads = fields.integer("num_attention_heads", minimum=1, maximum=MAX_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", num_kv_heads, minimum=1)
     if num_heads % num_kv_heads:
         raise fields.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
@@ -150,25 +153,3 @@ def read_dtype(fields: Fields) -> torch.dtype:
     if value not in DTYPES:
         raise fields.invalid(name, f"one of {', '.join(DTYPES)}")
     return DTYPES[value]
-
-
-def read_fp8_kv(fields: Fields) -> bool:
-    """Whether quantization_config asks for an FP8 KV cache, as llm-compressor writes it, and for nothing else.
-
-    UnsupportedFeature when it asks for something else.
-    """
-    if "quantization_config" not in fields:
-        return False
-    section = fields.section("quantization_config")
-    method, scheme = section.raw("quant_method"), section.section("kv_cache_scheme")
-    if method != "compressed-tensors" or section.raw("config_groups") or not scheme.names():
-        raise UnsupportedFeature(
-            f"{fields.source}: quantization_config asks for {method!r}; only checkpoints without are served: "
-            "dequantize it to bfloat16 and take quantization_config out, but for compressed-tensors' kv_cache_scheme"
-        )
-    for name, accepted in (("type", "float"), ("num_bits", 8), ("dynamic", False), ("symmetric", True)):
-        if scheme.raw(name) not in (None, accepted):
-            raise UnsupportedFeature(
-                f"{scheme.source}: {name} is {scheme.raw(name)!r}; it must be {accepted!r}, for KV is stored in FP8"
-            )
-    return True

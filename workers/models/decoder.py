@@ -82,22 +82,35 @@ class DenseDecoder:
 
         token_ids: int64 [T], the new tokens of all sequences of the batch one after another. last_rows None: all T.
         """
-        kernels, eps = self._kernels, self.config.rms_norm_eps
-        x, delta = self._embed(token_ids), None
+        x = self._embed(token_ids)
         if self._small_batch_decoder is not None and last_rows is None:
             logits = self._small_batch_decoder.forward(x, cached)
             if logits is not None:
                 return self._cap(logits)
+        return self.logits(self._hidden(x, cached, last_rows))
+
+    def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor) -> Tensor:
+        """What logits() takes, [n, hidden_size], of rows `rows` (int64 [n]) of the packed tokens; else as forward()."""
+        return self._hidden(self._embed(token_ids), cached, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab_size] behind hidden [n, hidden_size], as forward() gives them."""
+        if hidden.shape[0] == 0:
+            return hidden.new_empty((0, self.config.vocab_size))
+        return self._cap(self._lm_head(hidden))
+
+    def _hidden(self, x: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
+        kernels, eps, delta = self._kernels, self.config.rms_norm_eps, None
         for index, layer in enumerate(self._layers):
             o = layer.attention(kernels.add_rms_norm(x, delta, layer.norms.before_attention, eps), index, cached)
             if last_rows is not None and index == self.config.num_layers - 1:
                 if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
-                    return x.new_empty((0, self.config.vocab_size))
+                    return x[:0]
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
             delta = self._norm_if(layer.o(o), layer.norms.behind_attention)
             delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.norms.before_feed_forward, eps))
             delta = self._norm_if(delta, layer.norms.behind_feed_forward)
-        return self._cap(self._lm_head(kernels.add_rms_norm(x, delta, self._final_norm, eps)))
+        return kernels.add_rms_norm(x, delta, self._final_norm, eps)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x = self._embedding[token_ids]  # on a GPU index_select takes five times as long for 16 rows

@@ -16,7 +16,7 @@ def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
     """auto: where the checkpoint asks for it. InvalidArgument for a model that keeps latents."""
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise InvalidArgument(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
-    fp8 = kv_cache_dtype == "fp8_e4m3" or model.fp8_kv
+    fp8 = kv_cache_dtype == "fp8_e4m3" or model.quantization.fp8_kv
     if fp8 and model.latent is not None:
         raise InvalidArgument(
             f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} keeps "

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.routing import Routing
 
+MAX_EXPERTS = 1 << 14  # more than any model has
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -51,7 +53,7 @@ def read_moe(
     layers None: all. intermediate_size, count: the names of the fields that have an expert's and their number; it was
     called num_experts, too.
     """
-    num_experts = fields.integer("num_experts" if "num_experts" in fields else count, minimum=1)
+    num_experts = fields.integer("num_experts" if "num_experts" in fields else count, minimum=1, maximum=MAX_EXPERTS)
     top_k = fields.integer("num_experts_per_tok", minimum=1)
     if top_k > num_experts:
         raise fields.invalid("num_experts_per_tok", f"at most the number of experts, {num_experts}")

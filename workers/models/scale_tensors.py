@@ -5,6 +5,7 @@ engine has `…self_attn.attn.k_scale`. One number for the layer, or one for eac
 queries are not rounded here.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -47,12 +48,13 @@ def read_scales(paths: Iterable[Path], config: ModelConfig) -> KVScales | None:
 
 def _read(file: SafetensorsFile, name: str, config: ModelConfig) -> tuple[float, ...]:
     """The scale of the layer, or those of the shard's KV heads."""
-    scales, num_kv_heads = torch.empty(file.tensors[name].shape), config.num_kv_heads * config.shard.size
-    if scales.numel() not in (1, num_kv_heads):
+    shape, num_kv_heads = file.tensors[name].shape, config.num_kv_heads * config.shard.size
+    if math.prod(shape) not in (1, num_kv_heads):
         raise InvalidWeights(
-            f"{file.path}: tensor {name} has {scales.numel()} numbers; "
+            f"{file.path}: tensor {name} has {math.prod(shape)} numbers; "
             f"1 for the layer or {num_kv_heads}, one a KV head, are accepted"
         )
+    scales = torch.empty(shape)
     for part in file.parts(name, Slice(scales)):
         part.read(new_staging("cpu"))
     if scales.numel() > 1:

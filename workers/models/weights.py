@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, TensorPart, new_staging
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, new_staging
+from tandem.workers.checkpoint.stored import Part, Plain, StoredWeight
+from tandem.workers.checkpoint.stored_weights import stored_weights
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
@@ -25,6 +27,7 @@ INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")
 DUMMY_STD = 0.02
 LISTED = 5  # names in an error
+MAX_FILES = 4096
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
 
@@ -64,9 +67,10 @@ def load_parameters(
         fill_randomly(config, named_weights(config, parameters))
         return parameters
     with ExitStack() as stack:
-        files = _open(stack, folder)
-        parameters, weights = _allocate(files, config, torch.device(device))
-        _fill(files, weights, config, torch.device(device), report)
+        stored = _stored(stack, folder, config)
+        _allocate(stored, config, torch.device("meta"))  # before any memory is taken
+        parameters, weights = _allocate(stored, config, torch.device(device))
+        _fill(stored, weights, config, torch.device(device), report)
     if config.tie_word_embeddings and torch.equal(parameters.lm_head, parameters.embedding):
         return dataclasses.replace(parameters, lm_head=parameters.embedding)
     return parameters
@@ -76,7 +80,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint: model.safetensors, as transformers has it, else those that its index
     names, else all there are."""
     single = folder / "model.safetensors"
-    if single.is_file():
+    if single.exists():
         return [single]
     index = folder / INDEX
     if index.exists():
@@ -84,8 +88,11 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted({weight_map.text(tensor) for tensor in weight_map.names()})
         outside = [name for name in names if Path(name).name != name]
         if not names or outside:
-            raise InvalidConfig(f"{index}: weight_map names {outside or 'no file'}; it must name files of its folder")
-        missing = [name for name in names if not (folder / name).is_file()]
+            named = _listing(outside) if outside else "no file"
+            raise InvalidConfig(f"{index}: weight_map names {named}; it must name files of its folder")
+        if len(names) > MAX_FILES:
+            raise InvalidConfig(f"{index}: weight_map names {len(names)} files; at most {MAX_FILES} are accepted")
+        missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise CheckpointMissing(f"{folder} lacks {_listing(missing)}, of {len(names)} files that {INDEX} names")
         return [folder / name for name in names]
@@ -100,11 +107,11 @@ def weight_files(folder: Path) -> list[Path]:
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raises what load_parameters would raise for these files as they are, from their headers and sizes alone."""
     with ExitStack() as stack:
-        _allocate(_open(stack, folder), config, torch.device("meta"))
+        _allocate(_stored(stack, folder, config), config, torch.device("meta"))
 
 
 def _fill(
-    files: Sequence[SafetensorsFile],
+    stored: Mapping[str, StoredWeight],
     weights: Mapping[str, Tensor],
     config: ModelConfig,
     device: torch.device,
@@ -113,22 +120,25 @@ def _fill(
     total, done = sum(weight.nbytes for weight in weights.values()), 0
     report = report or (lambda done, total: None)
     report(done, total)
-    wanted = [(file, name) for file in files for name in file.tensors if name in weights]
-    slices = [(file, name, one) for file, name in wanted for one in slices_of(name, weights[name], config)]
-    parts = [part for file, name, one in slices for part in file.parts(name, one)]
-    parts.sort(key=lambda part: (part.file.path, part.offset))  # as a disk likes to read
+    parts = [
+        part
+        for name, weight in weights.items()
+        for one in slices_of(name, weight, config)
+        for part in stored[name].parts(one)
+    ]
+    parts.sort(key=lambda part: part.place)
     for filled in _read(parts, device):
         done += filled
         report(done, total)
 
 
-def _read(parts: Iterable[TensorPart], device: torch.device) -> Iterator[int]:
+def _read(parts: Iterable[Part], device: torch.device) -> Iterator[int]:
     """Reads them side by side; the bytes that each has filled, in their order."""
     stagings = SimpleQueue[Tensor]()
     for _ in range(READERS):
         stagings.put(new_staging(device))
 
-    def read(part: TensorPart) -> int:
+    def read(part: Part) -> int:
         staging = stagings.get()
         try:
             return part.read(staging)
@@ -139,49 +149,61 @@ def _read(parts: Iterable[TensorPart], device: torch.device) -> Iterator[int]:
         yield from readers.map(read, parts)
 
 
-def _open(stack: ExitStack, folder: Path) -> list[SafetensorsFile]:
-    """The files of a checkpoint, for as long as `stack` is open."""
-    return [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
+def _stored(stack: ExitStack, folder: Path, config: ModelConfig) -> dict[str, StoredWeight]:
+    """The weights of a checkpoint, whose files are open for as long as `stack` is."""
+    files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
+    return stored_weights(files, config.quantization)
 
 
 def _allocate(
-    files: Sequence[SafetensorsFile], config: ModelConfig, device: torch.device
+    stored: Mapping[str, StoredWeight], config: ModelConfig, device: torch.device
 ) -> tuple[DecoderParameters, dict[str, Tensor]]:
-    """Parameters, and the views of them that the files' tensors fill, by name; both checked.
+    """Parameters, and the views of them that the stored weights fill, by name; both checked.
 
-    InvalidWeights names what is missing, unknown or misshapen. A head that the files have gets a weight of its own even
+    InvalidWeights names what is missing, unknown or misshapen. A head that is stored gets a weight of its own even
     where embeddings are to be tied: it may be another, and transformers then serves it.
     """
-    names = {name for file in files for name in file.tensors}
-    if LM_HEAD in names:
+    if LM_HEAD in stored:
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    parameters = allocate_parameters(config, device)
-    weights = named_weights(config, parameters, names)
-    check_tensors(files, weights, config)
+    _check_number(stored, config)
+    try:
+        parameters = allocate_parameters(config, device)
+    except RuntimeError as error:
+        raise InvalidWeights(f"config.json asks for tensors that are too large: {error!s:.200}") from None
+    weights = named_weights(config, parameters, stored)
+    check_tensors(stored, weights, config)
     return parameters, weights
 
 
-def check_tensors(files: Iterable[SafetensorsFile], weights: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """The files hold each tensor of the model, in its shape and of a type that can be read, and nothing unknown."""
-    missing, unknown = dict(weights), list[str]()
-    for file in files:
-        for name, stored in file.tensors.items():
-            weight = weights.get(name)
-            if weight is None:
-                unknown += [] if _is_ignored(name, config) else [name]
-            elif stored.shape != (shape := slices_of(name, weight, config)[0].stored_shape):
-                raise InvalidWeights(
-                    f"{file.path}: tensor {name} has shape {list(stored.shape)}; config.json asks for {list(shape)}"
-                )
-            else:
-                file.dtype_of(name)  # raises where it is none that can be read
-                if name not in missing:
-                    raise InvalidWeights(f"{file.path}: tensor {name} is in another file, too; it must be in one")
-            missing.pop(name, None)
+def _check_number(stored: Mapping[str, StoredWeight], config: ModelConfig) -> None:
+    """A config may ask for more tensors than there is memory for their names. InvalidWeights where the files have fewer
+    than one for each layer and expert."""
+    experts = 0
+    if config.moe is not None and not any(".experts.gate_up_proj" in name for name in stored):
+        experts = len(config.moe.layers) * len(config.experts)
+    if len(stored) < config.num_layers + experts:
+        raise InvalidWeights(
+            f"the checkpoint has {len(stored)} tensors; config.json asks for {config.num_layers} layers"
+            + (f" with {experts} experts in all" if experts else "")
+        )
+
+
+def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Each weight of the model is stored in its shape and in a type that can be read, and nothing unknown is."""
+    for name, one in stored.items():
+        weight = weights.get(name)
+        if weight is not None and one.shape != (shape := slices_of(name, weight, config)[0].stored_shape):
+            raise InvalidWeights(
+                f"{one.path}: tensor {name} has shape {list(one.shape)}; config.json asks for {list(shape)}"
+            )
+        if weight is not None and isinstance(one, Plain):
+            one.file.dtype_of(name)  # raises where it is none that can be read
+    missing = [name for name in weights if name not in stored]
     if missing:
         raise InvalidWeights(
             f"the checkpoint lacks {_listing(missing)}, of {len(weights)} tensors of {config.architecture}"
         )
+    unknown = [name for name in stored if name not in weights and not _is_ignored(name, config)]
     if unknown:
         raise InvalidWeights(f"the checkpoint has {_listing(unknown)}, which {config.architecture} does not use")
 

@@ -8,7 +8,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.requests.prompt import Prompt
-from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
+from tandem.workers.runner.model_runner import ModelRunner, PromptChunks, Scored
 from tandem.workers.scheduling.batch import Chunk
 
 PromptForward = Callable[[PromptChunks], Tensor]
@@ -55,7 +55,11 @@ class PromptForwards:
             [prompt.token_ids[prompt.computed : prompt.computed + length] for prompt, length in chunks],
             [prompt.num_tokens for prompt in prompts],
         )
-        if forward is None:
+        if any(prompt.gatherer for prompt in prompts):  # beside a decode step it has a forward of its own
+            logits = self._runner.scored_prompts(
+                packed, [_scored(*chunk) for chunk in chunks], push=bool(requests) and not by_pages
+            )
+        elif forward is None:
             logits = self._runner.prompts(*packed, push=bool(requests) and not by_pages)
         else:
             logits = forward(packed)
@@ -91,3 +95,10 @@ class PromptForwards:
             if pushed:
                 request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
             request.bytes_pushed = total
+
+
+def _scored(prompt: Prompt, length: int) -> Scored | None:
+    """What a chunk of so many tokens predicts of its prompt."""
+    if prompt.gatherer is None:
+        return None
+    return Scored(prompt.gatherer, prompt.token_ids[prompt.computed + 1 : prompt.computed + 1 + length])

@@ -28,6 +28,7 @@ from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
+from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import Batch
@@ -113,9 +114,10 @@ class Prefills:
         salt: bytes = b"",
         num_output: int = 0,
         constraint: Constraint | None = None,
+        gatherer: PromptLogprobs | None = None,
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
-        num_output: tokens at its end that an earlier placement has put out.
+        num_output: tokens at its end that an earlier placement has put out. gatherer: with one, all is computed.
 
         A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap,
         Aborted, StaleEpoch, StaleReservation. The lease runs until attend().
@@ -138,10 +140,11 @@ class Prefills:
             salt=salt,
             num_output=num_output,
             constraint=constraint,
+            gatherer=gatherer,
         )
         request.begin_output()
         self._handoff.begin(request)
-        speculative = self._speculative.claim(request_id, prompt, salt)
+        speculative = None if gatherer else self._speculative.claim(request_id, prompt, salt)
         if speculative is not None:
             request.take_over(speculative)
         self._scheduler.add(request)
@@ -266,7 +269,7 @@ class Prefills:
     def _begin(self, request: Prompt) -> None:
         cache = self._cache
         cache.add_sequence(request.sequence_id)
-        if self._sharing:
+        if self._sharing and request.gatherer is None:
             matched = cache.match_prefix(request.sequence_id, request.token_ids, request.salt)
             request.cached_tokens = request.computed = matched
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
@@ -346,6 +349,8 @@ class Prefills:
                 self._fail([prompt], RuntimeError(prompt.constraint.error))
             if not prompt.left:
                 prompt.left = True
+                if prompt.gatherer is not None:
+                    prompt.gatherer.deliver()
                 first = FirstToken(int(samples.token_ids[row]), samples.logprobs[row])
                 if first.token_id == NOT_FINITE:
                     prompt.destination.fail(prompt, LogitsNotFinite(prompt.request_id, prompt.num_tokens))

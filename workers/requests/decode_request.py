@@ -12,6 +12,7 @@ from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.logit_rules import LogitRules
+from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sampling_params import SamplingParams
 
 
@@ -34,6 +35,7 @@ class DecodeRequest:
     salt: bytes = b""  # of the prefixes that it shares
     num_output: int = 0  # tokens at the prompt's end that an earlier placement has put out
     constraint: Constraint | None = None  # its place in the grammar of params.guided
+    gatherer: PromptLogprobs | None = None  # of a local prompt
 
     def begin(self, token: int) -> None:
         """All KV of the prompt and the first token are here."""

@@ -12,6 +12,7 @@ from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.logit_rules import LogitRules
+from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sampling_params import SamplingParams
 
 OfKind = TypeVar("OfKind", contravariant=True)
@@ -48,6 +49,7 @@ class Prompt:
     salt: bytes = field(default=b"", kw_only=True)  # of the prefixes that it shares
     num_output: int = field(default=0, kw_only=True)  # tokens at its end that an earlier placement has put out
     constraint: Constraint | None = field(default=None, kw_only=True)  # its place in the grammar of params.guided
+    gatherer: PromptLogprobs | None = field(default=None, kw_only=True)  # where the request asks for them
     computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
     cached_tokens: int = field(default=0, kw_only=True)  # found in the prefix index
     logits: Tensor | None = field(default=None, kw_only=True)  # [1, vocab], where all was launched speculatively

@@ -21,6 +21,7 @@ from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCa
 from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
+from tandem.workers.sampling.prompt_logprobs import PromptLogprobs, logprobs_of_targets
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -31,6 +32,13 @@ class PromptChunks(NamedTuple):
     sequence_ids: Sequence[int]
     chunks: Sequence[Int64Array]
     lengths: Sequence[int]
+
+
+class Scored(NamedTuple):
+    """Prompt tokens whose log-probabilities are wanted: those that follow the first rows of a chunk."""
+
+    gatherer: PromptLogprobs
+    targets: Int64Array
 
 
 class ModelRunner:
@@ -156,11 +164,34 @@ class ModelRunner:
 
         push: whether what is marked to be sent goes along.
         """
-        appends = np.array([chunk.size for chunk in chunks])
-        stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
-        last_rows = np.cumsum(appends)[stored + appends == np.array(lengths)] - 1
+        appends, last_rows = self._ends(PromptChunks(sequence_ids, chunks, lengths))
         token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
+
+    @torch.inference_mode()
+    def scored_prompts(self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool) -> Tensor:
+        """prompts(), eagerly. scored[i]: whose log-probabilities are wanted behind chunk i; None for nobody's."""
+        appends, last_rows = self._ends(prompts)
+        begins = np.cumsum(appends) - appends
+        wanted = [one for one in scored if one is not None]
+        rows = [begin + np.arange(one.targets.size) for begin, one in zip(begins, scored, strict=True) if one]
+        forward = self._cache.begin(Batch(prompts.sequence_ids, appends, prompts.lengths, push=push))
+        arrays = [np.concatenate(prompts.chunks), np.concatenate((*rows, last_rows))]
+        ids, all_rows, *targets = upload([*arrays, *(one.targets for one in wanted)], self._model.device)
+        hidden = self._model.hidden(ids, forward.attention, all_rows)
+        self._cache.commit(forward)
+        parts = hidden.split([*(len(one) for one in rows), len(last_rows)])
+        model, vocab_size = self._model, self._model.config.vocab_size
+        for one, part, tokens in zip(wanted, parts[:-1], targets, strict=True):
+            num_top = one.gatherer.num_top
+            one.gatherer.add(logprobs_of_targets(part, model.logits, tokens, num_top, vocab_size))
+        return model.logits(parts[-1])
+
+    def _ends(self, prompts: PromptChunks) -> tuple[Int64Array, Int64Array]:
+        """Tokens of each chunk, and the rows of the last tokens of prompts that end with theirs. int64."""
+        appends = np.array([chunk.size for chunk in prompts.chunks])
+        stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids])
+        return appends, np.cumsum(appends)[stored + appends == np.array(prompts.lengths)] - 1
 
     def capture_steps_with_prompts(self, capture: Capture | None = None) -> None:
         """From now on step_with_prompts() replays CUDA graphs; capture_steps and capture_prompts come first."""
@@ -177,9 +208,7 @@ class ModelRunner:
         self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
     ) -> tuple[PendingSamples, Tensor]:
         """step() and prompts() in one forward, which reads the weights once; nothing is pushed with it."""
-        stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids])
-        appends = np.array([chunk.size for chunk in prompts.chunks])
-        last_rows = np.cumsum(appends)[stored + appends == np.array(prompts.lengths)] - 1
+        appends, last_rows = self._ends(prompts)
         if self._graphs is None:
             return self._eager_step_with_prompts(sequence_ids, inputs, prompts, last_rows)
         batch = Batch(prompts.sequence_ids, appends, prompts.lengths, push=False)

@@ -57,11 +57,11 @@ class CopiedSamples:
 
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
         """tokens int64 [n] and logprobs, on the device: free to change once later work is queued on the stream."""
-        self._token_ids = tokens.numpy().copy() if tokens.is_cpu else _to_host(tokens).numpy()
+        self._token_ids = tokens.numpy().copy() if tokens.is_cpu else to_host(tokens).numpy()
         self._logprobs = None
         if logprobs is not None:
             names = ("chosen", "top_ids", "top_logprobs")
-            self._logprobs = replace(logprobs, **{name: _to_host(getattr(logprobs, name)) for name in names})
+            self._logprobs = replace(logprobs, **{name: to_host(getattr(logprobs, name)) for name in names})
         self._copied = None
         if tokens.is_cuda:
             self._copied = torch.cuda.Event()
@@ -76,7 +76,8 @@ class CopiedSamples:
         return Samples(self._token_ids, split_logprobs(self._logprobs, self._token_ids))
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy, queued on the current stream: it is there once work queued behind it is done."""
     if tensor.is_cpu:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -18,6 +18,7 @@ MAX_GUIDED_LENGTH = 65_536  # characters
 MAX_CHOICES = 1024
 MAX_BAD_WORDS = 64  # sequences of tokens; a text may be two
 MAX_BAD_WORD_TOKENS = 16
+MAX_ANSWERS = 128
 SEED_LIMIT = 1 << 64
 
 
@@ -50,6 +51,14 @@ class SamplingParams:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens whose last is not sampled behind the others
     allowed_token_ids: tuple[int, ...] = ()  # all others are never sampled; empty allows all
     guided: Guided | None = None  # what the output has to follow
+    prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens
+    n: int = 1  # answers; the gateway places each as a request of one answer
+    best_of: int | None = None  # answers generated, of which the n likeliest are given; None is n
+
+    @property
+    def num_answers(self) -> int:
+        """Sequences that are generated."""
+        return self.best_of or self.n
 
     @property
     def changes_logits(self) -> bool:
@@ -68,15 +77,16 @@ class SamplingParams:
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidSamplingParams on the first field that is outside its limits."""
-    _require(params.max_tokens >= 1, "max_tokens", params.max_tokens, "at least 1")
+    least = 1 if params.prompt_logprobs is None else 0
+    _require(params.max_tokens >= least, "max_tokens", params.max_tokens, "at least 1, or 0 beside prompt_logprobs")
     temperature = params.temperature
     _require(0 <= temperature <= MAX_TEMPERATURE, "temperature", temperature, f"in [0, {MAX_TEMPERATURE:g}]")
     _require(0 < params.top_p <= 1, "top_p", params.top_p, "in (0, 1]")
     _require(params.top_k >= -1, "top_k", params.top_k, "at least 1, or 0 or -1 for all")
     _require(0 <= params.min_p <= 1, "min_p", params.min_p, "in [0, 1]")
     _require(params.seed is None or 0 <= params.seed < SEED_LIMIT, "seed", params.seed, "in [0, 2^64)")
-    logprobs = params.logprobs
-    _require(logprobs is None or 0 <= logprobs <= MAX_LOGPROBS, "logprobs", logprobs, f"in [0, {MAX_LOGPROBS}]")
+    for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        _require(count is None or 0 <= count <= MAX_LOGPROBS, field, count, f"in [0, {MAX_LOGPROBS}]")
     _require(len(params.stop) <= MAX_STOP_STRINGS, "stop", len(params.stop), f"at most {MAX_STOP_STRINGS}", "strings")
     for text in params.stop:
         fits = 1 <= len(text) <= MAX_STOP_LENGTH
@@ -86,6 +96,13 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     _require_tokens("stop_token_ids", ids, vocab_size)
     least = params.min_tokens
     _require(0 <= least <= params.max_tokens, "min_tokens", least, f"in [0, max_tokens], which is {params.max_tokens}")
+    _require(1 <= params.n <= MAX_ANSWERS, "n", params.n, f"in [1, {MAX_ANSWERS}]")
+    best_of, accepted = params.best_of, f"in [n, {MAX_ANSWERS}], where n is {params.n}"
+    _require(best_of is None or params.n <= best_of <= MAX_ANSWERS, "best_of", best_of, accepted)
+    ranked = params.num_answers > params.n
+    _require(
+        not ranked or params.prompt_logprobs is None, "prompt_logprobs", params.prompt_logprobs, "absent beside best_of"
+    )
     _validate_penalties(params)
     _validate_token_rules(params, vocab_size)
     if params.guided is not None:

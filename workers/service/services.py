@@ -21,6 +21,7 @@ from tandem.workers.event_loop import unwatched
 from tandem.workers.requests.feed import Feeds
 from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
+from tandem.workers.requests.prompt_logprob_streams import PromptLogprobStream, PromptLogprobStreams, gatherer
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
@@ -62,6 +63,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._loop = loop
         self._cache = cache
         self._feeds = Feeds()
+        self._prompt_logprobs = PromptLogprobStreams()
         self._grammars = grammars
 
     async def _on_step_thread(self, context: Context, epoch: int, command: Callable[[], T]) -> T:
@@ -153,6 +155,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def RemoteSend(
         self, request: worker_pb2.RemoteSendRequest, context: Context
     ) -> worker_pb2.RemoteSendResponse:
+        wanted = request.sampling.HasField("prompt_logprobs")
+        with self._prompt_logprobs.filled(request.request_id, wanted=wanted) as stream:
+            return await self._send(request, context, stream)
+
+    async def _send(
+        self, request: worker_pb2.RemoteSendRequest, context: Context, stream: PromptLogprobStream | None
+    ) -> worker_pb2.RemoteSendResponse:
         prefills = self._loop.prefills
         attended: list[Lease] = []
 
@@ -161,7 +170,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
             salt, num_output = check_salt(request.salt), check_num_output(request.num_output, prompt.size)
-            future = prefills.submit(request.request_id, prompt, params, reservation, salt, num_output, constraint)
+            future = prefills.submit(
+                request.request_id,
+                prompt,
+                params,
+                reservation,
+                salt,
+                num_output,
+                constraint,
+                gatherer(stream, params),
+            )
             lease = prefills.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
@@ -176,6 +194,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         fields["logprobs"] = None if result.logprobs is None else logprobs_to_proto(result.logprobs)
         return worker_pb2.RemoteSendResponse(**fields)
 
+    async def PromptLogprobs(self, request: worker_pb2.PromptLogprobsRequest, context: Context) -> None:
+        await self._on_step_thread(context, request.epoch, lambda: check_request_id(request.request_id))
+        with self._prompt_logprobs.opened(request.request_id) as stream:
+            if stream is None:
+                await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"request {request.request_id!r} has such a call")
+            await context.send_initial_metadata(())
+            async for message in stream.messages():
+                await context.write(message)
+
     # Decode
 
     async def PrepareReceive(
@@ -186,7 +213,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         def prepare() -> tuple[Reservation, Future[None] | None]:
             prompt = self._check_prompt(request.request_id, request.prompt, request.max_tokens)
             salt = check_salt(request.salt)
-            reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe, salt)
+            reservation = decodes.prepare(
+                request.request_id, prompt, request.max_tokens, request.writer_pe, salt, request.whole
+            )
             return reservation, self._loop.windows_past()
 
         reservation, past = await self._on_step_thread(context, request.epoch, prepare)
@@ -195,6 +224,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return reservation_to_proto(reservation, self._config.token)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:
+        wanted = request.sampling.HasField("prompt_logprobs")
+        with self._prompt_logprobs.filled(request.request_id, wanted=wanted) as stream:
+            await self._generate(request, context, stream)
+
+    async def _generate(
+        self, request: worker_pb2.StartGenerateRequest, context: Context, stream: PromptLogprobStream | None
+    ) -> None:
         decodes = self._loop.decodes
         feed = None if request.sampling.HasField("logprobs") else self._feeds.get(request.feed)
         token_stream = TokenStream(feed, request.number)
@@ -204,7 +240,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             check_request_id(request.request_id)
             params = check_sampling(request.sampling, self._vocab_size)
             decodes.start(
-                request.request_id, request.reservation_id, params, token_stream, request.num_output, constraint
+                request.request_id,
+                request.reservation_id,
+                params,
+                token_stream,
+                request.num_output,
+                constraint,
+                gatherer(stream, params),
             )
             started.append(request.request_id)
 

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -39,7 +39,7 @@ class Frame:
 
 
 class Answer(ABC):
-    """The objects of one answer, in the order of its messages: chunks of a stream, or one whole."""
+    """The objects of one answer, in the order of its messages: chunks of a stream, or a choice of the whole."""
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -60,36 +60,33 @@ class Answer(ABC):
         if self._frame is not None:
             return self._frame.chunk(message)
         first = encode(self._chunk(message))
-        blank = inference_pb2.GenerateResponse(request_id=message.request_id, text=BLANK)
+        blank = inference_pb2.GenerateResponse(request_id=message.request_id, index=message.index, text=BLANK)
         self._frame = Frame.of(self._chunk(blank))
         return first
 
-    def usage_chunk(self, last: inference_pb2.GenerateResponse) -> str:
+    def usage_chunk(self, request_id: str, usage: inference_pb2.Usage) -> str:
         """The chunk behind the last one where include_usage is set."""
-        return encode(self._object(self.chunk_object, last, []) | {"usage": _usage(last.usage)})
+        return encode(self._object(self.chunk_object, request_id, []) | {"usage": _usage(usage)})
 
     def _chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
         usage = {"usage": None} if self._body.includes_usage else {}
-        return self._object(self.chunk_object, message, [self._choice(message, is_chunk=True)]) | usage
+        return self._object(self.chunk_object, message.request_id, [self._choice(message, is_chunk=True)]) | usage
 
-    def whole(self, messages: Sequence[inference_pb2.GenerateResponse]) -> dict[str, Any]:
-        """The answer of all messages of a request that has ended."""
-        whole = inference_pb2.GenerateResponse()
-        for message in messages:
-            whole.MergeFrom(message)
-        whole.text = "".join(message.text for message in messages)
-        choice = self._choice(whole, is_chunk=False)
-        return self._object(self.whole_object, whole, [choice]) | {"usage": _usage(whole.usage)}
+    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """The answer of all its messages, merged into one."""
+        return self._choice(message, is_chunk=False)
 
-    def _object(
-        self, kind: str, message: inference_pb2.GenerateResponse, choices: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        name = f"{self.prefix}-{message.request_id}"
+    def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
+        """All that is answered to a call."""
+        return self._object(self.whole_object, request_id, choices) | {"usage": _usage(usage)}
+
+    def _object(self, kind: str, request_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = f"{self.prefix}-{request_id}"
         return {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def _choice(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         choice = {
-            "index": 0,
+            "index": message.index,
             **self._content(message.text, is_chunk),
             "logprobs": None if self._body.num_logprobs is None else self._logprobs(message.logprobs),
             "finish_reason": FINISH_REASONS.get(message.finish_reason),

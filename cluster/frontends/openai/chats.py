@@ -59,8 +59,8 @@ class ChatBody(GenerationBody):
         return self
 
     @property
-    def input(self) -> Prompt:
-        return [{"role": message.role, "content": message.text} for message in self.messages]
+    def prompts(self) -> list[Prompt]:
+        return [[{"role": message.role, "content": message.text} for message in self.messages]]
 
     @property
     def num_logprobs(self) -> int | None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import FailFast, Field, field_validator
+from pydantic import Discriminator, FailFast, Field, Tag, field_validator, model_validator
 from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.http.errors import HttpError
@@ -12,8 +12,23 @@ from tandem.cluster.frontends.openai.answer import Answer, logprob_value
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.protocol import Prompt
 from tandem.proto import inference_pb2
+from tandem.workers.sampling.sampling_params import MAX_ANSWERS
 
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
+Text = Annotated[str, Tag("one-text")]
+Ids = Annotated[TokenIds, Tag("one-ids")]
+TextList = TypeAliasType("TextList", Annotated[list[str], FailFast(), Field(max_length=MAX_ANSWERS)])
+IdsList = TypeAliasType("IdsList", Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_ANSWERS)])
+Texts = Annotated[TextList, Tag("texts")]
+IdLists = Annotated[IdsList, Tag("lists")]
+
+
+def _kind(prompt: object) -> str:
+    """What a prompt is taken for, by its first entry."""
+    if not isinstance(prompt, list):
+        return "one-text"
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "one-ids"
 
 
 class CompletionBody(GenerationBody):
@@ -22,28 +37,40 @@ class CompletionBody(GenerationBody):
     renamed = MappingProxyType({"text": "prompt", "token_bytes": "prompt"})
     prompt_field = "prompt"
 
-    prompt: str | TokenIds = Field(description="text, or a list of token ids")
+    prompt: Text | Ids | Texts | IdLists = Field(
+        discriminator=Discriminator(_kind),
+        description=f"text, a list of token ids, or a list of 1 to {MAX_ANSWERS} of either",
+    )
     logprobs: int | None = Field(default=None, description="an integer")
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _one(cls, prompt: object) -> object:
+    def _not_empty(cls, prompt: object) -> object:
         if prompt in ([], [[]]):
             raise ValueError("is empty; at least one token id is needed")
-        if not isinstance(prompt, list) or not isinstance(prompt[0], str | list):
-            return prompt
-        if len(prompt) > 1:
-            raise ValueError(f"has {len(prompt)} prompts; one a request is accepted: text, or a list of token ids")
-        return prompt[0]
+        return prompt
+
+    @model_validator(mode="after")
+    def _number(self) -> Self:
+        prompts, answers = len(self.prompts), max(self.n or 1, self.best_of or 1)
+        if prompts > 1 and prompts * answers > MAX_ANSWERS:
+            raise ValueError(
+                f"prompt has {prompts} entries, with {answers} answers each; at most {MAX_ANSWERS} answers are accepted"
+            )
+        return self
 
     def check_length(self, max_tokens: int) -> None:
-        if not isinstance(self.prompt, str) and len(self.prompt) >= max_tokens:
-            reason = f"prompt has {len(self.prompt)} token ids; at most {max_tokens - 1} are accepted"
+        for index, prompt in enumerate(self.prompts):
+            if isinstance(prompt, str) or 0 < len(prompt) < max_tokens:
+                continue
+            name = f"prompt[{index}]" if len(self.prompts) > 1 else "prompt"
+            reason = f"{name} has {len(prompt)} token ids; 1 to {max_tokens - 1} are accepted"
             raise HttpError(400, reason, param="prompt")
 
     @property
-    def input(self) -> Prompt:
-        return self.prompt
+    def prompts(self) -> list[Prompt]:
+        given: Any = self.prompt
+        return given if _kind(given) in ("texts", "lists") else [given]
 
     @property
     def num_logprobs(self) -> int | None:

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -11,7 +11,7 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.sampling_fields import SAMPLING, SamplingFields
-from tandem.cluster.protocol import Prompt, build_request
+from tandem.cluster.protocol import Prompt, accepted_value, build_request
 from tandem.cluster.requests.cache_salt import MAX_CACHE_SALT
 from tandem.proto import inference_pb2
 
@@ -40,6 +40,8 @@ class GenerationBody(SamplingFields, ABC):
         max_length=MAX_CACHE_SALT,
         description=f"a text of 1 to {MAX_CACHE_SALT} characters",
     )
+    n: int | None = Field(default=None, description=accepted_value("n"))
+    best_of: int | None = Field(default=None, description=accepted_value("best_of"))
     return_token_ids: bool = Field(default=False, description="true or false")
     return_tokens_as_token_ids: bool = Field(default=False, description="true or false")
 
@@ -47,18 +49,20 @@ class GenerationBody(SamplingFields, ABC):
     def _options_of_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is of use only with stream: true")
+        if self.stream and (self.best_of or 1) > (self.n or 1):
+            raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
         return self
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def request(self) -> inference_pb2.GenerateRequest:
-        """The gateway's request. Raises InvalidRequest, with the gateway's names: see blame()."""
+    def requests(self) -> list[inference_pb2.GenerateRequest]:
+        """The gateway's requests, one for each prompt. Raises InvalidRequest, with the gateway's names: see blame()."""
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
-        return build_request(self.input, given, None, self.cache_salt or "")
+        return [build_request(prompt, given, None, self.cache_salt or "") for prompt in self.prompts]
 
     def check_length(self, max_tokens: int) -> None:
         """Refuses a prompt whose length is known and that no request of so many tokens has room for, before it
@@ -70,7 +74,7 @@ class GenerationBody(SamplingFields, ABC):
 
     @property
     @abstractmethod
-    def input(self) -> Prompt: ...
+    def prompts(self) -> Sequence[Prompt]: ...
 
     @property
     @abstractmethod

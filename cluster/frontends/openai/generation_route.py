@@ -1,25 +1,30 @@
 """POST routes that generate."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.caller import ClientGone, client_of, header, host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
 from tandem.cluster.frontends.openai.answer import Answer
+from tandem.cluster.frontends.openai.choices import Choices
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
-from tandem.cluster.frontends.openai.read_body import read_request
+from tandem.cluster.frontends.openai.read_body import read_requests
 from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.requests.answers import Write
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
-from tandem.cluster.requests.origin import current_origin
+from tandem.cluster.requests.origin import current_origin, own_id
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.authentication import HEADER
 
 BODY_SECONDS = 60.0  # for a client's body
+WriteOf = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]  # an answer to the prompt of that index
 LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
 
 
@@ -43,21 +48,24 @@ class GenerationRoute:
         """Answers one request; a client that goes away ends it. HttpError, ClientGone, and as ActiveRequests.serve."""
         held = self.bodies.open(host_of(scope))
         try:
-            body, request = await self._body(scope, receive, held)
+            body, requests = await self._body(scope, receive, held)
             if body.model not in (None, self.model, *self.aliases):
                 raise HttpError.other_model(body.model or "", (self.model, *self.aliases))
+            held.requests = len(requests)
             current_body.set(held)
-            request.request_id = current_origin.get().request_id
-            generating = self._generate(body, request, scope, reply)
+            origin = current_origin.get()
+            for index, request in enumerate(requests):
+                request.request_id = own_id(origin.given_id or origin.request_id) if index else origin.request_id
             del request  # which may be large, and the call long
+            generating = self._generate(body, requests, scope, reply)
             await unless_gone(receive, asyncio.ensure_future(generating))
         finally:
             held.release()
 
     async def _body(
         self, scope: Scope, receive: Receive, held: Body
-    ) -> tuple[GenerationBody, inference_pb2.GenerateRequest]:
-        """Without its prompt, and the request that it makes."""
+    ) -> tuple[GenerationBody, list[inference_pb2.GenerateRequest]]:
+        """Without its prompts, and the requests that it makes."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 data = await self._read(scope, receive, held)
@@ -66,9 +74,9 @@ class GenerationRoute:
             raise HttpError(408, reason, headers={"connection": "close"}) from None
         await self.turns.take()
         if len(data) > LONG_BODY:
-            reading = self.readers.run(host_of(scope), read_request, self.body, data, self.max_tokens)
+            reading = self.readers.run(host_of(scope), read_requests, self.body, data, self.max_tokens)
             return await unless_gone(receive, asyncio.ensure_future(reading))
-        return read_request(self.body, data, self.max_tokens)
+        return read_requests(self.body, data, self.max_tokens)
 
     async def _read(self, scope: Scope, receive: Receive, held: Body) -> bytearray:
         media_type = ";".join(header(scope, "content-type"))
@@ -98,36 +106,74 @@ class GenerationRoute:
             )
 
     async def _generate(
-        self, body: GenerationBody, request: inference_pb2.GenerateRequest, scope: Scope, reply: Reply
+        self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, reply: Reply
     ) -> None:
-        answer = self.answer(body, self.model, self.tokenizer)
-        messages: list[inference_pb2.GenerateResponse] = []
+        """Takes the requests out of their list: they may be large, and the call long."""
+        count, turn = len(requests), asyncio.Lock()
+        choices = Choices(self.answer(body, self.model, self.tokenizer), count, body.n or 1)
 
-        async def write(message: inference_pb2.GenerateResponse) -> None:
-            if body.stream:
-                messages[:] = [message]  # the last one is all that will be needed
-                await reply.event(answer.chunk(message))
+        async def write(prompt: int, message: inference_pb2.GenerateResponse) -> None:
+            if not body.stream:
+                choices.keep(prompt, message)
+            elif count == 1:
+                await reply.event(choices.chunk(prompt, message))
             else:
-                messages.append(message)
+                async with turn:
+                    await reply.event(choices.chunk(prompt, message))
+
+        if count == 1:
+            await self._serve(body, requests.pop(), scope, partial(write, 0))
+        else:
+            await self._serve_all(body, requests, scope, write)
+        if not body.stream:
+            # With log-probabilities it takes a second for thousands of tokens, in which others must not wait.
+            aside = body.num_logprobs is not None
+            await reply.whole(200, await asyncio.to_thread(choices.whole) if aside else choices.whole())
+        else:
+            await reply.done(choices.usage_chunk() if body.includes_usage else None)
+
+    async def _serve_all(
+        self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, write: WriteOf
+    ) -> None:
+        """All at once. One that fails ends the others; what it says of its prompt names that."""
+
+        async def one(prompt: int, serving: Awaitable[None]) -> None:
+            try:
+                await serving
+            except HttpError as error:
+                raise _naming(error, prompt) from None
 
         try:
-            credential = next(iter(header(scope, HEADER)), "")
+            async with asyncio.TaskGroup() as group:
+                for prompt in range(len(requests)):
+                    serving = self._serve(body, requests.pop(0), scope, partial(write, prompt))
+                    group.create_task(one(prompt, serving))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _serve(
+        self, body: GenerationBody, request: inference_pb2.GenerateRequest, scope: Scope, write: Write
+    ) -> None:
+        try:
             serving = self.requests.serve(
                 request,
                 client_of(scope),
                 write,
                 host=host_of(scope),
-                credential=credential,
+                credential=next(iter(header(scope, HEADER)), ""),
                 open_ended=body.open_ended,
             )
-            del request  # as above
+            del request  # which may be large, and the call long
             await serving
         except InvalidRequest as error:
             raise body.blame(error) from error
-        if not body.stream:
-            # With log-probabilities it takes a second for thousands of tokens, in which others must not wait.
-            aside = body.num_logprobs is not None
-            whole = await asyncio.to_thread(answer.whole, messages) if aside else answer.whole(messages)
-            await reply.whole(200, whole)
-        else:
-            await reply.done(answer.usage_chunk(messages[-1]) if body.includes_usage else None)
+
+
+def _naming(error: HttpError, prompt: int) -> HttpError:
+    """The error with the index of the prompt that it is about."""
+    text = str(error)
+    if error.param == "prompt":
+        text = f"prompt[{prompt}]{text.removeprefix('prompt')}"
+    elif "prompt" in text:
+        text = f"prompt[{prompt}]: {text}"
+    return HttpError(error.status, text, param=error.param, code=error.code, headers=error.headers)

@@ -24,13 +24,11 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "add_special_tokens": (True,),
         "audio": (),
-        "best_of": (1,),
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
         "logit_bias": ({},),
         "modalities": (["text"],),
-        "n": (1,),
         "parallel_tool_calls": (True, False),
         "prediction": (),
         "prompt_logprobs": (),
@@ -52,17 +50,17 @@ LONGEST_NAME = 80  # characters of an unknown field that an answer shows
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
-def read_request(
+def read_requests(
     kind: type[BodyT], data: bytes | bytearray, max_tokens: int
-) -> tuple[BodyT, inference_pb2.GenerateRequest]:
-    """The body without its prompt, and the gateway's request. max_tokens: of the longest prompt with its output.
+) -> tuple[BodyT, list[inference_pb2.GenerateRequest]]:
+    """The body without its prompts, and the gateway's request for each of them.
 
-    Raises HttpError, as read_body().
+    max_tokens: of the longest prompt with its output. Raises HttpError, as read_body().
     """
     body = read_body(kind, data)
     body.check_length(max_tokens)
     try:
-        return body.without_prompt(), body.request()
+        return body.without_prompt(), body.requests()
     except InvalidRequest as error:
         raise body.blame(error) from error
 

@@ -28,11 +28,16 @@ def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
     return kind | None, Field(default=None, description=accepted)
 
 
-SAMPLING = [field for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.message_type is None]
+WITHOUT_ANSWER = ("prompt_logprobs",)  # answers have no place for it, so read_body() refuses it
+SAMPLING = [
+    field
+    for field in inference_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.message_type is None and field.name not in WITHOUT_ANSWER
+]
 if TYPE_CHECKING:
     SamplingFields = Part
 else:
     SamplingFields = create_model(
         "SamplingFields", __base__=Part, **{field.name: _sampling_field(field) for field in SAMPLING}
     )
-"""All sampling parameters of the protocol that are numbers or texts, or lists of them."""
+"""Sampling parameters of the protocol that are numbers or texts, or lists of them."""

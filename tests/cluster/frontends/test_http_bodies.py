@@ -35,8 +35,8 @@ def test_every_sampling_parameter_gets_through() -> None:
     sampling |= {"logprobs": 4, "stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True}
     sampling |= {"skip_special_tokens": False, "include_stop_str_in_output": True, "min_tokens": 2}
     sampling |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5}
-    sampling |= {"bad_words": ["a"], "allowed_token_ids": [5]}
-    request = read(CompletionBody, {"prompt": "text", **sampling}).request()
+    sampling |= {"bad_words": ["a"], "allowed_token_ids": [5], "n": 2, "best_of": 3}
+    request = read(CompletionBody, {"prompt": "text", **sampling}).requests()[0]
     assert request.text == "text"
     sent = {field.name: getattr(request.sampling, field.name) for field in SAMPLING}
     assert {
@@ -46,36 +46,34 @@ def test_every_sampling_parameter_gets_through() -> None:
 
 def test_what_is_not_given_is_not_set() -> None:
     null: dict[str, Any] = dict.fromkeys(("model", "max_tokens", "temperature", "stop", "logprobs", "stream_options"))
-    neutral: dict[str, Any] = {"n": 1, "logit_bias": {}, "tools": [], "user": "u"}
+    neutral: dict[str, Any] = {"n": None, "logit_bias": {}, "tools": [], "user": "u"}
     for body in ({}, null, neutral):
-        request = read(CompletionBody, {"prompt": "text", **body}).request()
+        request = read(CompletionBody, {"prompt": "text", **body}).requests()[0]
         assert not request.sampling.ListFields()
         assert not request.request_id
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7]]])
 def test_token_ids(prompt: Any) -> None:
-    request = read(CompletionBody, {"prompt": prompt}).request()
+    request = read(CompletionBody, {"prompt": prompt}).requests()[0]
     assert prompt_from_bytes(request.token_bytes).tolist() == [5, 6, 7]
-    assert read(CompletionBody, {"prompt": ["text"]}).request().text == "text"
+    assert read(CompletionBody, {"prompt": ["text"]}).requests()[0].text == "text"
 
 
 def test_chats() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None}
-    request = read(ChatBody, {"messages": [TURN, parts], "max_tokens": 1, "max_completion_tokens": 2}).request()
+    request = read(ChatBody, {"messages": [TURN, parts], "max_tokens": 1, "max_completion_tokens": 2}).requests()[0]
     assert [(turn.role, turn.content) for turn in request.chat.messages] == [("user", "x"), ("user", "a\nb")]
     assert request.sampling.max_tokens == 2
     assert not request.sampling.HasField("logprobs")
     for asked, expected in (({}, 0), ({"top_logprobs": 5}, 5)):
-        request = read(ChatBody, {"messages": [TURN], "logprobs": True, **asked}).request()
+        request = read(ChatBody, {"messages": [TURN], "logprobs": True, **asked}).requests()[0]
         assert request.sampling.logprobs == expected
 
 
 @pytest.mark.parametrize(
     ("name", "value", "accepted"),
     [
-        ("n", 2, "1"),
-        ("best_of", 2, "1"),
         ("echo", True, "false"),
         ("tools", [{}], "[]"),
         ("response_format", {"type": "json_object"}, '"text"'),
@@ -96,14 +94,33 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
 @pytest.mark.parametrize(
     ("kind", "body", "param", "message"),
     [
-        (CompletionBody, {}, "prompt", "prompt is missing; it must be text, or a list of token ids"),
+        (CompletionBody, {}, "prompt", "prompt is missing; it must be text, a list of token ids"),
         (CompletionBody, {"prompt": None}, "prompt", "prompt is missing"),
         (CompletionBody, {"prompt": 5}, "prompt", "prompt is 5; it must be text"),
         (CompletionBody, {"prompt": []}, "prompt", "prompt is empty"),
-        (CompletionBody, {"prompt": ["a", "b"]}, "prompt", "prompt has 2 prompts; one a request is accepted"),
-        (CompletionBody, {"prompt": [[5], [6]]}, "prompt", "prompt has 2 prompts"),
-        (CompletionBody, {"prompt": [5, "a"]}, "prompt", r"prompt is \[5, 'a'\]; it must be text, or a list of token"),
-        (CompletionBody, {"prompt": [True]}, "prompt", r"prompt is \[True\]"),
+        (
+            CompletionBody,
+            {"prompt": ["a", 5]},
+            "prompt[1]",
+            r"prompt\[1\] is 5; it must be text, a list of token ids, or",
+        ),
+        (CompletionBody, {"prompt": [[5], "b"]}, "prompt[1]", r"prompt\[1\] is 'b'"),
+        (CompletionBody, {"prompt": [[5], [6, "b"]]}, "prompt[1][1]", r"prompt\[1\]\[1\] is 'b'"),
+        (CompletionBody, {"prompt": ["a"] * 129}, "prompt", "or a list of 1 to 128 of either"),
+        (
+            CompletionBody,
+            {"prompt": ["a"] * 43, "n": 3},
+            "prompt",
+            "prompt has 43 entries, with 3 answers each; at most",
+        ),
+        (
+            CompletionBody,
+            {"prompt": "a", "n": 2, "best_of": 3, "stream": True},
+            "best_of",
+            "is 3; with stream: true n is",
+        ),
+        (CompletionBody, {"prompt": [5, "a"]}, "prompt[1]", r"prompt\[1\] is 'a'; it must be text"),
+        (CompletionBody, {"prompt": [True]}, "prompt[0]", r"prompt\[0\] is True"),
         (CompletionBody, {"prompt": "x", "max_tokens": "9"}, "max_tokens", "max_tokens is '9'; it must be an integer"),
         (CompletionBody, {"prompt": "x", "max_tokens": 9.5}, "max_tokens", "max_tokens is 9.5"),
         (CompletionBody, {"prompt": "x", "stop": [5]}, "stop", r"stop is \[5\]; it must be text, or a list of texts"),
@@ -200,7 +217,7 @@ def test_what_the_gateway_refuses_has_the_bodys_names(
 ) -> None:
     read_in = read(kind, body)
     with pytest.raises(InvalidRequest) as caught:
-        read_in.request()
+        read_in.requests()[0]
     error = read_in.blame(caught.value)
     assert (error.status, error.param) == (400, param)
     with pytest.raises(HttpError, match=message):

@@ -123,12 +123,16 @@ class TestCalls:
         ("body", "param", "message"),
         [
             ({**BODY, "top_p": 2}, "top_p", "top_p is 2.0; it must be in (0, 1]"),
-            ({**BODY, "n": 2}, "n", "n is 2; only 1"),
+            ({**BODY, "n": 129}, "n", "n is 129; it must be in [1, 128]"),
+            ({**BODY, "n": 2, "best_of": 1}, "best_of", "best_of is 1; it must be in [n, 128], where n is 2"),
+            ({**BODY, "prompt": [[5], []]}, "prompt", "prompt[1] has 0 token ids; 1 to 255 are accepted"),
+            ({**BODY, "prompt": [[5], [6, 1 << 30]]}, "prompt", "prompt[1][1] is 1073741824; the vocabulary has"),
+            ({**BODY, "prompt": [[5], [5] * 256]}, "prompt", "prompt[1] has 256 token ids; 1 to 255 are accepted"),
             ({**BODY, "prompt": [5, 1 << 30]}, "prompt", "prompt[1] is 1073741824; the vocabulary has"),
             ({**BODY, "prompt": "text"}, "prompt", "prompt: the checkpoint has no tokenizer.json"),
             ({**BODY, "stop": "x"}, "stop", "stop: stop strings need a tokenizer"),
             ({**BODY, "max_tokens": 254}, "max_tokens", "max_tokens is 254 after a prompt of 3 tokens; the model's"),
-            ({**BODY, "prompt": [5] * 256}, "prompt", "prompt has 256 token ids; at most 255 are accepted"),
+            ({**BODY, "prompt": [5] * 256}, "prompt", "prompt has 256 token ids; 1 to 255 are accepted"),
         ],
     )
     @pytest.mark.parametrize("stream", [False, True])

@@ -95,7 +95,7 @@ def test_a_large_body_is_read_in_another_process(opened: OpenGateway, monkeypatc
     expected = answer(opened.http, COMPLETIONS, **small)
     wrong = {"max_tokens": "x"}, {"prompt": []}, {"model": "y"}, {"strange": 1}, {"seed": -1}, {"stop": "a" * 300}
     errors = [error(opened, small | one) for one in wrong]
-    monkeypatch.setattr("tandem.cluster.frontends.openai.generation_route.read_request.__code__", not_here.__code__)
+    monkeypatch.setattr("tandem.cluster.frontends.openai.generation_route.read_requests.__code__", not_here.__code__)
     assert answer(opened.http, COMPLETIONS, **large)["choices"] == expected["choices"]
     assert [error(opened, large | one) for one in wrong] == errors
 

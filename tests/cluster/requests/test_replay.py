@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import numpy as np
 import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
-from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.client.client_messages import GenerateUpdate, TokenLogprobs
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway import Gateway
@@ -208,6 +209,42 @@ def test_no_island_takes_requests_for_a_while(model: Path) -> None:
 
     options: dict[str, Any] = {"gateway.queue_seconds": 0.3}
     with_gateway(model, FakeWorker(say), body, **options)
+
+
+def packed(*logprobs: float) -> worker_pb2.PackedLogprobs:
+    """Of as many tokens, each with one alternative."""
+    values, ids = np.array(logprobs, "<f4"), np.arange(len(logprobs), dtype="<u4")
+    return worker_pb2.PackedLogprobs(
+        logprobs=values.tobytes(), top_ids=ids.tobytes(), top_logprobs=(values + 1).tobytes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("fails", "asks_last"),
+    [
+        ({}, True),
+        ({"PromptLogprobs": ["UNAVAILABLE"]}, True),
+        ({"PromptLogprobs": ["go on", "UNAVAILABLE"]}, True),
+        ({"PromptLogprobs": ["none"]}, True),
+        ({"PromptLogprobs": ["none"], "RemoteSend": ["UNAVAILABLE"]}, True),
+        ({"RemoteSend": ["UNAVAILABLE"]}, False),
+        ({"StartGenerate": ["go on", "go on", "UNAVAILABLE"]}, False),
+    ],
+)
+def test_prompt_logprobs_come_once_and_in_order(model: Path, fails: dict[str, list[str]], asks_last: bool) -> None:
+    """Wherever they break off: what the client has is not sent again, and what it lacks is computed again."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        sampling: Sampling = {"max_tokens": len(TOKENS), "temperature": 0, "prompt_logprobs": 1}
+        updates = [update async for update in client.generate(PROMPT, timeout=20, **sampling)]
+        first, *entries = [entry for update in updates for entry in update.prompt_logprobs]
+        assert first is None
+        assert entries == [TokenLogprobs(6, -0.5, ((0, 0.5),)), TokenLogprobs(7, -0.25, ((0, 0.75),))]
+        assert tokens_of(updates) == TOKENS
+        assert worker.asked[-1] == asks_last
+        assert not worker.announced
+
+    with_gateway(model, FakeWorker(say, fails, packed=[packed(-0.5), packed(-0.25)]), body)
 
 
 @pytest.mark.parametrize("fails", [[], ["UNIMPLEMENTED"], ["UNAVAILABLE"], ["hang"]])

@@ -29,9 +29,9 @@ class Crowd:
         self._ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def join(self, client: str, name: str, tokens: int = 1, admitted: bool = False) -> None:
+    async def join(self, client: str, name: str, tokens: int = 1, admitted: bool = False, requests: int = 1) -> None:
         self._ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._wait(client, name, tokens, admitted))
+        self.tasks[name] = asyncio.create_task(self._wait(client, name, tokens, admitted, requests))
         await settle()
 
     async def end(self, name: str) -> None:
@@ -55,10 +55,32 @@ class Crowd:
                 await asyncio.wait_for(task, 5)
         return self.served
 
-    async def _wait(self, client: str, name: str, tokens: int, admitted: bool) -> None:
-        async with self.queue.turn(client, tokens, admitted=admitted):
+    async def _wait(self, client: str, name: str, tokens: int, admitted: bool, requests: int) -> None:
+        async with self.queue.turn(client, tokens, admitted=admitted, requests=requests):
             self.served.append(name)
             await self._ends[name].wait()
+
+
+def test_one_that_counts_as_several() -> None:
+    """It fills the queue as they would, takes their turns, and may wait alone however many it is."""
+
+    async def run() -> None:
+        queue = AdmissionQueue(4, 100)
+        crowd = Crowd(queue)
+        await crowd.join("a", "six", requests=6)
+        assert queue.requests == 6
+        await crowd.join("b", "refused")
+        assert crowd.waiting() == {"six"}
+        await crowd.end("six")
+        assert queue.requests == 0
+        await crowd.join("a", "three", requests=3)
+        await crowd.join("a", "two too many", requests=2)
+        await crowd.join("b", "one")
+        assert crowd.waiting() == {"three", "one"}
+        assert await crowd.end_all() == ["six", "three", "one"]
+        assert queue.requests == 0
+
+    asyncio.run(run())
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))

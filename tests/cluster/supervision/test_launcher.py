@@ -43,7 +43,8 @@ def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
     cluster = Cluster(load_config(None, values), processes)
 
     def lose(_: object) -> None:
-        (island,) = cluster._islands
+        assert cluster._islands is not None
+        (island,) = cluster._islands.all
         island.ready.result(60)
         first = island.island
         processes.groups[0].members[0].kill()

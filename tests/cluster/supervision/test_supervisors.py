@@ -20,7 +20,7 @@ from tandem.cluster.supervision.heartbeat import MEETING, MEETING_SECONDS, POLL_
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.island_supervisor import IslandSupervisor
 from tandem.cluster.supervision.liveness import Liveness
-from tandem.cluster.supervision.process_settings import gateway_settings, island_names
+from tandem.cluster.supervision.process_settings import gateway_settings, island_name
 from tandem.cluster.supervision.shared_ports import SharedPorts
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.supervisor import RestartBudget
@@ -447,5 +447,5 @@ def test_a_port_that_another_program_has_is_refused(shared: bool) -> None:
 
 def test_names_of_islands() -> None:
     config: ClusterConfig = load_config(None, {"name": "c", "num_islands": 3})
-    assert island_names(config) == ["c-0", "c-1", "c-2"]
-    assert island_names(load_config(None, {"name": "c"})) == ["c"]
+    assert [island_name(config, number) for number in range(3)] == ["c-0", "c-1", "c-2"]
+    assert [island_name(load_config(None, {"name": "c"}), number) for number in range(3)] == ["c", "c-1", "c-2"]

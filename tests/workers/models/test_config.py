@@ -167,6 +167,16 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}},
             "'longrope' needs 8 numbers above 0",
         ),
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000; it must be at most 1000"),
+        ({"num_attention_heads": 1_000_000}, "num_attention_heads is 1000000; it must be at most 16384"),
+        ({"vocab_size": 1 << 24}, "vocab_size is 16777216; it must be at most 16777215"),
+        ({"eos_token_id": [7] * 5000}, "eos_token_id is .{,60}; it must be at most 4096 token ids, and not 5000"),
+        ({"vocab_size": int("9" * 4000)}, "vocab_size is .{,100}; it must be at most"),
+        ({"layer_types": ["full_attention"] * 100_000}, "layer_types is .{,200}; it must"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "weight_block_size is .128.; it",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
     ],
 )
@@ -185,9 +195,9 @@ FP8_KV = {
 
 def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
     write(tmp_path, LLAMA)
-    assert not load_config(tmp_path).fp8_kv
+    assert not load_config(tmp_path).quantization.fp8_kv
     write(tmp_path, {**LLAMA, "quantization_config": FP8_KV})
-    assert load_config(tmp_path).fp8_kv
+    assert load_config(tmp_path).quantization.fp8_kv
 
 
 @pytest.mark.parametrize(
@@ -197,14 +207,18 @@ def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
         ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu, swish, gelu_pytorch_tanh"),
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config asks for 'gptq'"),
+        ({**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}}, "asks for 'awq'; fp8, mxfp4 and compr"),
+        ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, "quantization_config asks for None; fp8, mxfp4"),
+        ({**LLAMA, "quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt is 'e5m2'; it must be 'e4m3'"),
         (
-            {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
-            "quantization_config asks for 'mxfp4'; only checkpoints without are served: dequantize it to bfloat16",
+            {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}},
+            "config_groups: group_0: weights: num_bits is 4; it must be 8",
         ),
         (
-            {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}},
-            "quantization_config asks for 'compressed-tensors'; only checkpoints without are served",
+            {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"group_0": {"weights": {"type": "int"}}}}},
+            "config_groups: group_0: weights: type is 'int'; it must be 'float'",
         ),
+        ({**LLAMA, "quantization_config": {"quant_method": "compressed-tensors"}}, "has neither config_groups nor kv"),
         (
             {**LLAMA, "quantization_config": FP8_KV | {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}},
             "kv_cache_scheme: type is 'int'; it must be 'float'",

@@ -16,6 +16,7 @@ from tandem.cluster.errors import ConfigError
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.quantization import Quantization
 from tandem.workers.models.kv_scales import choose_scales, stores_fp8
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
@@ -86,7 +87,7 @@ def test_latents_are_not_stored_in_8_bits(tmp_path: Path) -> None:
     settings = {"model.path": str(folder), "cache.kv_cache_dtype": FP8}
     with pytest.raises(ConfigError, match=r"cache\.kv_cache_dtype is 'fp8_e4m3'"):  # and nothing was started
         Cluster(load_cluster_config(None, settings), Mock(spec=[])).start()
-    model = replace(load_config(folder), fp8_kv=True)
+    model = replace(load_config(folder), quantization=Quantization(fp8_kv=True))
     with pytest.raises(InvalidArgument, match="kv_cache_dtype is 'auto', which means 8 bits for this checkpoint"):
         stores_fp8("auto", model)
 

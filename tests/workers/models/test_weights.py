@@ -261,9 +261,7 @@ def test_an_index_may_not_lead_out_of_the_folder(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
     (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(
-        InvalidConfig, match=r"names \['\.\./elsewhere\.safetensors'\]; it must name files of its folder"
-    ):
+    with pytest.raises(InvalidConfig, match=r"names \.\./elsewhere\.safetensors; it must name files of its folder"):
         load_places(sharded)
 
 

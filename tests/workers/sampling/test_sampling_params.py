@@ -13,10 +13,14 @@ ACCEPTED: list[dict[str, Any]] = [
     {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 100.0, "min_tokens": 16},
     {"logit_bias": ((0, -100.0), (99, 100.0)), "bad_words": ("x" * 256,) * 63, "bad_words_ids": ((99,) * 16,)},
     {"allowed_token_ids": tuple(range(100))},
+    {"max_tokens": 0, "prompt_logprobs": 20},
     {"stop": ("x" * 256,) * 16, "stop_token_ids": (0, 99) * 32, "logprobs": 20},
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+    ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1, or 0 beside prompt_logprobs"),
+    ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens is -1; it must be at least 1, or 0 beside prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be in [0, 20]"),
+    ({"prompt_logprobs": 1, "best_of": 2}, "prompt_logprobs is 1; it must be absent beside best_of"),
     ({"temperature": -0.1}, "temperature is -0.1; it must be in [0, 100]"),
     ({"temperature": math.inf}, "temperature is inf; it must be in [0, 100]"),
     ({"temperature": math.nan}, "temperature is nan; it must be in [0, 100]"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tandem.cache.plan.rope import yarn_magnitude
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.models.config import ModelConfig, read_dense_config
+from tandem.workers.models.config import MAX_LAYERS, ModelConfig, read_dense_config
 from tandem.workers.models.latent import LatentConfig, read_latent
 from tandem.workers.models.moe import GATED_NAMES, MoeConfig, read_moe
 from tandem.workers.models.rope_fields import read_rope
@@ -44,7 +44,8 @@ def read_deepseek_v3(fields: Fields) -> ModelConfig:
     latent = read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
     normalize = fields.boolean("norm_topk_prob", True)
     config = _read_both(fields, latent, route, normalize=normalize, num_shared=1, num_dense=3)
-    return dataclasses.replace(config, num_extra_layers=fields.integer("num_nextn_predict_layers", 1))
+    extra = fields.integer("num_nextn_predict_layers", 1, maximum=MAX_LAYERS)
+    return dataclasses.replace(config, num_extra_layers=extra)
 
 
 def _read_both(

@@ -1,0 +1,146 @@
+"""The answers to one request: one, n, or the likeliest n of best_of."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+
+from tandem.cluster.requests.generation import Generation
+from tandem.cluster.requests.replay import Replay
+from tandem.cluster.requests.validation import Received, ValidRequest
+from tandem.cluster.requests.whole_message import WholeMessage
+from tandem.cluster.routing.islands import LinkPair
+from tandem.cluster.routing.router import Router
+from tandem.proto import inference_pb2
+
+Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+NOTHING = Received()
+
+
+class Answers:
+    """Runs all answers to a request, each as a request of its own with its own seed.
+
+    The first one is placed alone. Once the decode worker has its KV, the others are placed on the same workers. They
+    find the prompt there as a prefix, so that only its last, partial page is computed again (docs/decisions/0077).
+    """
+
+    def __init__(self, request: ValidRequest, generation: Callable[[ValidRequest], Generation]) -> None:
+        """generation: makes that of one answer. Answers that have ended for the client get none."""
+        params = request.params
+        self._request = request
+        self._ranked = params.num_answers > params.n
+        self._received = request.received or (NOTHING,) * params.n
+        indices = [index for index in range(params.num_answers) if self._ranked or not self._received[index].ended]
+        self._generations = {index: generation(request.answer(index)) for index in indices}
+        self._drafts = {index: Draft(keep=params.logprobs is not None) for index in indices} if self._ranked else {}
+        self._unfinished = sum(not received.ended for received in self._received)
+        self._turn = asyncio.Lock()  # one message at a time
+
+    @property
+    def generations(self) -> Sequence[Generation]:
+        return tuple(self._generations.values())
+
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        """The prompt once, and the output of all answers."""
+        lead, *_ = self._generations.values()
+        before = 0 if self._ranked else sum(len(one.token_ids) for one in self._received if one.ended)
+        return inference_pb2.Usage(
+            prompt_tokens=lead.usage.prompt_tokens,
+            cached_tokens=lead.usage.cached_tokens,
+            output_tokens=before + sum(one.usage.output_tokens for one in self._generations.values()),
+        )
+
+    async def run(self, router: Router, client: str, max_attempts: int, deadline: float, write: Write) -> None:
+        """Gives all messages to `write`. An answer that fails ends the others. Raises as Replay.run."""
+        if self._request.params.num_answers == 1:
+            (only,) = self._generations.values()
+            await _pass_on(Replay(router, only, client, max_attempts).run(deadline), write)
+            return
+        landed = asyncio.Event()
+        (first, lead), *others = self._generations.items()
+        try:
+            async with asyncio.TaskGroup() as group:
+                replay = Replay(router, lead, client, max_attempts, count=1 + len(others))
+                group.create_task(_lead(replay.run(deadline), self._writer(first, write), landed))
+                await landed.wait()
+                near = _pair_of(lead)
+                for index, one in others:
+                    replay = Replay(router, one, client, max_attempts, near=near)
+                    group.create_task(_pass_on(replay.run(deadline), self._writer(index, write)))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if self._ranked:
+            await self._write_best(write)
+
+    def _writer(self, index: int, write: Write) -> Write:
+        return self._drafts[index].add if self._ranked else partial(self._write, index, write)
+
+    async def _write(self, index: int, write: Write, message: inference_pb2.GenerateResponse) -> None:
+        message.index = index
+        async with self._turn:
+            if message.finish_reason:
+                self._unfinished -= 1
+                message.ClearField("usage")
+                if not self._unfinished:
+                    message.usage.CopyFrom(self.usage)
+            await write(message)
+
+    async def _write_best(self, write: Write) -> None:
+        """The highest means first, and of equal ones the lowest index."""
+        ranking = sorted(self._drafts.values(), key=lambda draft: -draft.mean)
+        for rank, received in enumerate(self._received):
+            if not received.ended:
+                await self._write(rank, write, ranking[rank].message)
+
+
+class Draft:
+    """One of best_of answers, until all have ended."""
+
+    def __init__(self, *, keep: bool) -> None:
+        """keep: the client gets the log-probabilities, too."""
+        self._keep = keep
+        self._whole = WholeMessage()
+        self._sum = 0.0
+        self._count = 0
+
+    async def add(self, message: inference_pb2.GenerateResponse) -> None:
+        self._sum += sum(token.chosen.logprob for token in message.logprobs)
+        self._count += len(message.token_ids)
+        if not self._keep:
+            message.ClearField("logprobs")
+        self._whole.add(message)
+
+    @property
+    def mean(self) -> float:
+        """Log-probability a token."""
+        return self._sum / max(1, self._count)
+
+    @property
+    def message(self) -> inference_pb2.GenerateResponse:
+        return self._whole.message
+
+
+async def _pass_on(messages: AsyncGenerator[inference_pb2.GenerateResponse], write: Write) -> None:
+    async with aclosing(messages):
+        async for message in messages:
+            await write(message)
+
+
+async def _lead(messages: AsyncGenerator[inference_pb2.GenerateResponse], write: Write, landed: asyncio.Event) -> None:
+    """The second token comes from the decode worker, which has all KV by then."""
+    count = 0
+    async with aclosing(messages):
+        async for message in messages:
+            count += len(message.token_ids)
+            if count > 1:
+                landed.set()
+            await write(message)
+    landed.set()
+
+
+def _pair_of(generation: Generation) -> LinkPair | None:
+    placement = generation.placement
+    if placement is None:
+        return None
+    return LinkPair(placement.decode, placement.prefill, 0.0, generation.usage.prompt_tokens - 1)

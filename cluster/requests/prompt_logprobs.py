@@ -1,0 +1,58 @@
+"""The log-probabilities of one request's prompt, on their way to its client."""
+
+from collections.abc import AsyncGenerator
+
+import numpy as np
+
+from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.validation import ValidRequest
+from tandem.cluster.routing.prompt_logprob_call import PromptLogprobCall
+from tandem.proto import inference_pb2, worker_pb2
+
+
+class PromptLogprobs:
+    """Sends each entry once, however many placements it takes. They come before the first output token, so a request
+    that resumes behind a token has them."""
+
+    def __init__(self, request: ValidRequest, turns: FairTurns) -> None:
+        """turns: each message waits for one."""
+        self._request = request
+        self._turns = turns
+        asks = request.params.prompt_logprobs is not None and not request.received
+        self._left = len(request.token_ids) if asks else 0  # entries to be sent
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next placement has to compute them."""
+        return self._left > 0
+
+    async def messages(self, call: PromptLogprobCall) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        """What `call` brings and the client has not; fewer where the prompt fails meanwhile."""
+        if self._left == len(self._request.token_ids):
+            yield self._message([inference_pb2.TokenLogprobs()])
+        position = 1
+        while (packed := await call.read()) is not None:
+            begin, position = position, position + len(packed.logprobs) // 4
+            entries = self._entries(packed, begin)[len(self._request.token_ids) - self._left - begin :]
+            if entries:
+                await self._turns.take()
+                yield self._message(entries)
+
+    def _message(self, entries: list[inference_pb2.TokenLogprobs]) -> inference_pb2.GenerateResponse:
+        self._left -= len(entries)
+        return inference_pb2.GenerateResponse(request_id=self._request.request_id, prompt_logprobs=entries)
+
+    def _entries(self, packed: worker_pb2.PackedLogprobs, begin: int) -> list[inference_pb2.TokenLogprobs]:
+        """Those of the prompt tokens from `begin` on."""
+        logprobs = np.frombuffer(packed.logprobs, "<f4").tolist()
+        ids = np.frombuffer(packed.top_ids, "<u4").reshape(len(logprobs), -1).tolist()
+        values = np.frombuffer(packed.top_logprobs, "<f4").reshape(len(logprobs), -1).tolist()
+        tokens = self._request.token_ids[begin : begin + len(logprobs)].tolist()
+        make = inference_pb2.TokenLogprob
+        return [
+            inference_pb2.TokenLogprobs(
+                chosen=make(token_id=token, logprob=logprob),
+                top=[make(token_id=one, logprob=value) for one, value in zip(top_ids, top_values, strict=True)],
+            )
+            for token, logprob, top_ids, top_values in zip(tokens, logprobs, ids, values, strict=True)
+        ]

@@ -1,0 +1,101 @@
+"""Tiny checkpoints in the layouts of published quantized ones, made from the tiny checkpoints of tests.support."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FP8_MAX = 448.0
+SINGLE = "model.safetensors"
+Quantize = Callable[[str, Tensor], dict[str, Tensor]]
+KEPT = ("embed_tokens", "lm_head", "norm", ".gate.weight", "router")  # never quantized
+
+BLOCK = (32, 16)
+DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
+CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def quantize_folder(folder: Path, config: dict[str, Any], quantize: Quantize) -> dict[str, Tensor]:
+    """Rewrites a checkpoint; the weights, dequantized in float32, as they then count."""
+    tensors = load_file(folder / SINGLE)
+    stored, meant = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2 or any(part in name for part in KEPT):
+            stored[name] = meant[name] = tensor
+            continue
+        made = quantize(name, tensor)
+        meant[name] = made.pop("meant")
+        stored |= made
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / SINGLE, {"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
+    return meant
+
+
+def by_blocks(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """As DeepSeek-V3 and Qwen3-FP8: a scale for each block, also for those cut off at the edges."""
+    rows, columns = weight.shape
+    grid = (-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+    padded = torch.zeros(grid[0] * BLOCK[0], grid[1] * BLOCK[1])
+    padded[:rows, :columns] = weight
+    blocks = padded.view(grid[0], BLOCK[0], grid[1], BLOCK[1])
+    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / FP8_MAX
+    numbers = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    meant = (numbers.float() * scales[:, None, :, None]).view(padded.shape)[:rows, :columns]
+    stored = numbers.view(padded.shape)[:rows, :columns]
+    return {name: stored, f"{name}_scale_inv": scales, "meant": meant}
+
+
+def by_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """As llm-compressor, with scales in bfloat16."""
+    scales = (weight.abs().amax(dim=1, keepdim=True) / FP8_MAX).bfloat16()
+    stored = (weight / scales.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return {name: stored, f"{name}_scale": scales, "meant": stored.float() * scales.float()}
+
+
+def by_tensor(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """As AutoFP8, which stores a scale of the activations, too."""
+    scale = weight.abs().max() / FP8_MAX
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    module = name.removesuffix(".weight")
+    beside = {f"{name}_scale": scale, f"{module}.input_scale": torch.tensor(0.02)}
+    return {name: stored, **beside, "meant": stored.float() * scale}
+
+
+def by_fours(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """gpt_oss's experts, [E, inputs, outputs], as OpenAI stores them: random numbers of 4 bits, two in a byte."""
+    if "experts" not in name or name.endswith("_bias"):
+        return {name: weight, "meant": weight}
+    experts, inputs, outputs = weight.shape
+    generator = torch.Generator().manual_seed(len(name) + experts)
+    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(117, 124, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales, "meant": naive_fours(blocks, scales)}
+
+
+def naive_fours(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Bit by bit: sign, two bits of exponent, one of mantissa; the low half of a byte comes first."""
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    sign, exponent, mantissa = halves >> 3, (halves >> 1) & 3, halves & 1
+    value = torch.where(exponent == 0, mantissa * 0.5, (1 + mantissa * 0.5) * 2.0 ** (exponent.float() - 1))
+    scaled = torch.where(sign == 1, -value, value) * 2.0 ** (scales.float()[..., None] - 127)
+    return scaled.flatten(-2).transpose(1, 2).contiguous()

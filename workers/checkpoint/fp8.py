@@ -1,0 +1,115 @@
+"""Weights in 8 bits: X.weight F8_E4M3 [R, C], and its scales X.weight_scale_inv or X.weight_scale.
+
+A scale is of the tensor [1], of a row [R, 1], or of a block of rows and columns. weight = number · scale.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.quantization import Quantization
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
+from tandem.workers.checkpoint.stored import PART_NUMBERS, Part, Plain, fill, read_bytes
+
+FP8 = "F8_E4M3"
+ENDINGS = ("_scale_inv", "_scale")
+SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weight:
+    """A matrix in 8 bits. Its scales are read with each part."""
+
+    file: SafetensorsFile
+    name: str
+    scales: Plain
+    block: tuple[int, int]  # rows and columns that share a scale
+    grid: tuple[int, int]  # the shape of the scales
+
+    @classmethod
+    def of(cls, file: SafetensorsFile, name: str, scales: Plain, quantization: Quantization) -> "Fp8Weight":
+        """Raises InvalidWeights where the scales fit neither tensor, rows nor blocks."""
+        shape, found = file.tensors[name].shape, scales.shape
+        dtype = scales.file.tensors[scales.name].dtype_name
+        if len(shape) != 2 or dtype not in SCALE_DTYPES:
+            raise InvalidWeights(
+                f"{file.path}: tensor {name} has shape {list(shape)}, and {scales.name} is stored as {dtype}; a matrix "
+                f"in 8 bits must have 2 dimensions, and its scales be one of {', '.join(SCALE_DTYPES)}"
+            )
+        rows, columns = shape
+        if math.prod(found) == 1:
+            return cls(file, name, scales, (max(1, rows), max(1, columns)), (1, 1))
+        if found in ((rows,), (rows, 1)):
+            return cls(file, name, scales, (1, max(1, columns)), (rows, 1))
+        block = quantization.block
+        if block is not None and found == (grid := (-(-rows // block[0]), -(-columns // block[1]))):
+            return cls(file, name, scales, block, grid)
+        blocks = "quantization_config names no block" if block is None else f"or one for each block of {list(block)}"
+        raise InvalidWeights(
+            f"{scales.path}: tensor {scales.name} has shape {list(found)} beside a weight of {list(shape)}; "
+            f"accepted are 1 scale, {[rows, 1]}, {blocks}"
+        )
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.tensors[self.name].shape
+
+    def parts(self, one: Slice) -> Sequence[Part]:
+        count = max(1, PART_NUMBERS // max(1, self.shape[1]))
+        first, column = (0, one.begin) if one.dim == 1 else (one.begin, 0)
+        return [
+            Fp8Part(self, first + index * count, column, target) for index, target in enumerate(one.target.split(count))
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Part:
+    """Consecutive rows, or some columns of them."""
+
+    weight: Fp8Weight
+    first: int  # of the rows
+    column: int
+    target: Tensor  # [rows, columns]
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        weight = self.weight
+        return weight.path, weight.file.tensors[weight.name].begin + self.first * weight.shape[1]
+
+    def read(self, staging: Tensor) -> int:
+        weight, rows = self.weight, self.target.shape[0]
+        numbers = read_bytes(weight.file, self.place[1], rows * weight.shape[1]).view(torch.float8_e4m3fn)
+        values = numbers.float().view(rows, -1)
+        stored = weight.scales.file.tensors[weight.scales.name]
+        scales = read_bytes(weight.scales.file, stored.begin, stored.num_bytes).view(SCALE_DTYPES[stored.dtype_name])
+        (block_rows, block_columns), (_, grid_columns) = weight.block, weight.grid
+        of_rows = scales.float().view(weight.grid)[(self.first + torch.arange(rows)) // block_rows]
+        if grid_columns > 1:
+            of_rows = of_rows.repeat_interleave(block_columns, dim=1)[:, : weight.shape[1]]
+        values *= of_rows
+        fill(self.target, values.narrow(1, self.column, self.target.shape[1]))
+        return self.target.nbytes
+
+
+def fp8_weights(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[str, Fp8Weight], set[str]]:
+    """Those among the tensors, by name, and the names of their scales. Raises InvalidWeights."""
+    found, used = dict[str, Fp8Weight](), set[str]()
+    for name, one in plain.items():
+        if one.file.tensors[name].dtype_name != FP8:
+            continue
+        scales = [plain[name + ending] for ending in ENDINGS if name + ending in plain]
+        if len(scales) != 1:
+            endings = " or ".join(name + ending for ending in ENDINGS)
+            raise InvalidWeights(f"{one.path}: tensor {name} is stored as {FP8}; it must have {endings} beside it")
+        found[name] = Fp8Weight.of(one.file, name, scales[0], quantization)
+        used.add(scales[0].name)
+    return found, used

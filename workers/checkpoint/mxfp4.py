@@ -1,0 +1,100 @@
+"""The experts of a layer in 4 bits: X_blocks U8 [E, R, G, 16], and X_scales U8 [E, R, G]. The weight is [E, 32·G, R].
+
+32 numbers share an exponent of two, stored plus 127.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.safetensors_file import Slice
+from tandem.workers.checkpoint.stored import PART_NUMBERS, Part, Plain, fill, read_bytes
+
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+PAIRS = torch.tensor([(FP4[byte & 15], FP4[byte >> 4]) for byte in range(256)])  # [256, 2]: the low bits first
+BIAS = 127
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Weight:
+    """All experts of a layer in 4 bits."""
+
+    blocks: Plain
+    exponents: Plain
+
+    @classmethod
+    def of(cls, blocks: Plain, exponents: Plain) -> "Mxfp4Weight":
+        """Raises InvalidWeights where their shapes or types do not fit each other."""
+        shape, dtypes = blocks.shape, {one.file.tensors[one.name].dtype_name for one in (blocks, exponents)}
+        if len(shape) != 4 or shape[3] != 16 or exponents.shape != shape[:3] or dtypes != {"U8"}:
+            raise InvalidWeights(
+                f"{blocks.path}: tensors {blocks.name} and {exponents.name} are {', '.join(sorted(dtypes))} of shapes "
+                f"{list(shape)} and {list(exponents.shape)}; they must be U8 of [E, R, G, 16] and [E, R, G]"
+            )
+        return cls(blocks, exponents)
+
+    @property
+    def path(self) -> Path:
+        return self.blocks.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, groups, _ = self.blocks.shape
+        return experts, groups * 32, rows
+
+    def parts(self, one: Slice) -> Sequence[Part]:
+        count = max(1, PART_NUMBERS // max(1, self.shape[1]))
+        return [
+            Mxfp4Part(self, one.begin + expert, index * count, target)
+            for expert, weight in enumerate(one.target)
+            for index, target in enumerate(weight.split(count, dim=1))
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Part:
+    """Consecutive rows of an expert, which are columns of the target."""
+
+    weight: Mxfp4Weight
+    expert: int
+    first: int
+    target: Tensor  # [32·G, rows]
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        return self.weight.path, self._offset(self.weight.blocks)
+
+    def read(self, staging: Tensor) -> int:
+        rows, groups = self.target.shape[1], self.weight.blocks.shape[2]
+        blocks, exponents = self.weight.blocks, self.weight.exponents
+        pairs = read_bytes(blocks.file, self._offset(blocks), rows * groups * 16)
+        scales = read_bytes(exponents.file, self._offset(exponents), rows * groups).int() - BIAS
+        values = torch.ldexp(PAIRS[pairs.int()].view(rows * groups, 32), scales[:, None])
+        fill(self.target, values.view(rows, groups * 32).T)
+        return self.target.nbytes
+
+    def _offset(self, stored: Plain) -> int:
+        _, rows, *row = stored.shape
+        begin = stored.file.tensors[stored.name].begin
+        return begin + (self.expert * rows + self.first) * math.prod(row)
+
+
+def mxfp4_weights(plain: Mapping[str, Plain]) -> tuple[dict[str, Mxfp4Weight], set[str]]:
+    """Those among the tensors, by name, and the names of what they are stored in. Raises InvalidWeights."""
+    found, used = dict[str, Mxfp4Weight](), set[str]()
+    for name, one in plain.items():
+        if not name.endswith(BLOCKS):
+            continue
+        weight = name.removesuffix(BLOCKS)
+        exponents = plain.get(weight + EXPONENTS)
+        if exponents is None:
+            raise InvalidWeights(f"{one.path}: tensor {name} must have {weight + EXPONENTS} beside it")
+        found[weight] = Mxfp4Weight.of(one, exponents)
+        used |= {name, exponents.name}
+    return found, used

@@ -1,0 +1,71 @@
+"""A weight of a checkpoint, and the parts in which threads read it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
+
+PART_NUMBERS = 1 << 19  # that a thread dequantizes at once
+
+
+class Part(Protocol):
+    """A part of one weight, which a thread reads on its own."""
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        """File and offset, as a disk likes to read."""
+        ...
+
+    def read(self, staging: Tensor) -> int:
+        """See TensorPart.read."""
+        ...
+
+
+class StoredWeight(Protocol):
+    """One weight, by the name and in the shape that it has where nothing is quantized."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def parts(self, one: Slice) -> Sequence[Part]:
+        """Those that fill the target of a slice. Raises InvalidWeights."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """A tensor as it is stored."""
+
+    file: SafetensorsFile
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.tensors[self.name].shape
+
+    def parts(self, one: Slice) -> Sequence[Part]:
+        return self.file.parts(self.name, one)
+
+
+def read_bytes(file: SafetensorsFile, offset: int, count: int) -> Tensor:
+    """uint8 [count], of any file's bytes."""
+    target = torch.empty(count, dtype=torch.uint8)
+    file.read(offset, target)
+    return target
+
+
+def fill(target: Tensor, values: Tensor) -> None:
+    with torch.inference_mode(target.is_inference()):  # a mode of the thread that made it, not of this one
+        target.copy_(values)

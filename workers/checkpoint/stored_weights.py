@@ -1,0 +1,29 @@
+"""The weights of a checkpoint: tensors as they are, or quantized ones that are dequantized part by part."""
+
+from collections.abc import Iterable, Mapping
+
+from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.fp8 import fp8_weights
+from tandem.workers.checkpoint.mxfp4 import mxfp4_weights
+from tandem.workers.checkpoint.quantization import Quantization
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
+from tandem.workers.checkpoint.stored import Plain, StoredWeight
+
+ACTIVATION_SCALES = (".input_scale", ".activation_scale")  # activations are not rounded here
+
+
+def stored_weights(files: Iterable[SafetensorsFile], quantization: Quantization) -> dict[str, StoredWeight]:
+    """The weights in the files, by the names that they have where nothing is quantized. Raises InvalidWeights."""
+    plain: dict[str, Plain] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in plain:
+                raise InvalidWeights(f"{file.path}: tensor {name} is in another file, too; it must be in one")
+            plain[name] = Plain(file, name)
+    if quantization.weights is None:
+        return dict(plain)
+    found: Mapping[str, StoredWeight]
+    found, used = mxfp4_weights(plain) if quantization.weights == "mxfp4" else fp8_weights(plain, quantization)
+    used |= {name for name in plain if name.endswith(ACTIVATION_SCALES)}
+    others: dict[str, StoredWeight] = {name: one for name, one in plain.items() if name not in used}
+    return others | dict(found)

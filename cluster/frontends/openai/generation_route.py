@@ -54,9 +54,9 @@ class GenerationRoute:
             held.requests = len(requests)
             current_body.set(held)
             origin = current_origin.get()
-            for index, request in enumerate(requests):
-                request.request_id = own_id(origin.given_id or origin.request_id) if index else origin.request_id
-            del request  # which may be large, and the call long
+            for index in range(len(requests)):  # no name may hold a request, which may be large
+                own = own_id(origin.given_id or origin.request_id) if index else origin.request_id
+                requests[index].request_id = own
             generating = self._generate(body, requests, scope, reply)
             await unless_gone(receive, asyncio.ensure_future(generating))
         finally:

@@ -15,7 +15,7 @@ def chrome_trace(trace: admin_pb2.Trace) -> str:
             events.append({"ph": "M", "name": kind, "pid": row, "tid": 0, "args": arguments})
     for span in sorted(trace.spans, key=lambda span: (span.begin_ns, -span.end_ns)):
         times = {"ts": (span.begin_ns - begin) / 1000, "dur": (span.end_ns - span.begin_ns) / 1000}
-        event = {"ph": "X", "name": span.name, "pid": rows[span.process], "tid": 0, **times}
-        events.append(event | {"args": dict(span.attributes)})
+        row, arguments = rows[span.process], dict(span.attributes)
+        events.append({"ph": "X", "name": span.name, "pid": row, "tid": 0, **times, "args": arguments})
     other = {"request_id": trace.request_id, "trace_id": trace.trace_id}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})

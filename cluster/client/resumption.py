@@ -92,11 +92,11 @@ class Resumption:
     def _resume(self) -> inference_pb2.Resume:
         sampling = self.request.sampling
         if max(sampling.n, sampling.best_of) <= 1:
-            return inference_pb2.Resume(token_ids=self._tokens[0])
+            return inference_pb2.Resume(token_ids=self._tokens.get(0))
         indices = range(sampling.n or 1) if self._tokens else ()
         return inference_pb2.Resume(
             answers=[
-                inference_pb2.AnswerSoFar(token_ids=self._tokens[index], ended=index in self._ended)
+                inference_pb2.AnswerSoFar(token_ids=self._tokens.get(index), ended=index in self._ended)
                 for index in indices
             ]
         )

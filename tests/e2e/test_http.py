@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+import torch
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
@@ -303,3 +304,56 @@ def stopped_with_pages(worker: Worker) -> Iterator[None]:
         stopped.set()
         resume.set()
         watching.join(30)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_echo_scores_the_prompt_as_evaluations_ask(
+    island: Island, folder: Path, tokenizer: Tokenizer, *, as_ids: bool
+) -> None:
+    """lm_eval's multiple choice: sums of token_logprobs, and whether each token is the likeliest."""
+    ids = tokenizer.encode(PROMPT)
+    prompt: Any = ids if as_ids else PROMPT
+    body = answer(island.http, COMPLETIONS, prompt=prompt, max_tokens=1, echo=True, logprobs=2, temperature=0)
+    choice = only_choice(body)
+    assert choice["text"].startswith(tokenizer.decode(ids))
+    with torch.inference_mode():
+        logits = load_oracle(folder)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    logprobs = choice["logprobs"]
+    assert [len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
+        len(ids) + 1
+    ] * 4
+    assert logprobs["tokens"][:-1] == [tokenizer.token_text(token) for token in ids]
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    expected = [float(logits[position - 1, token]) for position, token in enumerate(ids) if position]
+    assert logprobs["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+    likeliest = [tokenizer.token_text(int(token)) for token in logits[:-1].argmax(-1)]
+    assert [max(top, key=top.get) for top in logprobs["top_logprobs"][1:-1]] == likeliest
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_log_probabilities_of_the_prompt(island: Island, path: str) -> None:
+    asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": CHAT}
+    body = answer(island.http, path, **asked, max_tokens=0, prompt_logprobs=1)
+    choice = only_choice(body)
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    assert len(rest) + 1 == body["usage"]["prompt_tokens"]
+    for entry in rest:
+        assert 1 <= len(entry) <= 2
+        assert all(value["logprob"] <= 0 for value in entry.values())
+        assert [value["rank"] for value in entry.values()][-1] == 1
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"stream": True, "echo": True}, "echo"),
+        ({"n": 2, "echo": True}, "echo"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ],
+)
+def test_echoes_that_are_refused(island: Island, given: dict[str, Any], named: str) -> None:
+    error = refused(post(island.http, COMPLETIONS, {"prompt": PROMPT, **given}), 400)
+    assert error["param"] == named

@@ -36,7 +36,7 @@ class Collector(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Collector
+    server: Collector  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_POST(self) -> None:
         request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))

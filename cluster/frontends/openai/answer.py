@@ -49,6 +49,7 @@ class Answer(ABC):
         """model: the name to answer with. Without a tokenizer tokens are named by their ids."""
         self._body = body
         self._model = model
+        self._texts = tokenizer
         self._tokenizer = None if body.return_tokens_as_token_ids else tokenizer
         self._created = int(time.time())
         self._frame: Frame | None = None  # of the chunks between the first and the last one
@@ -91,7 +92,29 @@ class Answer(ABC):
             "logprobs": None if self._body.num_logprobs is None else self._logprobs(message.logprobs),
             "finish_reason": FINISH_REASONS.get(message.finish_reason),
         }
-        return choice | {"token_ids": list(message.token_ids)} if self._body.return_token_ids else choice
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(message.token_ids)
+        if self._body.prompt_logprobs is not None and not is_chunk:
+            choice["prompt_logprobs"] = self._prompt_logprobs(message.prompt_logprobs)
+        return choice
+
+    def _prompt_logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> list[dict[str, Any] | None]:
+        """As vLLM gives them: null for the first token, then each one by its id, with the likeliest beside it."""
+        entries: list[dict[str, Any] | None] = []
+        most = self._body.prompt_logprobs or 0
+        for token in tokens:
+            ranked = {other.token_id: rank for rank, other in enumerate(token.top, 1)}
+            shown = (token.chosen, *token.top[:most])
+            entry = {
+                str(one.token_id): {
+                    "logprob": logprob_value(one),
+                    "rank": ranked.get(one.token_id),
+                    "decoded_token": self._token(one.token_id),
+                }
+                for one in shown
+            }
+            entries.append(entry if token.HasField("chosen") else None)
+        return entries
 
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)

@@ -1,6 +1,6 @@
 """/v1/completions: its body and its answer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Self
 
@@ -42,6 +42,7 @@ class CompletionBody(GenerationBody):
         description=f"text, a list of token ids, or a list of 1 to {MAX_ANSWERS} of either",
     )
     logprobs: int | None = Field(default=None, description="an integer")
+    echo: bool = Field(default=False, description="true or false")
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -58,6 +59,16 @@ class CompletionBody(GenerationBody):
                 f"prompt has {prompts} entries, with {answers} answers each; at most {MAX_ANSWERS} answers are accepted"
             )
         return self
+
+    @model_validator(mode="after")
+    def _echoes(self) -> Self:
+        if self.echo and (self.stream or max(self.n or 1, self.best_of or 1) > 1):
+            raise ValueError("echo is true; with stream: true, n or best_of above 1 only false is accepted")
+        return self
+
+    def without_prompt(self) -> Self:
+        short = super().without_prompt()
+        return short.model_copy(update={"prompt": self.prompt}) if self.echo else short
 
     def check_length(self, max_tokens: int) -> None:
         for index, prompt in enumerate(self.prompts):
@@ -77,6 +88,11 @@ class CompletionBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        asked = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
+        return max(asked, default=None)
+
 
 class CompletionAnswer(Answer):
     """To POST /v1/completions."""
@@ -84,6 +100,40 @@ class CompletionAnswer(Answer):
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
     _offset = 0  # characters of the tokens so far
+
+    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        body = self._body
+        assert isinstance(body, CompletionBody)
+        if not body.echo:
+            return super().choice(message)
+        prompt = body.prompts[message.index]
+        ids = None if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
+        echoed = None if body.logprobs is None else self._echo(prompt, message.prompt_logprobs)
+        choice = super().choice(message)
+        choice["text"] = (prompt if ids is None else self._text_of(ids)) + choice["text"]
+        if echoed is not None:
+            choice["logprobs"] = {name: echoed[name] + choice["logprobs"][name] for name in echoed}
+        return choice
+
+    def _text_of(self, ids: list[int]) -> str:
+        return "" if self._texts is None else self._texts.decode(ids)
+
+    def _echo(self, prompt: Prompt, tokens: Sequence[inference_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
+        """The prompt's part of logprobs. Nothing precedes its first token, which has none."""
+        first, most = self._first_token(prompt), self._body.num_logprobs or 0
+        self._offset = len(first)
+        shown = [inference_pb2.TokenLogprobs(chosen=token.chosen, top=token.top[:most]) for token in tokens[1:]]
+        rest = self._logprobs(shown)
+        begin = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [value, *rest[name]] for name, value in begin.items()}
+
+    def _first_token(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            assert self._texts is not None, "a text was refused without a tokenizer"
+            return self._token(self._texts.encode(prompt)[0])
+        (first, *_) = prompt
+        assert isinstance(first, int)
+        return self._token(first)
 
     def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
         return {"text": text}

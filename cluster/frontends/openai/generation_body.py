@@ -73,6 +73,7 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
     bad_words_ids: IdLists | None = Field(default=None, description="a list of lists of token ids")
     n: int | None = Field(default=None, description=accepted_value("n"))
     best_of: int | None = Field(default=None, description=accepted_value("best_of"))
+    prompt_logprobs: int | None = Field(default=None, description=accepted_value("prompt_logprobs"))
     return_token_ids: bool = Field(default=False, description="true or false")
     request_id: str | None = Field(
         default=None,
@@ -89,6 +90,8 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
             raise ValueError("stream_options is of use only with stream: true")
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs}; with stream: true only null is accepted")
         return self
 
     def ignoring(self, names: list[str]) -> Self:
@@ -110,6 +113,7 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens, "guided": self.guided}
         sampling |= {"logit_bias": self.logit_bias, "bad_words_ids": self.bad_words_ids}
+        sampling["prompt_logprobs"] = self.num_prompt_logprobs
         given = {name: value for name, value in sampling.items() if value is not None}
         prompts = self.prompts
         name = self.request_id if len(prompts) == 1 else None  # each prompt is a request of its own
@@ -131,6 +135,11 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """As SamplingParams.logprobs."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As SamplingParams.prompt_logprobs."""
+        return self.prompt_logprobs
 
     @property
     def most_tokens(self) -> int | None:

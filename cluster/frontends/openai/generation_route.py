@@ -17,7 +17,7 @@ from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.answers import Write
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
-from tandem.cluster.requests.origin import current_origin
+from tandem.cluster.requests.origin import current_origin, own_id
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
@@ -54,8 +54,10 @@ class GenerationRoute:
             held.requests = len(requests)
             current_body.set(held)
             reply.headers |= body.headers
-            # Of several prompts each is a request of its own; the first one has the call's id.
-            requests[0].request_id = requests[0].request_id or current_origin.get().request_id
+            origin = current_origin.get()
+            for index in range(len(requests)):  # no name may hold a request, which may be large
+                own = own_id(origin.given_id or origin.request_id) if index else origin.request_id
+                requests[index].request_id = requests[index].request_id or own
             generating = self._generate(body, requests, scope, reply)
             await unless_gone(receive, asyncio.ensure_future(generating))
         finally:
@@ -126,7 +128,7 @@ class GenerationRoute:
             await self._serve_all(body, requests, scope, write)
         if not body.stream:
             # With log-probabilities it takes a second for thousands of tokens, in which others must not wait.
-            aside = body.num_logprobs is not None
+            aside = body.num_logprobs is not None or body.num_prompt_logprobs is not None
             await reply.whole(200, await asyncio.to_thread(choices.whole) if aside else choices.whole())
         else:
             await reply.done(choices.usage_chunk() if body.includes_usage else None)

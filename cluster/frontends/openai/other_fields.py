@@ -59,7 +59,6 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "priority": (0,),
         "prompt": (),
         "prompt_embeds": (),
-        "prompt_logprobs": (),
         "regex": (),
         "stop_regex": ([],),
         "spaces_between_special_tokens": (True,),

@@ -28,12 +28,7 @@ def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
     return kind | None, Field(default=None, description=accepted)
 
 
-WITHOUT_ANSWER = ("prompt_logprobs",)  # answers have no place for it, so read_body() refuses it
-SAMPLING = [
-    field
-    for field in inference_pb2.SamplingParams.DESCRIPTOR.fields
-    if field.message_type is None and field.name not in WITHOUT_ANSWER
-]
+SAMPLING = [field for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.message_type is None]
 if TYPE_CHECKING:
     SamplingFields = Part
 else:

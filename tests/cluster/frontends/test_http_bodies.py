@@ -36,7 +36,7 @@ def test_every_sampling_parameter_gets_through() -> None:
     sampling |= {"logprobs": 4, "stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True}
     sampling |= {"skip_special_tokens": False, "include_stop_str_in_output": True, "min_tokens": 2}
     sampling |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5}
-    sampling |= {"bad_words": ["a"], "allowed_token_ids": [5], "n": 2, "best_of": 3}
+    sampling |= {"bad_words": ["a"], "allowed_token_ids": [5], "n": 2, "best_of": 3, "prompt_logprobs": 4}
     request = read(CompletionBody, {"prompt": "text", **sampling}).requests()[0]
     assert request.text == "text"
     sent = {field.name: getattr(request.sampling, field.name) for field in SAMPLING}
@@ -75,7 +75,6 @@ def test_chats() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "accepted"),
     [
-        ("echo", True, "false"),
         ("tools", [{}], "[]"),
         ("priority", 1, "0"),
         ("use_beam_search", True, "false"),

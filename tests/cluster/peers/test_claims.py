@@ -55,7 +55,7 @@ class Peers:
         servers = []
         for process in (1, 2):
             give = partial(self._give, process)
-            servers.append(PeerServer(TOKEN, give, partial(self._give_way, process)))
+            servers.append(PeerServer(TOKEN, give, partial(self._give_way, process), lambda request_id: None))
             self.tables[process].put(Column.PORT, await servers[-1].start())
         try:
             await test(self)

@@ -64,7 +64,7 @@ from tandem.workers.sampling.guided import Grammars
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
-READ_BY = ("tandem.cluster.frontends.openai.read_body",)  # whose functions read long requests
+READ_BY = ("tandem.cluster.frontends.openai.tokenization",)  # whose functions read long requests
 LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name

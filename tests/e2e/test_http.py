@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +358,41 @@ def test_log_probabilities_of_the_prompt(island: Island, path: str) -> None:
 def test_echoes_that_are_refused(island: Island, given: dict[str, Any], named: str) -> None:
     error = refused(post(island.http, COMPLETIONS, {"prompt": PROMPT, **given}), 400)
     assert error["param"] == named
+
+
+@pytest.mark.parametrize("length", [1, 3000], ids=["short", "read in another process"])
+def test_tokens_of_texts_and_back(island: Island, tokenizer: Tokenizer, length: int) -> None:
+    text = "The cache! " * length
+    body = answer(island.http, "/tokenize", prompt=text, return_token_strs=True)
+    ids = tokenizer.encode(text)
+    assert (body["tokens"], body["count"], body["max_model_len"]) == (ids, len(ids), 512)
+    assert body["token_strs"] == [tokenizer.token_text(token) for token in ids]
+    assert answer(island.http, "/detokenize", tokens=ids)["prompt"] == "<|begin|>" + text
+
+
+def test_tokens_of_a_chat_are_those_of_its_request(island: Island) -> None:
+    tokens = answer(island.http, "/tokenize", messages=CHAT)["tokens"]
+    asked = answer(island.http, CHATS, messages=CHAT, max_tokens=1)
+    assert asked["usage"]["prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/tokenize", {}, 400, "prompt and messages"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, 400, "give one of them"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt is 5; it must be text"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "'model' is served here"),
+        ("/detokenize", {}, 400, "tokens is missing"),
+        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens has -1"),
+        ("/detokenize", {"tokens": [1 << 40]}, 400, "tokens has 1099511627776"),
+    ],
+)
+def test_what_cannot_be_tokenized(island: Island, path: str, body: dict[str, Any], status: int, said: str) -> None:
+    assert said in refused(post(island.http, path, body), status)["message"]
+
+
+def test_version_and_ping(island: Island) -> None:
+    assert get(island.http, "/version").json() == {"version": version("tandem")}
+    assert get(island.http, "/ping").json() == {"status": "ok"}
+    assert post(island.http, "/ping", {}).status_code == 200

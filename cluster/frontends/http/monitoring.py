@@ -1,4 +1,4 @@
-"""The HTTP routes that monitors ask for: /health, /ready and /metrics."""
+"""The HTTP routes that monitors ask for: /health, /ready, /ping and /metrics."""
 
 from collections.abc import Callable
 
@@ -7,21 +7,26 @@ from tandem.cluster.metrics.scrape import CONTENT_TYPE, Scrape
 
 HEALTH = "/health"
 READY = "/ready"
+PING = "/ping"  # as SageMaker asks
 METRICS = "/metrics"
 READS = ("GET", "HEAD")
 
 
 class Monitoring:
-    """Answers them however many calls are under way. Load balancers ask for /health and /ready without a token."""
+    """Answers them however many calls are under way. Load balancers ask for the first three without a token."""
 
     def __init__(self, unready: Callable[[], str], scrape: Scrape | None, *, public: bool) -> None:
         """unready: see Readiness.reason. scrape: None serves no /metrics. public: /metrics needs no token."""
         self._unready = unready
         self._scrape = scrape
-        self.routes = {HEALTH: (READS, self._health), READY: (READS, self._ready)}
+        self.routes = {
+            HEALTH: (READS, self._health),
+            READY: (READS, self._ready),
+            PING: ((*READS, "POST"), self._health),
+        }
         if scrape is not None:
             self.routes[METRICS] = (READS, self._metrics)
-        self.open = {HEALTH, READY, *((METRICS,) if public else ())}
+        self.open = {HEALTH, READY, PING, *((METRICS,) if public else ())}
 
     async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         """The gateway lives: its event loop has come to this."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.frontends.http.caller import ClientGone, client_of, header, host_of, unless_gone
+from tandem.cluster.frontends.http.body import read_body_of
+from tandem.cluster.frontends.http.caller import client_of, header, host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
 from tandem.cluster.frontends.openai.answer import Answer
@@ -23,7 +24,6 @@ from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.authentication import HEADER
 
-BODY_SECONDS = 60.0  # for a client's body
 WriteOf = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]  # an answer to the prompt of that index
 LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
 
@@ -67,44 +67,12 @@ class GenerationRoute:
         self, scope: Scope, receive: Receive, held: Body
     ) -> tuple[GenerationBody, list[inference_pb2.GenerateRequest]]:
         """Without its prompts, and the requests that it makes."""
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                data = await self._read(scope, receive, held)
-        except TimeoutError:
-            reason = f"the body did not come within {BODY_SECONDS:g} s"
-            raise HttpError(408, reason, headers={"connection": "close"}) from None
+        data = await read_body_of(scope, receive, held, self.max_bytes)
         await self.turns.take()
         if len(data) > LONG_BODY:
             reading = self.readers.run(host_of(scope), read_requests, self.body, data, self.max_tokens)
             return await unless_gone(receive, asyncio.ensure_future(reading))
         return read_requests(self.body, data, self.max_tokens)
-
-    async def _read(self, scope: Scope, receive: Receive, held: Body) -> bytearray:
-        media_type = ";".join(header(scope, "content-type"))
-        if media_type.partition(";")[0].strip().lower() != "application/json":
-            raise HttpError(415, f"content-type is {media_type!r:.80}; application/json is accepted")
-        if header(scope, "content-encoding"):
-            raise HttpError(415, f"content-encoding is {header(scope, 'content-encoding')[0]!r:.80}; none is accepted")
-        declared = int((header(scope, "content-length") or ["0"])[0])
-        self._check_size(declared)
-        held.hold(declared)
-        data, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            data += message["body"]
-            self._check_size(len(data))
-            held.hold(max(declared, len(data)))
-            more = message["more_body"]
-        return data
-
-    def _check_size(self, size: int) -> None:
-        if size > self.max_bytes:
-            # The connection stays open: a client that still sends would not read the answer of one that is closed.
-            raise HttpError(
-                413, f"the body has {size} bytes or more; {self.max_bytes} are accepted (gateway.max_message_mib)"
-            )
 
     async def _generate(
         self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, reply: Reply

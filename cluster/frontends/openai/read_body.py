@@ -13,10 +13,11 @@ from tandem.cluster.frontends.openai.chats import Message, TextPart
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, StreamOptions
 from tandem.cluster.frontends.openai.guided_fields import JsonSchema, ResponseFormat, StructuredOutputs
 from tandem.cluster.frontends.openai.other_fields import LONGEST_NAME, take_out
-from tandem.cluster.frontends.openai.part import MAX_FIELDS
+from tandem.cluster.frontends.openai.part import MAX_FIELDS, Part
 from tandem.proto import inference_pb2
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
+PartT = TypeVar("PartT", bound=Part)
 
 
 def read_requests(
@@ -36,6 +37,12 @@ def read_requests(
 
 def read_body(kind: type[BodyT], data: bytes | bytearray) -> BodyT:
     """Raises HttpError, which names the field, the value and what would be accepted."""
+    body, ignored = read_part(kind, data)
+    return body.ignoring(ignored)
+
+
+def read_part(kind: type[PartT], data: bytes | bytearray) -> tuple[PartT, list[str]]:
+    """A body of any kind, and the names of fields that are ignored. Raises as read_body()."""
     try:
         values = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -49,12 +56,12 @@ def read_body(kind: type[BodyT], data: bytes | bytearray) -> BodyT:
     if isinstance(options, dict) and options.get("continuous_usage_stats"):
         ignored.append("stream_options.continuous_usage_stats")
     try:
-        return kind.model_validate(values).ignoring(ignored)
+        return kind.model_validate(values), ignored
     except ValidationError as error:
         raise _refusal(kind, error.errors()[0]) from None
 
 
-def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
+def _refusal(kind: type[Part], finding: Any) -> HttpError:
     """The error for one of pydantic's findings: dotted field, value received and what would be accepted."""
     reason = finding["msg"].removeprefix("Value error, ")
     if not finding["loc"]:  # of the whole body: the message names its field itself
@@ -73,7 +80,7 @@ def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
     return HttpError(400, f"{name} is {received}; it must be {accepted}", param=name)
 
 
-def _descriptions(kind: type[GenerationBody]) -> dict[str, str]:
+def _descriptions(kind: type[Part]) -> dict[str, str]:
     """What each field of a body and of its parts accepts."""
     parts = (Message, TextPart, StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, kind)
     fields = [one for part in parts for one in part.model_fields.items()]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from tandem.cluster.frontends.http.app import MODELS, Route, Routes
 from tandem.cluster.frontends.http.monitoring import READS
@@ -9,6 +10,7 @@ from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
 from tandem.cluster.frontends.openai.chats import ChatAnswer, ChatBody
 from tandem.cluster.frontends.openai.completions import CompletionAnswer, CompletionBody
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
+from tandem.cluster.frontends.openai.tokenization import Tokenization
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.fair_turns import FairTurns
@@ -37,11 +39,15 @@ def openai_routes(
     shared = requests, model, tokenizer, max_bytes, max_model_len, turns, bodies, readers, tuple(aliases)
     completions = GenerationRoute(CompletionBody, CompletionAnswer, *shared)
     chats = GenerationRoute(ChatBody, ChatAnswer, *shared)
+    tokenization = Tokenization(tokenizer, tuple(names), max_bytes, max_model_len, bodies, readers)
     return {
         MODELS: (READS, _constant({"object": "list", "data": cards})),
         **{f"{MODELS}/{card['id']}": (READS, _constant(card)) for card in cards},
         "/v1/completions": (("POST",), completions.serve),
         "/v1/chat/completions": (("POST",), chats.serve),
+        "/tokenize": (("POST",), tokenization.tokenize),
+        "/detokenize": (("POST",), tokenization.detokenize),
+        "/version": (READS, _constant({"version": version("tandem")})),
     }
 
 

@@ -165,7 +165,7 @@ class TestCalls:
             assert "1048576 are accepted" in refused(response, 413)["message"]
 
     def test_a_body_that_does_not_come(self, quiet: OpenGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.openai.generation_route.BODY_SECONDS", 0.05)
+        monkeypatch.setattr("tandem.cluster.frontends.http.body.BODY_SECONDS", 0.05)
         host, _, port = quiet.http.rpartition(":")
         with socket.create_connection((host, int(port)), 10) as connection:
             headers = ("host: localhost", "content-type: application/json", "content-length: 9")

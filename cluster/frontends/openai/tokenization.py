@@ -1,0 +1,130 @@
+"""/tokenize and /detokenize, as vLLM has them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from pydantic import FailFast, Field
+from typing_extensions import TypeAliasType
+
+from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.frontends.http.body import read_body_of
+from tandem.cluster.frontends.http.caller import host_of, unless_gone
+from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
+from tandem.cluster.frontends.openai.chats import Message
+from tandem.cluster.frontends.openai.generation_route import LONG_BODY
+from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.read_body import read_part
+from tandem.cluster.protocol import MAX_MESSAGES, build_request
+from tandem.cluster.requests.body_budget import BodyBudget
+from tandem.cluster.requests.readers import Readers
+from tandem.cluster.text.prompt_tokens import prompt_tokens
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.proto import inference_pb2
+
+MAX_TOKENS = 1 << 16  # of a body, and that are named
+Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)])
+Ids = TypeAliasType("Ids", Annotated[list[int], FailFast(), Field(max_length=MAX_TOKENS)])
+T = TypeVar("T")
+
+
+class TokenizeBody(Part):
+    """POST /tokenize."""
+
+    model: str | None = Field(default=None, description="the served model's name")
+    prompt: str | None = Field(default=None, description="text")
+    messages: Messages | None = Field(default=None, description=f"a list of 1 to {MAX_MESSAGES} messages")
+    return_token_strs: bool = Field(default=False, description="true or false")
+
+
+class DetokenizeBody(Part):
+    """POST /detokenize."""
+
+    model: str | None = Field(default=None, description="the served model's name")
+    tokens: Ids = Field(description=f"a list of at most {MAX_TOKENS} token ids")
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """Both routes. Long bodies are read, and long texts tokenized, in a process of their own: it may take seconds."""
+
+    tokenizer: Tokenizer | None
+    names: tuple[str, ...]  # of the model
+    max_bytes: int  # of a body
+    max_tokens: int  # of a prompt with its output
+    bodies: BodyBudget
+    readers: Readers
+
+    async def tokenize(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        tokenizer = self._required()
+        (named, message), is_long = await self._read(scope, receive, read_tokenize)
+        try:
+            if is_long:
+                reading = self.readers.tokens(host_of(scope), message)
+                ids = (await unless_gone(receive, asyncio.ensure_future(reading))).tolist()
+            else:
+                ids = prompt_tokens(tokenizer, message).tolist()
+        except InvalidRequest as error:
+            raise HttpError(400, str(error)) from error
+        if named and len(ids) > MAX_TOKENS:
+            reason = f"return_token_strs is true for {len(ids)} tokens; at most {MAX_TOKENS} are named"
+            raise HttpError(400, reason, param="return_token_strs")
+        names = await asyncio.to_thread(list, map(tokenizer.token_text, ids)) if named else None
+        answer = {"count": len(ids), "max_model_len": self.max_tokens, "tokens": ids, "token_strs": names}
+        await reply.whole(200, answer)
+
+    async def detokenize(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        tokenizer = self._required()
+        tokens, _ = await self._read(scope, receive, read_detokenize)
+        wrong = next((token for token in tokens if not 0 <= token < tokenizer.vocab_size), None)
+        if wrong is not None:
+            reason = f"tokens has {wrong}; the tokenizer has {tokenizer.vocab_size} ids, from 0 on"
+            raise HttpError(400, reason, param="tokens")
+        await reply.whole(200, {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+
+    async def _read(
+        self, scope: Scope, receive: Receive, read: Callable[[bytes | bytearray, tuple[str, ...]], T]
+    ) -> tuple[T, bool]:
+        """What the body says, and whether it is long."""
+        host = host_of(scope)
+        held = self.bodies.open(host)
+        try:
+            data = await read_body_of(scope, receive, held, self.max_bytes)
+            if len(data) <= LONG_BODY:
+                return read(data, self.names), False
+            reading = self.readers.run(host, read, data, self.names)
+            return await unless_gone(receive, asyncio.ensure_future(reading)), True
+        finally:
+            held.release()
+
+    def _required(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise HttpError(400, "the checkpoint has no tokenizer; requests take token ids only")
+        return self.tokenizer
+
+
+def read_tokenize(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[bool, inference_pb2.GenerateRequest]:
+    """Whether tokens are to be named, and a request that has this prompt. Raises HttpError."""
+    body, _ = read_part(TokenizeBody, data)
+    _check_model(body.model, names)
+    if (body.prompt is None) == (body.messages is None):
+        raise HttpError(400, "prompt and messages are there, or neither is; give one of them", param="prompt")
+    chat = [{"role": one.role, "content": one.text} for one in body.messages or ()]
+    try:
+        return body.return_token_strs, build_request(chat if body.prompt is None else body.prompt, {}, None, "")
+    except InvalidRequest as error:
+        raise HttpError(400, str(error)) from error
+
+
+def read_detokenize(data: bytes | bytearray, names: tuple[str, ...]) -> list[int]:
+    """The token ids. Raises HttpError."""
+    body, _ = read_part(DetokenizeBody, data)
+    _check_model(body.model, names)
+    return body.tokens
+
+
+def _check_model(asked: str | None, names: tuple[str, ...]) -> None:
+    if asked not in (None, *names):
+        raise HttpError.other_model(asked or "", names)

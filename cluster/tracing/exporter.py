@@ -1,6 +1,7 @@
 """Sends traces to an OTLP/HTTP collector, by opentelemetry-sdk, which lives nowhere else."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,4 +66,10 @@ def otlp_exporter(endpoint: str, service: str) -> "tuple[Callable[[admin_pb2.Tra
                 )
             )
 
-    return export, batches.shutdown
+    def end() -> None:
+        """A collector that accepts and does not answer must not hold up the gateway's end."""
+        last = threading.Thread(target=batches.shutdown, name="traces", daemon=True)
+        last.start()
+        last.join(CALL_SECONDS)
+
+    return export, end

@@ -77,6 +77,7 @@ class GenerateUpdate:
     usage: Usage | None  # with the last message of all
     timings: Timings | None  # with the answer's last message
     index: int = 0  # of the answer, less than n
+    stop_reason: str | int | None = None  # the stop string or the id in stop_token_ids that ended the answer
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # before the first token; None for the prompt's first one
 
 
@@ -90,6 +91,7 @@ def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:
 
 def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
     reason = inference_pb2.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower()
+    stop = message.WhichOneof("stop_reason")
     return GenerateUpdate(
         request_id=message.request_id,
         token_ids=tuple(message.token_ids),
@@ -102,6 +104,7 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
             _token_logprobs(token) if token.HasField("chosen") else None for token in message.prompt_logprobs
         ),
         index=message.index,
+        stop_reason=None if stop is None else getattr(message, stop),
     )
 
 

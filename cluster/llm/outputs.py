@@ -16,6 +16,7 @@ class Answer:
     finish_reason: str
     logprobs: tuple[TokenLogprobs, ...]
     timings: Timings
+    stop_reason: str | int | None  # as in GenerateUpdate
 
 
 @dataclass(frozen=True)
@@ -67,4 +68,5 @@ def _answer(parts: list[GenerateUpdate]) -> Answer:
         last.finish_reason,
         tuple(token for part in parts for token in part.logprobs),
         last.timings,
+        last.stop_reason,
     )

@@ -311,8 +311,17 @@ class Generation:
             finish_reason=int(part.finish_reason),  # type: ignore[arg-type]  # same numbers
         )
         if part.finish_reason != FinishReason.RUNNING:
+            self._say_why(message, part.stop)
             self.finish_reason = part.finish_reason
             self._timings.total_seconds = time.perf_counter() - self._arrived
             message.usage.CopyFrom(self._usage)
             message.timings.CopyFrom(self._timings)
         return message
+
+    def _say_why(self, message: inference_pb2.GenerateResponse, stop: str | None) -> None:
+        if stop is not None:
+            message.stop_string = stop
+        elif message.finish_reason == inference_pb2.FINISH_REASON_STOP and message.token_ids:
+            last = message.token_ids[-1]
+            if last in self._request.params.stop_token_ids:
+                message.stop_token_id = last

@@ -15,6 +15,7 @@ class OutputPart:
     text: str
     num_tokens: int
     finish_reason: FinishReason
+    stop: str | None = None  # the stop string that ended it
 
 
 class TextOutput:
@@ -42,10 +43,10 @@ class TextOutput:
             text += self._stops.push(self._text.push(piece))
             count += len(piece)
             if self._stops.matched is not None:
-                return OutputPart(text, count, FinishReason.STOP)
+                return OutputPart(text, count, FinishReason.STOP, self._stops.matched)
         if finish_reason != FinishReason.RUNNING:
             text += self._stops.push(self._text.flush())
             if self._stops.matched is not None:
                 finish_reason = FinishReason.STOP
             text += self._stops.flush()
-        return OutputPart(text, len(token_ids), finish_reason)
+        return OutputPart(text, len(token_ids), finish_reason, self._stops.matched)

@@ -65,7 +65,7 @@ def test_everything_is_inside(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     wanted = {f"tandem/{name}" for name in tracked() if name.startswith(tuple(f"{folder}/" for folder in FOLDERS))}
     elsewhere = {"tandem/proto/generate.py", "tandem/cluster/toplevel/__init__.py"}
-    assert wanted - inside == elsewhere
+    assert wanted - inside - elsewhere == set()
     assert "tandem/__init__.py" in inside
     for kind in (".cu", ".cuh", ".c", ".h", ".proto", ".pyi", "demo_model/checkpoint/model.safetensors"):
         assert any(name.endswith(kind) for name in inside), kind

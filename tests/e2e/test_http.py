@@ -82,11 +82,12 @@ def test_a_completion(island: Island) -> None:
     assert whole["id"].startswith("cmpl-")
     assert (whole["object"], whole["model"]) == ("text_completion", "model")
     assert abs(whole["created"] - time.time()) < 3600
-    assert only_choice(whole) == {"index": 0, "text": text_of(updates), "logprobs": None, "finish_reason": "length"}
-    usage, said = whole["usage"], updates[-1].usage
-    assert said is not None
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (said.prompt_tokens, 20)
-    assert usage["total_tokens"] == said.prompt_tokens + 20
+    said = {"index": 0, "text": text_of(updates), "logprobs": None}
+    assert only_choice(whole) == said | {"finish_reason": "length", "stop_reason": None}
+    usage, counted = whole["usage"], updates[-1].usage
+    assert counted is not None
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (counted.prompt_tokens, 20)
+    assert usage["total_tokens"] == counted.prompt_tokens + 20
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0  # of the request before
 
 
@@ -396,3 +397,17 @@ def test_version_and_ping(island: Island) -> None:
     assert get(island.http, "/version").json() == {"version": version("tandem")}
     assert get(island.http, "/ping").json() == {"status": "ok"}
     assert post(island.http, "/ping", {}).status_code == 200
+
+
+def test_stop_reasons_are_what_was_asked_for(island: Island) -> None:
+    free = only_choice(answer(island.http, COMPLETIONS, prompt=PROMPT, max_tokens=8, return_token_ids=True, **GREEDY))
+    assert (free["finish_reason"], free["stop_reason"]) == ("length", None)
+    fourth = free["token_ids"][3]
+    asked: tuple[dict[str, Any], ...] = ({"stop_token_ids": [fourth]}, {"stop": ["\x00", free["text"][2]]})
+    for given, reason in zip(asked, (fourth, free["text"][2]), strict=True):
+        body = {"prompt": PROMPT, "max_tokens": 8, **GREEDY, **given}
+        whole = only_choice(answer(island.http, COMPLETIONS, **body))
+        assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", reason)
+        *parts, last = [only_choice(one) for one in chunks(island.http, COMPLETIONS, stream=True, **body)]
+        assert last["stop_reason"] == reason
+        assert {part["stop_reason"] for part in parts} <= {None}

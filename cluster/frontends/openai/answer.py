@@ -91,6 +91,7 @@ class Answer(ABC):
             **self._content(message.text, is_chunk),
             "logprobs": None if self._body.num_logprobs is None else self._logprobs(message.logprobs),
             "finish_reason": FINISH_REASONS.get(message.finish_reason),
+            "stop_reason": _stop_reason(message),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(message.token_ids)
@@ -129,6 +130,11 @@ class Answer(ABC):
 
 def logprob_value(token: inference_pb2.TokenLogprob) -> float:
     return max(token.logprob, LEAST_LOGPROB)
+
+
+def _stop_reason(message: inference_pb2.GenerateResponse) -> str | int | None:
+    kind = message.WhichOneof("stop_reason")
+    return None if kind is None else getattr(message, kind)
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def expected(kind: type[Answer], index: int, text: str, token_ids: bool) -> dict
     choice = {"text": text} if kind is CompletionAnswer else {"delta": {**role, "content": text}}
     reason = "length" if index == len(TEXTS) - 1 else None
     ids = {"token_ids": list(range(index))} if token_ids else {}
-    return {"index": 0, **choice, "logprobs": None, "finish_reason": reason, **ids}
+    return {"index": 0, **choice, "logprobs": None, "finish_reason": reason, "stop_reason": None, **ids}
 
 
 @pytest.mark.parametrize("usage", [False, True])

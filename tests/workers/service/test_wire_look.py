@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -79,6 +80,12 @@ def unknown(message: Message) -> bool:
     return len(UnknownFieldSet(message)) > 0 or any(map(unknown, inner))
 
 
+def forgets(kind: Descriptor, where: str) -> bool:
+    """Whether the parser drops what it has read there: the last field of a oneof counts, and a map's entries are bare."""
+    alternatives = {field.name for one in kind.oneofs for field in one.fields}
+    return where.partition(".")[0] in alternatives or where.endswith(".logit_bias")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_finds_what_the_parser_would(seed: int) -> None:
     """Of what parses, the look refuses all that has unknown fields, and nothing else."""
@@ -92,14 +99,16 @@ def test_finds_what_the_parser_would(seed: int) -> None:
         data = message.SerializeToString()
         data = mutated_bytes(rng, data) if rng.random() < 0.7 else data
         try:
+            refused, where = False, ""
             list(look(data, layout))
-            refused = False
         except Malformed as error:
-            refused = "unknown" in str(error)
+            refused, where = "unknown" in str(error), str(error).partition(" has")[0]
         try:
             expected = unknown(kind.FromString(data))
         except DecodeError:
             outcomes.add("no message")
+            continue
+        if refused and not expected and forgets(kind.DESCRIPTOR, where):
             continue
         assert refused == expected, data
         outcomes.add("unknown" if expected else "known")

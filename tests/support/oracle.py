@@ -9,8 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 
-def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+def load_oracle(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
+) -> PreTrainedModel:
+    """options: of from_pretrained."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
     _clamp_as_configured(model)
     return model.eval().to(device)
 

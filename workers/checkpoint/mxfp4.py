@@ -1,6 +1,7 @@
 """The experts of a layer in 4 bits: X_blocks U8 [E, R, G, 16], and X_scales U8 [E, R, G]. The weight is [E, 32·G, R].
 
-32 numbers share an exponent of two, stored plus 127.
+32 numbers share an exponent of two, stored plus 127. The exponent 255 is none, as the format has it: its numbers become
+NaN or infinity.
 """
 
 import math
@@ -18,7 +19,8 @@ from tandem.workers.checkpoint.stored import PART_NUMBERS, Part, Plain, fill, re
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 PAIRS = torch.tensor([(FP4[byte & 15], FP4[byte >> 4]) for byte in range(256)])  # [256, 2]: the low bits first
-BIAS = 127
+WORDS = PAIRS.view(torch.float64).flatten()  # [256]: a pair is copied at once
+SCALES = torch.ldexp(torch.ones(256), torch.arange(256) - 127)  # [256]: of each exponent
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,9 @@ class Mxfp4Part:
         rows, groups = self.target.shape[1], self.weight.blocks.shape[2]
         blocks, exponents = self.weight.blocks, self.weight.exponents
         pairs = read_bytes(blocks.file, self._offset(blocks), rows * groups * 16)
-        scales = read_bytes(exponents.file, self._offset(exponents), rows * groups).int() - BIAS
-        values = torch.ldexp(PAIRS[pairs.int()].view(rows * groups, 32), scales[:, None])
+        scales = read_bytes(exponents.file, self._offset(exponents), rows * groups)
+        values = WORDS.index_select(0, pairs.int()).view(torch.float32).view(rows * groups, 32)
+        values *= SCALES.index_select(0, scales.int())[:, None]
         fill(self.target, values.view(rows, groups * 32).T)
         return self.target.nbytes
 

@@ -7,10 +7,11 @@ from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 
 METHODS = ("fp8", "mxfp4", "compressed-tensors")
-SERVED = "fp8, mxfp4 and compressed-tensors of 8-bit floats are served"
+SERVED = "weights are served in fp8, mxfp4 and compressed-tensors' 8-bit floats"
 FORMATS = (None, "float-quantized", "naive-quantized", "dense")  # of compressed-tensors
 STRATEGIES = ("tensor", "channel", "block")
 MAX_BLOCK = 1 << 16
+BLOCK_SIZES = f"two integers from 1 to {MAX_BLOCK}"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def read_quantization(fields: Fields) -> Quantization:
     method = section.raw("quant_method")
     if method not in METHODS:
         raise UnsupportedFeature(
-            f"{fields.source}: quantization_config asks for {SHOWN.repr(method)}; {SERVED}: "
+            f"{section.source}: quant_method is {SHOWN.repr(method)}; it must be {_either(METHODS)}, for {SERVED}: "
             "take another checkpoint of the model, or one without quantization"
         )
     if method == "mxfp4":
@@ -59,6 +60,8 @@ def _read_compressed_tensors(section: Fields) -> Quantization:
         _accept(weights, "dynamic", (None, False))
         _accept(weights, "strategy", STRATEGIES)
         if weights.raw("strategy") == "block":
+            if "block_structure" not in weights:
+                raise weights.invalid("block_structure", BLOCK_SIZES)
             blocks.add(_read_block(weights, "block_structure"))
     if len(blocks) > 1:
         raise UnsupportedFeature(f"{section.source}: config_groups have unlike block_structures; one is served")
@@ -80,8 +83,12 @@ def _accept_floats(section: Fields, reason: str) -> None:
 def _accept(section: Fields, name: str, accepted: tuple[object, ...], reason: str = SERVED) -> None:
     value = section.raw(name)
     if not any(type(value) is type(one) and value == one for one in accepted):
-        listed = " or ".join(repr(one) for one in accepted if one is not None)
-        raise UnsupportedFeature(f"{section.source}: {name} is {SHOWN.repr(value)}; it must be {listed}, for {reason}")
+        shown, listed = SHOWN.repr(value), _either(accepted)
+        raise UnsupportedFeature(f"{section.source}: {name} is {shown}; it must be {listed}, for {reason}")
+
+
+def _either(accepted: tuple[object, ...]) -> str:
+    return " or ".join(repr(one) for one in accepted if one is not None)
 
 
 def _read_block(section: Fields, name: str) -> tuple[int, int] | None:
@@ -90,5 +97,5 @@ def _read_block(section: Fields, name: str) -> tuple[int, int] | None:
         return None
     sizes = value if isinstance(value, list) else []
     if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= MAX_BLOCK for size in sizes):
-        raise section.invalid(name, f"two integers from 1 to {MAX_BLOCK}")
+        raise section.invalid(name, BLOCK_SIZES)
     return sizes[0], sizes[1]

@@ -1,4 +1,8 @@
-"""A weight of a checkpoint, and the parts in which threads read it."""
+"""A weight of a checkpoint, and the parts in which threads read it.
+
+A quantized weight is dequantized part by part, straight into the parameters. Beside those, loading takes at most
+MAX_PART_BYTES for each thread that reads, however large a tensor is.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ from torch import Tensor
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
 
 PART_NUMBERS = 1 << 19  # that a thread dequantizes at once
+MAX_PART_BYTES = 8 << 20  # of all tensors that it makes meanwhile
 
 
 class Part(Protocol):

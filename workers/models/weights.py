@@ -58,6 +58,8 @@ def load_parameters(
     """Allocates and fills the parameters of `config` on `device`.
 
     load_format: "safetensors" reads the folder; "dummy" draws random weights, the same each time, and opens no file.
+    Quantized weights become those of the model's dtype part by part: beside the parameters, each of the READERS threads
+    takes at most stored.MAX_PART_BYTES.
     Raises CheckpointMissing, InvalidConfig and InvalidWeights.
     """
     if load_format not in LOAD_FORMATS:

@@ -143,6 +143,13 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         load_config(tmp_path)
 
 
+FP8_KV = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -175,7 +182,11 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"layer_types": ["full_attention"] * 100_000}, "layer_types is .{,200}; it must"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
-            "weight_block_size is .128.; it",
+            "weight_block_size is .128.; it must be two integers from 1 to 65536",
+        ),
+        (
+            {"quantization_config": FP8_KV | {"config_groups": {"a": {"weights": {"strategy": "block"}}}}},
+            "config_groups: a: weights: block_structure is None; it must be two integers from 1 to 65536",
         ),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
     ],
@@ -184,13 +195,6 @@ def test_a_bad_value_is_named(tmp_path: Path, fields: dict[str, Any], message: s
     write(tmp_path, {**LLAMA, **fields})
     with pytest.raises(InvalidConfig, match=message):
         load_config(tmp_path)
-
-
-FP8_KV = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {},
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
-}
 
 
 def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
@@ -206,9 +210,12 @@ def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
         ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window is in effect"),
         ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu, swish, gelu_pytorch_tanh"),
-        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config asks for 'gptq'"),
-        ({**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}}, "asks for 'awq'; fp8, mxfp4 and compr"),
-        ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, "quantization_config asks for None; fp8, mxfp4"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config: quant_method is 'gptq'; it"),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}},
+            "quant_method is 'awq'; it must be",
+        ),
+        ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, "quant_method is None; it must be 'fp8' or"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt is 'e5m2'; it must be 'e4m3'"),
         (
             {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}},
@@ -217,6 +224,14 @@ def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
         (
             {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"group_0": {"weights": {"type": "int"}}}}},
             "config_groups: group_0: weights: type is 'int'; it must be 'float'",
+        ),
+        (
+            {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"a": {"weights": {"strategy": "group"}}}}},
+            "config_groups: a: weights: strategy is 'group'; it must be 'tensor' or 'channel' or 'block'",
+        ),
+        (
+            {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"a": {}}, "format": "pack-quantized"}},
+            "quantization_config: format is 'pack-quantized'; it must be 'float-quantized' or",
         ),
         ({**LLAMA, "quantization_config": {"quant_method": "compressed-tensors"}}, "has neither config_groups nor kv"),
         (

@@ -62,7 +62,11 @@ def test_null_is_false_where_transformers_takes_it_for_that(tmp_path: Path) -> N
         ({**V3, "n_group": 8}, InvalidConfig, "n_group is 8; it must be a divisor of the number of experts, 8"),
         ({**V3, "topk_group": 1}, InvalidConfig, "topk_group is 1; it must be at most n_group, 4, and enough for"),
         ({**V3, "qk_rope_head_dim": 15}, InvalidConfig, "qk_rope_head_dim is 15; it must be even"),
-        ({**V3, "quantization_config": {"quant_method": "awq"}}, UnsupportedFeature, "quantization_config asks for"),
+        (
+            {**V3, "quantization_config": {"quant_method": "awq"}},
+            UnsupportedFeature,
+            "quant_method is 'awq'; it must",
+        ),
     ],
 )
 def test_deepseeks_that_are_refused(

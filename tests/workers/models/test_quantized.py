@@ -7,21 +7,30 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.utils.quantization_config import Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import CompressedTensorsConfig, Mxfp4Config
 
-from tandem.workers.checkpoint import stored
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.shard import Shard
 from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.quantization import Quantization
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
+from tandem.workers.checkpoint.stored import MAX_PART_BYTES
+from tandem.workers.checkpoint.stored_weights import stored_weights
 from tandem.workers.models.registry import load_config
+from tandem.workers.models.scale_tensors import read_scales
+from tandem.workers.models.sharding import shard_config
 from tandem.workers.models.weight_names import named_weights
 from tandem.workers.models.weights import check_weights, load_parameters
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.client_requests import GREEDY, complete_all
 from tests.support.island import running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
-from tests.workers.models.quantized_checkpoints import (
+from tests.support.quantized_checkpoints import (
     BLOCK,
     CHANNEL,
     DEEPSEEK,
@@ -29,24 +38,24 @@ from tests.workers.models.quantized_checkpoints import (
     SINGLE,
     TENSOR,
     Quantize,
+    blocks_of,
     by_blocks,
     by_fours,
     by_rows,
     by_tensor,
+    by_tensor_of_one,
+    compressed_tensors,
     quantize_folder,
 )
 
-BLOCKS_OF_COMPRESSED = CHANNEL | {
-    "config_groups": {
-        "group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": list(BLOCK)}}
-    }
-}
+BLOCKS_OF_COMPRESSED = compressed_tensors("block", block_structure=list(BLOCK))
 CASES: dict[str, tuple[str, dict[str, Any], Quantize]] = {
     "qwen3-blocks": ("qwen3", DEEPSEEK, by_blocks),
     "qwen3_moe-blocks": ("qwen3_moe", DEEPSEEK, by_blocks),
     "deepseek_v3-blocks": ("deepseek_v3", DEEPSEEK, by_blocks),
     "llama-channel": ("llama", CHANNEL, by_rows),
-    "llama-blocks-of-compressed-tensors": ("llama", BLOCKS_OF_COMPRESSED, by_blocks),
+    "llama-blocks-of-compressed-tensors": ("llama", BLOCKS_OF_COMPRESSED, blocks_of(BLOCK, "_scale")),
+    "llama-tensor": ("llama", compressed_tensors("tensor"), by_tensor_of_one),
     "mistral-tensor": ("mistral", TENSOR, by_tensor),
     "gpt_oss-mxfp4": ("gpt_oss", MXFP4, by_fours),
 }
@@ -88,15 +97,35 @@ def test_tokens_equal_those_of_the_dequantized_model(case: str, tmp_path: Path) 
     assert tokens == [greedy(oracle, prompt, 12) for prompt in PROMPTS]
 
 
-def test_experts_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
-    save_quantized("gpt_oss-mxfp4", tmp_path)
-    how = Mxfp4Config(dequantize=True)
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("gpt_oss-mxfp4", Mxfp4Config(dequantize=True)),
+        ("llama-channel", CompressedTensorsConfig(dequantize=True)),
+        ("llama-tensor", CompressedTensorsConfig(dequantize=True)),
+    ],
+)
+def test_weights_are_those_that_transformers_dequantizes(case: str, how: Any, tmp_path: Path) -> None:
+    save_quantized(case, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.bfloat16)
     theirs = dict(model.state_dict())
     config = load_config(tmp_path, "bfloat16")
     ours = named_weights(config, load_parameters(tmp_path, config), theirs)
     for name, tensor in ours.items():
         assert torch.equal(tensor.bfloat16(), theirs[name]), name  # ours keeps norms in float32
+
+
+def test_every_byte_with_every_exponent_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    path, exponents = tmp_path / SINGLE, torch.arange(255, dtype=torch.uint8)
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 255, 1, 1)
+    scales = exponents[None, :, None].repeat(1, 1, 16)
+    save_file({"x_blocks": blocks, "x_scales": scales}, path)
+    ours = torch.empty(1, 512, 255)
+    with SafetensorsFile(path) as file:
+        for part in stored_weights([file], Quantization("mxfp4"))["x"].parts(Slice(ours)):
+            part.read(torch.empty(0))
+    assert torch.equal(ours, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
 
 
 def test_blocks_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
@@ -151,6 +180,81 @@ def test_scales_that_do_not_fit_are_named(
         check_weights(tmp_path, load_config(tmp_path))
 
 
-def test_a_part_is_small() -> None:
-    """So that loading takes little more than the weights themselves, however large a tensor is."""
-    assert stored.PART_NUMBERS * 4 <= 4 << 20
+@pytest.mark.parametrize("case", ["qwen3-blocks", "llama-channel", "deepseek_v3-blocks", "gpt_oss-mxfp4"])
+def test_each_rank_loads_its_part_of_every_weight(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts begin within blocks, too."""
+    monkeypatch.setattr("tandem.workers.checkpoint.fp8.PART_NUMBERS", 300)
+    family, how, quantize = CASES[case]
+    experts = {"num_local_experts": 6} if family == "gpt_oss" else {}
+    model = make_model(family, **experts)
+    model.save_pretrained(tmp_path / "model")
+    meant = quantize_folder(tmp_path / "model", how, quantize)
+    model.save_pretrained(tmp_path / "plain")
+    save_file({name: tensor.contiguous() for name, tensor in meant.items()}, tmp_path / "plain" / SINGLE)
+    for rank in range(2):
+        loaded = list[dict[str, Tensor]]()
+        for name in ("model", "plain"):
+            config = shard_config(load_config(tmp_path / name, "float32"), Shard(rank, 2))
+            loaded.append(named_weights(config, load_parameters(tmp_path / name, config), meant))
+        ours, expected = loaded
+        assert ours.keys() == expected.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_weights_and_kv_may_both_be_in_8_bits(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    meant = quantize_folder(tmp_path, CHANNEL | {"kv_cache_scheme": scheme}, by_rows)
+    modules = [f"model.layers.{layer}.self_attn" for layer in range(2)]
+    scales = {f"{module}.{which}_scale": torch.tensor([0.5]) for module in modules for which in "kv"}
+    save_file(load_file(tmp_path / SINGLE) | scales, tmp_path / SINGLE)
+    config = load_config(tmp_path, "float32")
+    assert config.quantization == Quantization("fp8", None, fp8_kv=True)
+    assert read_scales([tmp_path / SINGLE], config) == KVScales.uniform(2, 0.5, 0.5)
+    loaded = named_weights(config, load_parameters(tmp_path, config), meant)
+    assert torch.equal(loaded[Q], meant[Q])
+
+
+class MadeTensors(TorchDispatchMode):
+    """The memory of all tensors that operations make. They are kept, so that none takes another's address."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self._given = {one.untyped_storage().data_ptr() for one in given}
+        self._made: dict[int, UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and (place := result.untyped_storage().data_ptr()) not in self._given:
+            self._made[place] = result.untyped_storage()
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._made.values())
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2048, 1), (16, 16)])
+def test_reading_a_part_of_a_large_matrix_takes_little_memory(grid: tuple[int, int], tmp_path: Path) -> None:
+    name, path = "x.weight", tmp_path / SINGLE
+    save_file({name: torch.zeros(2048, 2048).to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(grid)}, path)
+    check_memory(path, Quantization("fp8", (128, 128)), name, torch.empty(2048, 2048))
+
+
+def test_reading_a_part_of_large_experts_takes_little_memory(tmp_path: Path) -> None:
+    path, blocks = tmp_path / SINGLE, torch.zeros(2, 1024, 64, 16, dtype=torch.uint8)
+    save_file({"x_blocks": blocks, "x_scales": blocks[..., 0].contiguous()}, path)
+    check_memory(path, Quantization("mxfp4"), "x", torch.empty(2, 2048, 1024))
+
+
+def check_memory(path: Path, quantization: Quantization, name: str, target: Tensor) -> None:
+    """Each part makes at most MAX_PART_BYTES in all, though the whole has more."""
+    with SafetensorsFile(path) as file:
+        parts = stored_weights([file], quantization)[name].parts(Slice(target))
+        assert target.nbytes >= MAX_PART_BYTES
+        assert len(parts) >= 8
+        for part in parts:
+            with MadeTensors(target) as made:
+                part.read(torch.empty(0))
+            assert 0 < made.num_bytes <= MAX_PART_BYTES

@@ -1,7 +1,7 @@
 """Tiny checkpoints in the layouts of published quantized ones, made from the tiny checkpoints of tests.support."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +11,44 @@ from torch import Tensor
 
 FP8_MAX = 448.0
 SINGLE = "model.safetensors"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 Quantize = Callable[[str, Tensor], dict[str, Tensor]]
 KEPT = ("embed_tokens", "lm_head", "norm", ".gate.weight", "router")  # never quantized
 
 BLOCK = (32, 16)
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
-CHANNEL = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-        }
-    },
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
 }
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def compressed_tensors(strategy: str, **weights: Any) -> dict[str, Any]:
+    """quantization_config as llm-compressor writes it. weights: further fields of the weights."""
+    floats = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": floats | {"strategy": strategy, "dynamic": False} | weights,
+        "input_activations": floats | {"strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+CHANNEL = compressed_tensors("channel")
 
 
 def quantize_folder(folder: Path, config: dict[str, Any], quantize: Quantize) -> dict[str, Tensor]:
@@ -51,18 +68,37 @@ def quantize_folder(folder: Path, config: dict[str, Any], quantize: Quantize) ->
     return meant
 
 
-def by_blocks(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """As DeepSeek-V3 and Qwen3-FP8: a scale for each block, also for those cut off at the edges."""
-    rows, columns = weight.shape
-    grid = (-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
-    padded = torch.zeros(grid[0] * BLOCK[0], grid[1] * BLOCK[1])
-    padded[:rows, :columns] = weight
-    blocks = padded.view(grid[0], BLOCK[0], grid[1], BLOCK[1])
-    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / FP8_MAX
-    numbers = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-    meant = (numbers.float() * scales[:, None, :, None]).view(padded.shape)[:rows, :columns]
-    stored = numbers.view(padded.shape)[:rows, :columns]
-    return {name: stored, f"{name}_scale_inv": scales, "meant": meant}
+def split_folder(folder: Path, further: Mapping[str, Tensor] | None = None) -> None:
+    """Two files and an index. Each second tensor is in the other file: scales, too, may be apart from their weights."""
+    tensors = load_file(folder / SINGLE) | dict(further or {})
+    (folder / SINGLE).unlink()
+    weight_map = {name: SHARDS[index % 2] for index, name in enumerate(sorted(tensors))}
+    for shard in SHARDS:
+        part = {name: tensor for name, tensor in tensors.items() if weight_map[name] == shard}
+        save_file(part, folder / shard, {"format": "pt"})
+    (folder / f"{SINGLE}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def blocks_of(block: tuple[int, int], ending: str = "_scale_inv", dtype: torch.dtype = torch.float32) -> Quantize:
+    """A scale for each block, also for those cut off at the edges. dtype: of the scales."""
+
+    def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
+        rows, columns = weight.shape
+        grid = (-(-rows // block[0]), -(-columns // block[1]))
+        padded = torch.zeros(grid[0] * block[0], grid[1] * block[1])
+        padded[:rows, :columns] = weight
+        blocks = padded.view(grid[0], block[0], grid[1], block[1])
+        scales = (blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / FP8_MAX).to(dtype)
+        of_blocks = scales.float()[:, None, :, None]
+        numbers = (blocks / of_blocks).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        meant = (numbers.float() * of_blocks).view(padded.shape)[:rows, :columns]
+        stored = numbers.view(padded.shape)[:rows, :columns]
+        return {name: stored, f"{name}{ending}": scales, "meant": meant}
+
+    return quantize
+
+
+by_blocks = blocks_of(BLOCK)
 
 
 def by_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -79,6 +115,19 @@ def by_tensor(name: str, weight: Tensor) -> dict[str, Tensor]:
     module = name.removesuffix(".weight")
     beside = {f"{name}_scale": scale, f"{module}.input_scale": torch.tensor(0.02)}
     return {name: stored, **beside, "meant": stored.float() * scale}
+
+
+def by_tensor_inverse(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """As Mistral, whose names are those of block scales."""
+    made, module = by_tensor(name, weight), name.removesuffix(".weight")
+    beside = {f"{name}_scale_inv": made[f"{name}_scale"], f"{module}.activation_scale": made[f"{module}.input_scale"]}
+    return {name: made[name], **beside, "meant": made["meant"]}
+
+
+def by_tensor_of_one(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """As llm-compressor: scales of shape [1]."""
+    made = by_tensor(name, weight)
+    return {name: made[name], f"{name}_scale": made[f"{name}_scale"].view(1), "meant": made["meant"]}
 
 
 def by_fours(name: str, weight: Tensor) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ def unknown(message: Message) -> bool:
 
 
 def forgets(kind: Descriptor, where: str) -> bool:
-    """Whether the parser drops what it has read there: the last field of a oneof counts, and a map's entries are bare."""
+    """Whether the parser drops what it has read there: a oneof's last field counts, and a map's entries are bare."""
     alternatives = {field.name for one in kind.oneofs for field in one.fields}
     return where.partition(".")[0] in alternatives or where.endswith(".logit_bias")
 

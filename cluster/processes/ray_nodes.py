@@ -65,10 +65,10 @@ def choose_node(bundles: Sequence[dict[str, float]], where: Where, groups: Count
     StartFailed at once where no node has so much, free or not.
     """
     needed = sum_of(bundles)
-    text = words_of(needed)
+    text, here = words_of(needed), own_address()
     while True:
         nodes = alive_nodes()
-        fitting = [node for node in nodes if where.fits(node, own_address())]
+        fitting = [node for node in nodes if where.fits(node, here)]
         if not fitting:
             raise StartFailed(f"Ray has no node with {where}; its nodes: {in_words(nodes)}")
         if not could_have_room(fitting, needed):

@@ -82,7 +82,8 @@ class Tokenization:
         if wrong is not None:
             reason = f"tokens has {wrong}; the tokenizer has {tokenizer.vocab_size} ids, from 0 on"
             raise HttpError(400, reason, param="tokens")
-        await reply.whole(200, {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+        text = await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)
+        await reply.whole(200, {"prompt": text})
 
     async def _read(
         self, scope: Scope, receive: Receive, read: Callable[[bytes | bytearray, tuple[str, ...]], T]

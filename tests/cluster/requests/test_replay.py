@@ -16,6 +16,7 @@ from tandem.cluster.config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.protocol import Sampling
+from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2, worker_pb2_grpc
@@ -194,21 +195,27 @@ def test_an_island_that_was_started_again_ends_the_calls_to_the_old_epoch(model:
     with_gateway(model, FakeWorker(say, {"PrepareReceive": ["go on"], "RemoteSend": ["hang"]}), body)
 
 
-def test_no_island_takes_requests_for_a_while(model: Path) -> None:
+def test_a_request_that_no_island_takes_in_time_is_told(model: Path) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
-        stopped = worker.state("i", epoch=1, version=2)
-        await gateway.update_island(type(stopped)("i", 1, 0, (), 2))
+        await gateway.update_island(IslandState("i", 1, 0, (), 2))
         await gateway.update_island(worker.state("i", epoch=1, version=1))  # late: it must not be believed
         with pytest.raises(DeadlineExceeded, match="queue_seconds"):
             await ask(client)
         assert not worker.prompts
+
+    with_gateway(model, FakeWorker(say), body, **{"gateway.queue_seconds": 0.3})
+
+
+def test_no_island_takes_requests_for_a_while(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await gateway.update_island(IslandState("i", 1, 0, (), 2))
         asked = asyncio.ensure_future(ask(client))
         await asyncio.sleep(0.05)
+        assert not worker.prompts
         await gateway.update_island(worker.state("i", epoch=2, version=3))
         assert tokens_of(await asked) == TOKENS
 
-    options: dict[str, Any] = {"gateway.queue_seconds": 0.3}
-    with_gateway(model, FakeWorker(say), body, **options)
+    with_gateway(model, FakeWorker(say), body)
 
 
 def packed(*logprobs: float) -> worker_pb2.PackedLogprobs:

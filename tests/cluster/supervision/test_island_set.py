@@ -1,8 +1,9 @@
 """Islands come and go while a cluster runs: with scripted processes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,16 @@ from tandem.cluster.routing.membership import IslandState, Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.island_set import IslandSet
-from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses
+from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, no_answer, room_of_each
 from tests.support.waiting import until
 
 
 class Scene:
     """A set of islands over fake processes, and what a gateway hears of them."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, answers: Callable[[str], Any] = no_answer, **settings: object) -> None:
         values = {"name": "c", "model.path": ".", "recovery.drain_seconds": 0.3, "scaling.max_islands": 4}
-        self.processes = FakeProcesses()
+        self.processes = FakeProcesses(answers=answers)
         self.membership = Membership()
         self.gateway = FakeProcess("gateway")
         self.failure: Future[TandemError] = Future()
@@ -83,11 +84,17 @@ def test_an_island_that_goes_finishes_what_it_can_first(scene: Scene) -> None:
     assert all("stop" in [method for method, _ in member.calls] for member in last)
 
 
-def test_new_islands_have_as_many_pages_as_the_others(scene: Scene) -> None:
-    scene.scale(2)
-    opened = {arguments for group in scene.processes.groups for method, arguments in group.members[0].calls
-              if method == "open"}  # fmt: skip
-    assert len(opened) == 1
+def test_new_islands_have_as_many_pages_as_the_others() -> None:
+    """The gateway admits requests by that number: with less room there is no island, with more it is not used."""
+    rooms = room_of_each(iter([64, 64, 40, 64, 90, 90]))
+    scene = Scene(rooms, **{"island.device": "cuda", "island.transport": "nvshmem"})
+    with pytest.raises(ScaleRefused, match="there is room for 40 pages; the island had 64 before"):
+        scene.scale(2)
+    assert scene.scale(2).started == 1
+    opened = [[arguments for method, arguments in group.members[0].calls if method == "open"]
+              for group in scene.processes.groups]  # fmt: skip
+    assert opened == [[(64,)], [], [(64,)]]
+    scene.set.stop()
 
 
 def test_what_cannot_be_started_changes_nothing(scene: Scene) -> None:

@@ -50,6 +50,7 @@ from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tracing.access_log import AccessLog
 from tandem.cluster.tracing.exporter import otlp_exporter
@@ -274,6 +275,7 @@ class Gateway:
             routes = openai_routes(
                 self._requests,
                 self._tokenizer,
+                OutputFormats(self._tokenizer, section.tool_parser, section.reasoning_parser),
                 names=self._names,
                 max_model_len=self._limits.longest,
                 max_bytes=self._max_bytes,

@@ -54,6 +54,17 @@ class Answer(ABC):
         self._created = int(time.time())
         self._frame: Frame | None = None  # of the chunks between the first and the last one
 
+    def events(self, message: inference_pb2.GenerateResponse) -> str:
+        """One message of a stream, as server-sent events."""
+        return event(self.chunk(message))
+
+    def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
+        """What stands behind the last message of a stream."""
+        last = ""
+        if self._body.includes_usage:
+            last = event(encode(self._object(self.chunk_object, request_id, []) | {"usage": _usage(usage)}))
+        return last + event("[DONE]")
+
     def chunk(self, message: inference_pb2.GenerateResponse) -> str:
         """One message of a stream, in JSON."""
         if message.finish_reason or self._body.num_logprobs is not None:
@@ -64,10 +75,6 @@ class Answer(ABC):
         blank = inference_pb2.GenerateResponse(request_id=message.request_id, index=message.index, text=BLANK)
         self._frame = Frame.of(self._chunk(blank))
         return first
-
-    def usage_chunk(self, request_id: str, usage: inference_pb2.Usage) -> str:
-        """The chunk behind the last one where include_usage is set."""
-        return encode(self._object(self.chunk_object, request_id, []) | {"usage": _usage(usage)})
 
     def _chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
         usage = {"usage": None} if self._body.includes_usage else {}
@@ -88,9 +95,9 @@ class Answer(ABC):
     def _choice(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         choice = {
             "index": message.index,
-            **self._content(message.text, is_chunk),
+            **self._content(message, is_chunk),
             "logprobs": None if self._body.num_logprobs is None else self._logprobs(message.logprobs),
-            "finish_reason": FINISH_REASONS.get(message.finish_reason),
+            "finish_reason": self._finish_reason(message),
             "stop_reason": _stop_reason(message),
         }
         if self._body.return_token_ids:
@@ -120,12 +127,20 @@ class Answer(ABC):
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
+    def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
+        return FINISH_REASONS.get(message.finish_reason)
+
     @abstractmethod
-    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
+    def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         """The fields of a choice that hold the text of a chunk or of a whole answer."""
 
     @abstractmethod
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]: ...
+
+
+def event(data: str) -> str:
+    """A server-sent event of one line of data."""
+    return f"data: {data}\n\n"
 
 
 def logprob_value(token: inference_pb2.TokenLogprob) -> float:

@@ -10,7 +10,7 @@ from tandem.proto import inference_pb2
 
 
 class Choices:
-    """Gives each message to the answer of its index: chunks of a stream, or all as a whole."""
+    """Gives each message to the answer of its index: events of a stream, or all as a whole."""
 
     def __init__(self, answer: Answer, num_prompts: int, num_answers: int) -> None:
         """answer: one that has seen no message. num_answers: to each prompt."""
@@ -22,17 +22,18 @@ class Choices:
         self._usage = inference_pb2.Usage()
         self._name = ""
 
-    def chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> str:
-        """One message of a stream, in JSON. prompt: its index."""
+    def events(self, prompt: int, message: inference_pb2.GenerateResponse) -> str:
+        """One message of a stream, as server-sent events. prompt: its index."""
         self._place(prompt, message)
         answer = self._answers.get(message.index)
         if answer is None:
             answer = self._answers[message.index] = copy(self._fresh)
-        return answer.chunk(message)
+        return answer.events(message)
 
-    def usage_chunk(self) -> str:
-        """The chunk behind the last one where include_usage is set."""
-        return self._fresh.usage_chunk(self._name, self._usage)
+    def end(self) -> str:
+        """What stands behind the last message of a stream."""
+        answer = self._answers.get(0, self._fresh)
+        return answer.end(self._name, self._usage)
 
     def keep(self, prompt: int, message: inference_pb2.GenerateResponse) -> None:
         """One message of an answer that is given as a whole. prompt: its index."""

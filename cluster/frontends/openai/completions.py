@@ -11,6 +11,7 @@ from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.answer import Answer, logprob_value
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, too_long
 from tandem.cluster.protocol import Prompt
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.sampling.sampling_params import MAX_ANSWERS
 
@@ -94,6 +95,19 @@ class CompletionBody(GenerationBody):
         return max(asked, default=None)
 
 
+class CompletionAnswers:
+    """Makes the answers of one gateway's completions."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
+        """model: the name to answer with."""
+        self._model = model
+        self._tokenizer = tokenizer
+
+    async def make(self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest]) -> "CompletionAnswer":
+        """The answer to a completion."""
+        return CompletionAnswer(body, self._model, self._tokenizer)
+
+
 class CompletionAnswer(Answer):
     """To POST /v1/completions."""
 
@@ -135,8 +149,8 @@ class CompletionAnswer(Answer):
         assert isinstance(first, int)
         return self._token(first)
 
-    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
-        return {"text": text}
+    def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
+        return {"text": message.text}
 
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
         names, values, tops, offsets = [], [], [], []

@@ -20,11 +20,13 @@ from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.origin import current_origin, own_id
 from tandem.cluster.requests.readers import Readers
-from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.authentication import HEADER
 
 WriteOf = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]  # an answer to the prompt of that index
+MakeAnswer = Callable[[GenerationBody, list[inference_pb2.GenerateRequest]], Awaitable[Answer]]
+"""Makes what answers a body, before its requests are sent. It may change these. Raises HttpError."""
+
 LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
 
 
@@ -33,10 +35,9 @@ class GenerationRoute:
     """POST of one kind of body."""
 
     body: type[GenerationBody]
-    answer: type[Answer]
+    answer: MakeAnswer
     requests: ActiveRequests
     model: str  # the name in answers
-    tokenizer: Tokenizer | None
     max_bytes: int  # of a body
     max_tokens: int  # of a prompt with its output
     turns: FairTurns  # many requests may come at once
@@ -79,16 +80,20 @@ class GenerationRoute:
     ) -> None:
         """Takes the requests out of their list: they may be large, and the call long."""
         count, turn = len(requests), asyncio.Lock()
-        choices = Choices(self.answer(body, self.model, self.tokenizer), count, body.n or 1)
+        choices = Choices(await self.answer(body, requests), count, body.n or 1)
+
+        async def send(events: str) -> None:
+            if events:
+                await reply.events(events)
 
         async def write(prompt: int, message: inference_pb2.GenerateResponse) -> None:
             if not body.stream:
                 choices.keep(prompt, message)
             elif count == 1:
-                await reply.event(choices.chunk(prompt, message))
+                await send(choices.events(prompt, message))
             else:
                 async with turn:
-                    await reply.event(choices.chunk(prompt, message))
+                    await send(choices.events(prompt, message))
 
         if count == 1:
             await self._serve(body, requests.pop(), scope, partial(write, 0))
@@ -99,7 +104,7 @@ class GenerationRoute:
             aside = body.num_logprobs is not None or body.num_prompt_logprobs is not None
             await reply.whole(200, await asyncio.to_thread(choices.whole) if aside else choices.whole())
         else:
-            await reply.done(choices.usage_chunk() if body.includes_usage else None)
+            await reply.end(choices.end())
 
     async def _serve_all(
         self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, write: WriteOf

@@ -7,14 +7,16 @@ from importlib.metadata import version
 from tandem.cluster.frontends.http.app import MODELS, Route, Routes
 from tandem.cluster.frontends.http.monitoring import READS
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
-from tandem.cluster.frontends.openai.chats import ChatAnswer, ChatBody
-from tandem.cluster.frontends.openai.completions import CompletionAnswer, CompletionBody
+from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
+from tandem.cluster.frontends.openai.chats import ChatBody
+from tandem.cluster.frontends.openai.completions import CompletionAnswers, CompletionBody
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
 from tandem.cluster.frontends.openai.tokenization import Tokenization
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.readers import Readers
+from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 
 REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
@@ -23,6 +25,7 @@ REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers a
 def openai_routes(
     requests: ActiveRequests,
     tokenizer: Tokenizer | None,
+    formats: OutputFormats,
     *,
     names: Sequence[str],
     max_model_len: int,
@@ -30,15 +33,15 @@ def openai_routes(
     bodies: BodyBudget,
     readers: Readers,
 ) -> Routes:
-    """OpenAI's API. names: of the model; all are accepted, answers have the first. max_bytes: of one body. bodies:
-    counts them. readers: read long ones."""
+    """OpenAI's API. formats: of the checkpoint's answers. names: of the model; all are accepted, answers have the
+    first. max_bytes: of one body. bodies: counts them. readers: read long ones."""
     about = {"object": "model", "created": int(time.time()), "owned_by": "tandem", "max_model_len": max_model_len}
     cards = [{"id": name, **about} for name in names]
     model, *aliases = names
     turns = FairTurns(REQUESTS_A_ROUND)
-    shared = requests, model, tokenizer, max_bytes, max_model_len, turns, bodies, readers, tuple(aliases)
-    completions = GenerationRoute(CompletionBody, CompletionAnswer, *shared)
-    chats = GenerationRoute(ChatBody, ChatAnswer, *shared)
+    shared = requests, model, max_bytes, max_model_len, turns, bodies, readers, tuple(aliases)
+    completions = GenerationRoute(CompletionBody, CompletionAnswers(model, tokenizer).make, *shared)
+    chats = GenerationRoute(ChatBody, ChatAnswers(model, tokenizer, formats).make, *shared)
     tokenization = Tokenization(tokenizer, tuple(names), max_bytes, max_model_len, bodies, readers)
     return {
         MODELS: (READS, _constant({"object": "list", "data": cards})),

@@ -13,8 +13,8 @@ from tandem.cluster.frontends.http.body import read_body_of
 from tandem.cluster.frontends.http.caller import host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
-from tandem.cluster.frontends.openai.chats import Message
 from tandem.cluster.frontends.openai.generation_route import LONG_BODY
+from tandem.cluster.frontends.openai.messages import Messages
 from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.read_body import read_part
 from tandem.cluster.protocol import MAX_MESSAGES, build_request
@@ -25,7 +25,6 @@ from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
 MAX_TOKENS = 1 << 16  # of a body, and that are named
-Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)])
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast(), Field(max_length=MAX_TOKENS)])
 T = TypeVar("T")
 
@@ -112,7 +111,7 @@ def read_tokenize(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[bool
     _check_model(body.model, names)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "prompt and messages are there, or neither is; give one of them", param="prompt")
-    chat = [{"role": one.role, "content": one.text} for one in body.messages or ()]
+    chat = [one.turn for one in body.messages or ()]
     try:
         return body.return_token_strs, build_request(chat if body.prompt is None else body.prompt, {}, None, "")
     except InvalidRequest as error:

@@ -26,7 +26,7 @@ from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
-from tandem.cluster.frontends.openai.routes import openai_routes
+from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
@@ -65,7 +65,11 @@ from tandem.workers.sampling.guided import Grammars
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
-READ_BY = ("tandem.cluster.frontends.openai.tokenization",)  # whose functions read long requests
+READ_BY = (  # whose functions read long requests
+    "tandem.cluster.frontends.openai.tokenization",
+    "tandem.cluster.frontends.responses.body",
+    "tandem.cluster.frontends.anthropic.count",
+)
 LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -272,7 +276,7 @@ class Gateway:
         on_http = scrape if settings.metrics_port is None else None
         shared, http, monitor = settings.processes > 1, None, None
         if settings.http_port is not None:
-            routes = openai_routes(
+            routes = api_routes(
                 self._requests,
                 self._tokenizer,
                 OutputFormats(self._tokenizer, section.tool_parser, section.reasoning_parser),
@@ -283,7 +287,7 @@ class Gateway:
                 readers=self._readers,
             )
             monitoring = Monitoring(lambda: self._readiness.reason, on_http, public=metrics.public)
-            app = HttpApp(routes, monitoring, names=self._names, **common)
+            app = HttpApp(routes, monitoring, names=self._names, forms=ERROR_FORMS, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
             monitoring = Monitoring(lambda: self._readiness.reason, scrape, public=metrics.public)

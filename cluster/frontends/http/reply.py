@@ -35,10 +35,11 @@ class ErrorForm:
 class Reply:
     """The answer to one call: a JSON object, or server-sent events. An error may replace the rest."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, form: ErrorForm | None = None) -> None:
+        """form: of errors; None: OpenAI's."""
         self._send = send
         self.headers: dict[str, str] = {}  # of whatever is answered
-        self.error_form = ErrorForm()
+        self._form = form or ErrorForm()
         self._begun = self._ended = False
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
@@ -67,13 +68,12 @@ class Reply:
 
     async def error(self, error: HttpError) -> None:
         """Sends an error. In a stream that has begun it is the last event."""
-        form = self.error_form
         with suppress(TimeoutError):
             if not self._begun:
-                await self.whole(error.status, form.body(error), error.headers)
+                await self.whole(error.status, self._form.body(error), error.headers)
             elif not self._ended:
                 async with asyncio.timeout(1):
-                    await self._write(form.event(error).encode(), last=True)
+                    await self._write(self._form.event(error).encode(), last=True)
 
     async def _begin(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self._begun = True

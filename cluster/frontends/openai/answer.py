@@ -38,7 +38,27 @@ class Frame:
         return f"{self.before}{encode(message.text)}{self.between}{token_ids}{self.behind}"
 
 
-class Answer(ABC):
+class AnyAnswer(ABC):
+    """One answer of any API, in the order of its messages: events of a stream, or a choice of the whole."""
+
+    @abstractmethod
+    def events(self, message: inference_pb2.GenerateResponse) -> str:
+        """One message of a stream, as server-sent events; empty for none."""
+
+    @abstractmethod
+    def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
+        """The events behind the last message of a stream. Of several answers it is asked of the first."""
+
+    @abstractmethod
+    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """The answer of all its messages, merged into one."""
+
+    @abstractmethod
+    def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
+        """All that is answered to a call. Of several answers it is asked of the first."""
+
+
+class Answer(AnyAnswer):
     """The objects of one answer, in the order of its messages: chunks of a stream, or a choice of the whole."""
 
     prefix: ClassVar[str]
@@ -55,11 +75,9 @@ class Answer(ABC):
         self._frame: Frame | None = None  # of the chunks between the first and the last one
 
     def events(self, message: inference_pb2.GenerateResponse) -> str:
-        """One message of a stream, as server-sent events."""
         return event(self.chunk(message))
 
     def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
-        """What stands behind the last message of a stream."""
         last = ""
         if self._body.includes_usage:
             last = event(encode(self._object(self.chunk_object, request_id, []) | {"usage": _usage(usage)}))
@@ -81,11 +99,9 @@ class Answer(ABC):
         return self._object(self.chunk_object, message.request_id, [self._choice(message, is_chunk=True)]) | usage
 
     def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """The answer of all its messages, merged into one."""
         return self._choice(message, is_chunk=False)
 
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
-        """All that is answered to a call."""
         return self._object(self.whole_object, request_id, choices) | {"usage": _usage(usage)}
 
     def _object(self, kind: str, request_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any, Self
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import encode
 from tandem.cluster.frontends.openai.answer import Answer, event, logprob_value
+from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.chats import ChatBody
-from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.frontends.openai.tool_fields import NamedTool
 from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.parsers.output_parser import OutputParser
@@ -27,7 +27,7 @@ class ChatAnswers:
         self._tokenizer = tokenizer
         self._formats = formats
 
-    async def make(self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest]) -> "ChatAnswer":
+    async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "ChatAnswer":
         """The answer to a chat. Its request keeps special tokens in the text where some are marks."""
         assert isinstance(body, ChatBody)
         return ChatAnswer(body, self._model, self._tokenizer, await self.reading(body, requests))

@@ -4,7 +4,7 @@ from collections import defaultdict
 from copy import copy
 from typing import Any
 
-from tandem.cluster.frontends.openai.answer import Answer
+from tandem.cluster.frontends.openai.answer import AnyAnswer
 from tandem.cluster.requests.whole_message import WholeMessage
 from tandem.proto import inference_pb2
 
@@ -12,12 +12,12 @@ from tandem.proto import inference_pb2
 class Choices:
     """Gives each message to the answer of its index: events of a stream, or all as a whole."""
 
-    def __init__(self, answer: Answer, num_prompts: int, num_answers: int) -> None:
+    def __init__(self, answer: AnyAnswer, num_prompts: int, num_answers: int) -> None:
         """answer: one that has seen no message. num_answers: to each prompt."""
         self._fresh = answer
         self._num_prompts = num_prompts
         self._num_answers = num_answers
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, AnyAnswer] = {}
         self._wholes: defaultdict[int, WholeMessage] = defaultdict(WholeMessage)
         self._usage = inference_pb2.Usage()
         self._name = ""
@@ -42,8 +42,10 @@ class Choices:
 
     def whole(self) -> dict[str, Any]:
         """The answer of all messages of requests that have ended."""
-        choices = [copy(self._fresh).choice(self._wholes[index].message) for index in sorted(self._wholes)]
-        return self._fresh.whole(self._name, choices, self._usage)
+        answers = [copy(self._fresh) for _ in self._wholes]
+        messages = [self._wholes[index].message for index in sorted(self._wholes)]
+        choices = [answer.choice(message) for answer, message in zip(answers, messages, strict=True)]
+        return answers[0].whole(self._name, choices, self._usage)
 
     def _place(self, prompt: int, message: inference_pb2.GenerateResponse) -> None:
         """Each prompt is a request of its own. The call has the name of the first one that says something."""

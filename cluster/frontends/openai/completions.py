@@ -9,6 +9,7 @@ from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.answer import Answer, logprob_value
+from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, too_long
 from tandem.cluster.protocol import Prompt
 from tandem.cluster.text.tokenizer import Tokenizer
@@ -103,8 +104,9 @@ class CompletionAnswers:
         self._model = model
         self._tokenizer = tokenizer
 
-    async def make(self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest]) -> "CompletionAnswer":
+    async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "CompletionAnswer":
         """The answer to a completion."""
+        assert isinstance(body, CompletionBody)
         return CompletionAnswer(body, self._model, self._tokenizer)
 
 

@@ -10,12 +10,12 @@ from typing_extensions import TypeAliasType
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.openai.generation_body import GenerationBody
+from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.other_fields import LONGEST_NAME, take_out
 from tandem.cluster.frontends.openai.part import MAX_FIELDS, Part
 from tandem.proto import inference_pb2
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=AskingBody)
 PartT = TypeVar("PartT", bound=Part)
 
 
@@ -29,7 +29,8 @@ def read_requests(
     body = read_body(kind, data)
     body.check_length(max_tokens)
     try:
-        return body.without_prompt(), body.requests()
+        requests = body.requests()
+        return body.without_prompt(), requests
     except InvalidRequest as error:
         raise body.blame(error) from error
 
@@ -54,8 +55,13 @@ def read_part(kind: type[PartT], data: bytes | bytearray) -> tuple[PartT, list[s
     options = values.get("stream_options")
     if isinstance(options, dict) and options.get("continuous_usage_stats"):
         ignored.append("stream_options.continuous_usage_stats")
+    return checked(kind, values), ignored
+
+
+def checked(kind: type[PartT], values: dict[str, Any]) -> PartT:
+    """A body of these fields. Raises HttpError, as read_body()."""
     try:
-        return kind.model_validate(values), ignored
+        return kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(kind, error.errors()[0]) from None
 

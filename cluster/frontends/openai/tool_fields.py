@@ -72,10 +72,10 @@ class NamedTool(Part):
     function: NamedFunction = Field(description="an object with name")
 
 
-Word = Annotated[Literal["none", "auto", "required"], Tag("word")]
+Word = Annotated[Literal["none", "auto", "required"], Tag("a word")]
 ToolChoice = Annotated[
-    Word | Annotated[NamedTool, Tag("named")],
-    Discriminator(lambda value: "named" if isinstance(value, dict | NamedTool) else "word"),
+    Word | Annotated[NamedTool, Tag("a name")],
+    Discriminator(lambda value: "a name" if isinstance(value, dict | NamedTool) else "a word"),
 ]
 
 

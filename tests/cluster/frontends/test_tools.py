@@ -1,82 +1,23 @@
 """Tool calls and reasoning over HTTP, of a model that writes what the test says."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.text.tokenizer import Tokenizer
 from tests.cluster.open_gateway import OpenGateway, open_gateway
+from tests.cluster.scripted_model import EOS, SAYS, Script
 from tests.support.http_client import CHATS, answer, chunks, post, refused
 
-EOS = 1
-TEMPLATE = (
-    "{% if tools %}Call with <tool_call>: {{ tools | tojson }}{{ '\\n' }}{% endif %}{% for message in messages %}"
-    "{{ message.role }}: {{ message.content }}{% if message.reasoning_content %} ({{ message.reasoning_content }})"
-    "{% endif %}{% for call in message.tool_calls %} {{ call.function.name }}={{ call.function.arguments.city }}"
-    "{% endfor %}{% if message.tool_call_id %} for {{ message.tool_call_id }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% if think %}<think>{% endif %}{% endif %}{#</think>#}"
-)
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 OTHER = {"type": "function", "function": {"name": "now"}}
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 300, "temperature": 0}
-SAYS = '<think>Hm.</think>I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
-
-
-class Script:
-    """What the model writes next. Each request gets all of it."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.begin("")
-
-    def begin(self, text: str) -> None:
-        self._tokens = [*self._tokenizer.encode(text, add_special_tokens=False), EOS]
-        self._prompt = 0
-
-    def say(self, sequence: list[int]) -> int:
-        self._prompt = self._prompt or len(sequence)
-        return self._tokens[min(len(sequence) - self._prompt, len(self._tokens) - 1)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tools") / "model"
-    make_checkpoint(folder, arch="llama", size="tiny", seed=1)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer is not None
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def script(tokenizer: Tokenizer) -> Script:
-    return Script(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def gateway(folder: Path, script: Script) -> Iterator[OpenGateway]:
-    with open_gateway(folder, say=script.say, stop_token=EOS, max_model_len=1024) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-def model(gateway: OpenGateway, script: Script) -> Iterator[Script]:
-    """Writes what the test says, for a gateway that has no other request."""
-    yield script
-    gateway.worker.prompts.clear()
 
 
 def choice(gateway: OpenGateway, **body: Any) -> dict[str, Any]:

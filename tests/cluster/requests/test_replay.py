@@ -203,7 +203,8 @@ def test_a_request_that_no_island_takes_in_time_is_told(model: Path) -> None:
             await ask(client)
         assert not worker.prompts
 
-    with_gateway(model, FakeWorker(say), body, **{"gateway.queue_seconds": 0.3})
+    options: dict[str, Any] = {"gateway.queue_seconds": 0.3}
+    with_gateway(model, FakeWorker(say), body, **options)
 
 
 def test_no_island_takes_requests_for_a_while(model: Path) -> None:

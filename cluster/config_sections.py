@@ -278,6 +278,9 @@ class SecuritySection(Section):
     """the key of tls_cert, PEM; only its owner may read it"""
     client_ca: ResolvedPath | None = None
     """PEM; clients must then show a certificate that it signed (mutual TLS)"""
+    tls_at_proxy: bool = False
+    """whether TLS ends at a proxy in front of the gateway: with a token it then listens on any address without TLS, and
+    only the proxy may reach it there"""
     salt_by_token: bool = False
     """whether callers share cached prefixes only with those of the same bearer token"""
 
@@ -285,7 +288,17 @@ class SecuritySection(Section):
     def server(self) -> ServerSecurity:
         """As the gateway takes it."""
         key = None if self.api_key is None else self.api_key.get_secret_value()
-        return ServerSecurity(**self.model_dump(exclude={"api_key"}), api_key=key)
+        return ServerSecurity(**self.model_dump(exclude={"api_key", "tls_at_proxy"}), api_key=key)
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether callers must show a token."""
+        return self.token_file is not None or self.api_key is not None
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the gateway may listen on a network."""
+        return self.is_keyed and (self.tls_cert is not None or self.tls_at_proxy)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -295,6 +308,10 @@ class SecuritySection(Section):
             raise ValueError("must have both tls_cert and tls_key, or neither")
         if self.client_ca is not None and self.tls_cert is None:
             raise ValueError("must have tls_cert and tls_key where client_ca is set")
+        if self.tls_at_proxy and self.tls_cert is not None:
+            raise ValueError("must have tls_at_proxy or tls_cert, not both: with tls_cert the gateway has TLS itself")
+        if self.tls_at_proxy and not self.is_keyed:
+            raise ValueError("must have token_file or api_key where tls_at_proxy is true")
         return self
 
 

@@ -182,6 +182,10 @@ class IslandSection(Section):
         return transport
 
 
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/,*]+)$")]
+Origins = Annotated[list[Origin], Field(max_length=64, json_schema_extra={"accepted": "a list of texts"})]
+
+
 class GatewaySection(Section):
     host: str = "127.0.0.1"
     """address to listen on"""
@@ -191,6 +195,9 @@ class GatewaySection(Section):
     """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
     routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
     """how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do"""
+    cors_origins: Origins = []
+    """web pages that browsers let call the HTTP server, by their origins, such as https://chat.example and
+    http://localhost:3000, in lower case and without a path; "*" stands for all"""
     processes: Processes | None = Field(default=None, le=64)
     """gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 and at most 4"""
     max_queued: Requests = Field(default=1024, le=1 << 20)

@@ -281,7 +281,7 @@ class Gateway:
                 readers=self._readers,
             )
             monitoring = Monitoring(lambda: self._readiness.reason, on_http, public=metrics.public)
-            app = HttpApp(routes, monitoring, names=self._names, **common)
+            app = HttpApp(routes, monitoring, names=self._names, origins=section.cors_origins, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
             monitoring = Monitoring(lambda: self._readiness.reason, scrape, public=metrics.public)

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import CallError, Unauthenticated
 from tandem.cluster.frontends.http.caller import ClientGone, header
+from tandem.cluster.frontends.http.cors import Cors
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
@@ -41,22 +42,28 @@ class HttpApp:
         token: str | None,
         rejected: Callable[[int], None],
         names: Sequence[str] = (),
+        origins: Sequence[str] = (),
     ) -> None:
         """routes: beside those of monitoring, with their methods. limit: bounds calls, monitors' apart. token: None
-        admits everybody. rejected: hears of each error's status. names: those that /v1/models has."""
+        admits everybody. rejected: hears of each error's status. names: those that /v1/models has.
+        origins: of web pages that may call, see Cors."""
         self._routes: Routes = {**monitoring.routes, **routes}
         self._monitoring = monitoring
         self._limit = limit
         self._token = None if token is None else BearerToken(token)
         self._rejected = rejected
         self._names = names
+        self._cors = Cors(origins)
         self._calls: set[asyncio.Task[object]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = asyncio.current_task()
         assert call is not None, "ASGI calls its application in a task"
         reply = Reply(send)
+        reply.headers |= self._cors.headers(scope)
         try:
+            if self._cors.is_question(scope):
+                return await self._cors.answer(scope, reply)
             if scope["path"] not in self._monitoring.routes:
                 self._name(scope, reply)
             route = self._route(scope)

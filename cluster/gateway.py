@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -269,8 +270,11 @@ class Gateway:
 
         common = {"limit": self._limit, "token": settings.security.token(), "rejected": self._metrics.rejected_http}
         on_http = scrape if settings.metrics_port is None else None
+        load = partial(self._table.total, Column.ACTIVE)
+        watched = partial(Monitoring, lambda: self._readiness.reason, public=metrics.public, load=load)
         shared, http, monitor = settings.processes > 1, None, None
         if settings.http_port is not None:
+            monitoring = watched(on_http)
             routes = openai_routes(
                 self._requests,
                 self._tokenizer,
@@ -279,13 +283,12 @@ class Gateway:
                 max_bytes=self._max_bytes,
                 bodies=self._bodies,
                 readers=self._readers,
+                beside=monitoring.routes,
             )
-            monitoring = Monitoring(lambda: self._readiness.reason, on_http, public=metrics.public)
             app = HttpApp(routes, monitoring, names=self._names, origins=section.cors_origins, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
-            monitoring = Monitoring(lambda: self._readiness.reason, scrape, public=metrics.public)
-            app, key = HttpApp({}, monitoring, **common), "metrics.port"
+            app, key = HttpApp({}, watched(scrape), **common), "metrics.port"
             monitor = HttpServer(app, metrics.host, settings.metrics_port, settings.security, shared=shared, key=key)
         return http, monitor
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cluster.config import ClusterConfig
@@ -28,6 +27,7 @@ from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
 from tandem.cluster.frontends.openai.routes import openai_routes
+from tandem.cluster.frontends.reflection import enable_reflection
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
@@ -258,7 +258,7 @@ class Gateway:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        enable_reflection([INFERENCE, ADMIN, health.SERVICE_NAME], server)
         return server
 
     def _http_servers(self, scrape: Scrape | None) -> "tuple[HttpServer | None, HttpServer | None]":

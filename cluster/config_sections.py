@@ -84,6 +84,9 @@ class ModelSection(Section):
     """element type of weights and KV; auto takes the checkpoint's"""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """where weights come from; dummy draws them at random and needs config.json only"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """what requests get that name no temperature, top_p, top_k, min_p or repetition_penalty: with auto those that the
+    checkpoint's generation_config.json names; with none the protocol's defaults"""
     max_model_len: Positions | None = Field(default=None, le=1 << 24)
     """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit"""
 

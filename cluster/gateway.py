@@ -38,6 +38,7 @@ from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.requests.observer import Observe, all_of
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
@@ -126,8 +127,9 @@ class Gateway:
         )
         self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
+        defaults = default_sampling(folder, settings.config.model.generation_config)
         self._validator = RequestValidator(
-            self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token
+            self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token, defaults=defaults
         )
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()

@@ -163,7 +163,7 @@ def generate(
     token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids, "1,2,3".')] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Sends it as a user's message, by the chat template.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Most output tokens; 16 when left out.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1 when left out.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the model's, or 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keeps the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keeps this many of the likeliest tokens.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Keeps tokens this likely, relative to the likeliest.")] = None,

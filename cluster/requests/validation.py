@@ -2,7 +2,9 @@
 
 import secrets
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.protocol import MAX_MESSAGES
 from tandem.cluster.requests.cache_salt import worker_salt
+from tandem.cluster.requests.default_sampling import with_defaults
 from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
@@ -98,8 +101,11 @@ class RequestValidator:
         grammars: Grammars | None = None,
         *,
         salt_by_token: bool = False,
+        defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """grammars: None refuses all. salt_by_token: callers with unlike credentials share no prefixes."""
+        """grammars: None refuses all. salt_by_token: callers with unlike credentials share no prefixes. defaults: what
+        requests get that do not name these parameters, see default_sampling()."""
+        self._defaults = defaults
         self._grammars = grammars
         self._limits = limits
         self._salt_by_token = salt_by_token
@@ -153,7 +159,7 @@ class RequestValidator:
         default of SamplingParams. credential: what the caller showed to be let in, empty for nothing. tokens: the
         prompt's, int64 [n], where they are known."""
         self.check(message)
-        params = sampling_from_proto(message.sampling)
+        params = with_defaults(sampling_from_proto(message.sampling), message.sampling, self._defaults)
         ends_anywhere = open_ended is not None and not message.sampling.HasField("max_tokens")
         if ends_anywhere:
             params = replace(params, max_tokens=max(params.max_tokens, params.min_tokens))

@@ -24,12 +24,14 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
         return np.array(message.token_ids.ids[:], np.int64)
     assert tokenizer is not None, "the validator refuses text without one"
     if message.HasField("text"):
-        return np.array(tokenizer.encode(message.text), np.int64)
+        special = message.add_special_tokens or not message.HasField("add_special_tokens")
+        return np.array(tokenizer.encode(message.text, add_special_tokens=special), np.int64)
     messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
     chat = message.chat
     begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
     ids = tokenizer.encode_chat(
         messages,
+        add_special_tokens=message.add_special_tokens,
         variables=template_variables(chat),
         add_generation_prompt=begins,
         continue_final_message=chat.continue_final_message,

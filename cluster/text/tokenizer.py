@@ -71,11 +71,13 @@ class Tokenizer:
             raise
         return encoding.ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
         """options: see ChatTemplate.render. ChatTemplateError when there is no template or it refuses the messages."""
         if self._chat_template is None:
             raise ChatTemplateError("the checkpoint has no chat template; send text or token ids")
-        return self.encode(self._chat_template.render(messages, **options), add_special_tokens=False)
+        return self.encode(self._chat_template.render(messages, **options), add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)

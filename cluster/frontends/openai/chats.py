@@ -117,6 +117,11 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
     _begun = False
 
+    def _object(self, kind: str, request_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A chat has one prompt, whose tokens stand beside the choices, as in vLLM."""
+        prompts = [choice.pop("prompt_token_ids") for choice in choices if "prompt_token_ids" in choice]
+        return super()._object(kind, request_id, choices) | ({"prompt_token_ids": prompts[0]} if prompts else {})
+
     def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
         if not is_chunk:
             return {"message": {"role": "assistant", "content": text, "refusal": None}}

@@ -47,6 +47,7 @@ class StreamOptions(Part):
     refused = frozenset()
 
     include_usage: bool = Field(default=False, description="true or false")
+    continuous_usage_stats: bool = Field(default=False, description="true or false")
 
 
 class GenerationBody(GuidedFields, SamplingFields, ABC):
@@ -61,7 +62,9 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
 
     model: str | None = Field(default=None, description="the served model's name")
     stream: bool = Field(default=False, description="true or false")
-    stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
+    stream_options: StreamOptions | None = Field(
+        default=None, description="an object with include_usage and continuous_usage_stats"
+    )
     max_tokens: int | None = Field(default=None, description="an integer of at least 1")
     cache_salt: str | None = Field(
         default=None,
@@ -75,6 +78,8 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
     best_of: int | None = Field(default=None, description=accepted_value("best_of"))
     prompt_logprobs: int | None = Field(default=None, description=accepted_value("prompt_logprobs"))
     return_token_ids: bool = Field(default=False, description="true or false")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
+    truncate_prompt_tokens: int | None = Field(default=None, description="an integer of at least 1, or -1")
     request_id: str | None = Field(
         default=None,
         max_length=MAX_REQUEST_ID,
@@ -90,8 +95,6 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
             raise ValueError("stream_options is of use only with stream: true")
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
-        if self.stream and self.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs}; with stream: true only null is accepted")
         return self
 
     def ignoring(self, names: list[str]) -> Self:
@@ -108,12 +111,24 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def tells_usage(self) -> bool:
+        """Whether each chunk has usage, as in vLLM only beside include_usage."""
+        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer needs the prompt's token ids, or their number."""
+        return self.return_token_ids or self.tells_usage
+
     def requests(self) -> list[inference_pb2.GenerateRequest]:
         """The gateway's requests, one for each prompt. Raises InvalidRequest, with the gateway's names: see blame()."""
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens, "guided": self.guided}
         sampling |= {"logit_bias": self.logit_bias, "bad_words_ids": self.bad_words_ids}
         sampling["prompt_logprobs"] = self.num_prompt_logprobs
+        sampling |= {"add_special_tokens": self.add_special_tokens, "return_prompt_token_ids": self.tells_prompt}
+        sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given = {name: value for name, value in sampling.items() if value is not None}
         prompts = self.prompts
         name = self.request_id if len(prompts) == 1 else None  # each prompt is a request of its own

@@ -84,6 +84,10 @@ class GenerationRoute:
         async def write(prompt: int, message: inference_pb2.GenerateResponse) -> None:
             if not body.stream:
                 choices.keep(prompt, message)
+            elif body.num_prompt_logprobs is not None:  # which take long in the first chunk, as below
+                async with turn:
+                    if not choices.holds(prompt, message):
+                        await reply.event(await asyncio.to_thread(choices.chunk, prompt, message))
             elif count == 1:
                 await reply.event(choices.chunk(prompt, message))
             else:

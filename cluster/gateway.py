@@ -9,13 +9,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cluster.config import ClusterConfig
@@ -26,6 +26,7 @@ from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
+from tandem.cluster.frontends.reflection import enable_reflection
 from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
@@ -37,6 +38,7 @@ from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.requests.observer import Observe, all_of
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
@@ -130,8 +132,9 @@ class Gateway:
         )
         self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
+        defaults = default_sampling(folder, settings.config.model.generation_config)
         self._validator = RequestValidator(
-            self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token
+            self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token, defaults=defaults
         )
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
@@ -262,7 +265,7 @@ class Gateway:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        enable_reflection([INFERENCE, ADMIN, health.SERVICE_NAME], server)
         return server
 
     def _http_servers(self, scrape: Scrape | None) -> "tuple[HttpServer | None, HttpServer | None]":
@@ -274,8 +277,11 @@ class Gateway:
 
         common = {"limit": self._limit, "token": settings.security.token(), "rejected": self._metrics.rejected_http}
         on_http = scrape if settings.metrics_port is None else None
+        load = partial(self._table.total, Column.ACTIVE)
+        watched = partial(Monitoring, lambda: self._readiness.reason, public=metrics.public, load=load)
         shared, http, monitor = settings.processes > 1, None, None
         if settings.http_port is not None:
+            monitoring = watched(on_http)
             routes = api_routes(
                 self._requests,
                 self._tokenizer,
@@ -285,13 +291,13 @@ class Gateway:
                 max_bytes=self._max_bytes,
                 bodies=self._bodies,
                 readers=self._readers,
+                beside=monitoring.routes,
             )
-            monitoring = Monitoring(lambda: self._readiness.reason, on_http, public=metrics.public)
-            app = HttpApp(routes, monitoring, names=self._names, forms=ERROR_FORMS, **common)
+            shapes = {"forms": ERROR_FORMS, "origins": section.cors_origins}
+            app = HttpApp(routes, monitoring, names=self._names, **shapes, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
-            monitoring = Monitoring(lambda: self._readiness.reason, scrape, public=metrics.public)
-            app, key = HttpApp({}, monitoring, **common), "metrics.port"
+            app, key = HttpApp({}, watched(scrape), **common), "metrics.port"
             monitor = HttpServer(app, metrics.host, settings.metrics_port, settings.security, shared=shared, key=key)
         return http, monitor
 

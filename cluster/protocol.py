@@ -67,6 +67,24 @@ class Sampling(TypedDict, total=False):
     best_of: int
 
 
+class PromptOptions(TypedDict, total=False):
+    """What becomes of a prompt. The last three are of chats only."""
+
+    add_special_tokens: bool
+    truncate_prompt_tokens: int
+    return_prompt_token_ids: bool
+    template_kwargs: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+PROMPT_OPTIONS = tuple(PromptOptions.__annotations__)
+
+
+class Options(Sampling, PromptOptions, total=False):
+    """All that a client may say of one request, for type checkers."""
+
+
 def accepted_value(name: str) -> str:
     """The values that a sampling parameter's field can hold, in words. KeyError for an unknown parameter."""
     return ACCEPTED_BY_NAME.get(name) or ACCEPTED[inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].type]
@@ -75,7 +93,8 @@ def accepted_value(name: str) -> str:
 def build_request(
     prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str | None = None
 ) -> inference_pb2.GenerateRequest:
-    """prompt: text, token ids, or chat messages with role and content. Raises InvalidRequest."""
+    """prompt: text, token ids, or chat messages with role and content. sampling: by the names of Options. Raises
+    InvalidRequest."""
     request = inference_pb2.GenerateRequest()
     for field, text in (("request_id", request_id), ("cache_salt", cache_salt)):
         try:
@@ -85,10 +104,14 @@ def build_request(
     _set_prompt(request, prompt)
     known = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     for name, value in sampling.items():
+        if name in PROMPT_OPTIONS:
+            _set_option(request, name, value)
+            continue
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            names = (*known, *PROMPT_OPTIONS)
+            near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise InvalidRequest(f"unknown sampling parameter {name!r}; {hint}known: {', '.join(known)}")
+            raise InvalidRequest(f"unknown sampling parameter {name!r}; {hint}known: {', '.join(names)}")
         one: Any = [value] if name in TEXTS and isinstance(value, str) else value
         try:
             if name == "bad_words_ids":
@@ -100,6 +123,22 @@ def build_request(
             which = "each" if known[name].is_repeated and name != "logit_bias" else "it"
             raise InvalidRequest(f"sampling.{name} is {value!r:.80}; {which} must be {accepted_value(name)}") from None
     return request
+
+
+def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    """One of PROMPT_OPTIONS."""
+    holder: Any = request
+    if name not in request.DESCRIPTOR.fields_by_name:
+        if not request.HasField("chat"):
+            raise InvalidRequest(f"{name} is of use only with a chat; prompt is no list of messages")
+        holder = request.chat
+    try:
+        text = name == "template_kwargs" and isinstance(value, Mapping)
+        setattr(holder, name, json.dumps(dict(value)) if text else value)
+    except (TypeError, ValueError):
+        accepted = ACCEPTED[holder.DESCRIPTOR.fields_by_name[name].type]
+        accepted = "a mapping that JSON can hold" if name == "template_kwargs" else accepted
+        raise InvalidRequest(f"{name} is {value!r:.80}; it must be {accepted}") from None
 
 
 def _guided(value: Any) -> inference_pb2.Guided:

@@ -24,7 +24,8 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
         return np.array(message.token_ids.ids[:], np.int64)
     assert tokenizer is not None, "the validator refuses text without one"
     if message.HasField("text"):
-        return np.array(tokenizer.encode(message.text), np.int64)
+        special = message.add_special_tokens or not message.HasField("add_special_tokens")
+        return np.array(tokenizer.encode(message.text, add_special_tokens=special), np.int64)
     chat = message.chat
     messages = [_turn(index, turn) for index, turn in enumerate(chat.messages)]
     if "developer" not in tokenizer.template_source:
@@ -33,6 +34,7 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
     ids = tokenizer.encode_chat(
         messages,
         tools=_tools(chat),
+        add_special_tokens=message.add_special_tokens,
         variables=template_variables(chat),
         add_generation_prompt=begins,
         continue_final_message=chat.continue_final_message,

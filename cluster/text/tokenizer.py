@@ -77,9 +77,11 @@ class Tokenizer:
             raise
         return encoding.ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
         """options: see ChatTemplate.render. ChatTemplateError when there is no template or it refuses the messages."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=add_special_tokens)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt's text. options and errors as those of encode_chat()."""

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import CallError, Unauthenticated
 from tandem.cluster.frontends.http.caller import ClientGone, credentials_of, header
+from tandem.cluster.frontends.http.cors import Cors
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import ErrorForm, Receive, Reply, Scope, Send
@@ -43,10 +44,11 @@ class HttpApp:
         rejected: Callable[[int], None],
         names: Sequence[str] = (),
         forms: Mapping[str, ErrorForm] = MappingProxyType({}),
+        origins: Sequence[str] = (),
     ) -> None:
         """routes: beside those of monitoring, with their methods. limit: bounds calls, monitors' apart. token: None
         admits everybody. rejected: hears of each error's status. names: those that /v1/models has. forms: of errors,
-        for paths whose APIs have one of their own."""
+        for paths whose APIs have one of their own. origins: of web pages that may call, see Cors."""
         self._forms = forms
         self._routes: Routes = {**monitoring.routes, **routes}
         self._monitoring = monitoring
@@ -54,13 +56,17 @@ class HttpApp:
         self._token = None if token is None else BearerToken(token)
         self._rejected = rejected
         self._names = names
+        self._cors = Cors(origins)
         self._calls: set[asyncio.Task[object]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = asyncio.current_task()
         assert call is not None, "ASGI calls its application in a task"
         reply = Reply(send, self._forms.get(scope["path"]))
+        reply.headers |= self._cors.headers(scope)
         try:
+            if self._cors.is_question(scope):
+                return await self._cors.answer(scope, reply)
             if scope["path"] not in self._monitoring.routes:
                 self._name(scope, reply)
             route = self._route(scope)

@@ -10,6 +10,7 @@ from tandem.cluster.frontends.http.reply import encode
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
+from tandem.workers.wire.messages import PROMPT_DTYPE, prompt_from_bytes
 
 FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; the API's own word for "very unlikely"
@@ -73,8 +74,10 @@ class Answer(AnyAnswer):
         self._tokenizer = None if body.return_tokens_as_token_ids else tokenizer
         self._created = int(time.time())
         self._frame: Frame | None = None  # of the chunks between the first and the last one
+        self._prompt_tokens = self._output_tokens = 0  # so far, where chunks tell them
 
     def events(self, message: inference_pb2.GenerateResponse) -> str:
+        self._count(message)
         return event(self.chunk(message))
 
     def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
@@ -85,7 +88,7 @@ class Answer(AnyAnswer):
 
     def chunk(self, message: inference_pb2.GenerateResponse) -> str:
         """One message of a stream, in JSON."""
-        if message.finish_reason or self._body.num_logprobs is not None:
+        if message.finish_reason or self._body.num_logprobs is not None or self._body.tells_usage:
             return encode(self._chunk(message))
         if self._frame is not None:
             return self._frame.chunk(message)
@@ -94,8 +97,15 @@ class Answer(AnyAnswer):
         self._frame = Frame.of(self._chunk(blank))
         return first
 
+    def _count(self, message: inference_pb2.GenerateResponse) -> None:
+        if self._body.tells_usage:
+            self._prompt_tokens += len(message.prompt_token_bytes) // PROMPT_DTYPE.itemsize
+            self._output_tokens += len(message.token_ids)
+
     def _chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        usage = {"usage": None} if self._body.includes_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+        if self._body.tells_usage:
+            usage = {"usage": _counts(self._prompt_tokens, self._output_tokens)}
         return self._object(self.chunk_object, message.request_id, [self._choice(message, is_chunk=True)]) | usage
 
     def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
@@ -118,7 +128,9 @@ class Answer(AnyAnswer):
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(message.token_ids)
-        if self._body.prompt_logprobs is not None and not is_chunk:
+        if self._body.return_token_ids and message.prompt_token_bytes:
+            choice["prompt_token_ids"] = prompt_from_bytes(message.prompt_token_bytes).tolist()
+        if self._body.prompt_logprobs is not None and (message.prompt_logprobs or not is_chunk):
             choice["prompt_logprobs"] = self._prompt_logprobs(message.prompt_logprobs)
         return choice
 
@@ -169,9 +181,10 @@ def _stop_reason(message: inference_pb2.GenerateResponse) -> str | int | None:
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.output_tokens,
-        "total_tokens": usage.prompt_tokens + usage.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+    counts = _counts(usage.prompt_tokens, usage.output_tokens)
+    return counts | {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+
+
+def _counts(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    total = prompt_tokens + output_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens, "total_tokens": total}

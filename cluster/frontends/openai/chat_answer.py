@@ -81,10 +81,16 @@ class ChatAnswer(Answer):
     def events(self, message: inference_pb2.GenerateResponse) -> str:
         if self._parser is None:
             return super().events(message)
+        self._count(message)
         chunk = self._chunk(message)
         (choice,) = chunk["choices"]
-        says = choice["delta"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")
-        return event(encode(chunk)) if says else ""
+        says = any(choice.get(name) for name in ("delta", "finish_reason", "logprobs", "token_ids", "prompt_logprobs"))
+        return event(encode(chunk)) if says or "prompt_token_ids" in chunk else ""
+
+    def _object(self, kind: str, request_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A chat has one prompt, whose tokens stand beside the choices, as in vLLM."""
+        prompts = [choice.pop("prompt_token_ids") for choice in choices if "prompt_token_ids" in choice]
+        return super()._object(kind, request_id, choices) | ({"prompt_token_ids": prompts[0]} if prompts else {})
 
     def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         if not is_chunk:

@@ -19,11 +19,26 @@ class Choices:
         self._num_answers = num_answers
         self._answers: dict[int, AnyAnswer] = {}
         self._wholes: defaultdict[int, WholeMessage] = defaultdict(WholeMessage)
+        self._heads: dict[tuple[int, int], inference_pb2.GenerateResponse] = {}
+        self._prompts: dict[int, bytes] = {}  # token ids of each, where they are told
+        self._begun: set[int] = set()
         self._usage = inference_pb2.Usage()
         self._name = ""
 
+    def holds(self, prompt: int, message: inference_pb2.GenerateResponse) -> bool:
+        """Keeps a message that says something of the prompt only: it becomes part of its choice's first chunk."""
+        if not message.prompt_logprobs or message.token_ids or message.finish_reason:
+            return False
+        key = prompt, message.index
+        self._heads.setdefault(key, inference_pb2.GenerateResponse()).MergeFrom(message)
+        return True
+
     def events(self, prompt: int, message: inference_pb2.GenerateResponse) -> str:
         """One message of a stream, as server-sent events. prompt: its index."""
+        head = self._heads.pop((prompt, message.index), None)
+        if head is not None:
+            head.MergeFrom(message)
+            message = head
         self._place(prompt, message)
         answer = self._answers.get(message.index)
         if answer is None:
@@ -51,9 +66,14 @@ class Choices:
         """Each prompt is a request of its own. The call has the name of the first one that says something."""
         if not self._name:
             self._name = message.request_id
+        if message.prompt_token_bytes:
+            self._prompts[prompt] = message.prompt_token_bytes
         if self._num_prompts > 1:
             message.request_id = self._name
             message.index += prompt * self._num_answers
+        if message.index not in self._begun and prompt in self._prompts:  # it came with the prompt's first answer only
+            message.prompt_token_bytes = self._prompts[prompt]
+        self._begun.add(message.index)
         if message.finish_reason and message.HasField("usage"):
             usage, total = message.usage, self._usage
             total.prompt_tokens += usage.prompt_tokens

@@ -66,6 +66,8 @@ class CompletionBody(GenerationBody):
     def _echoes(self) -> Self:
         if self.echo and (self.stream or max(self.n or 1, self.best_of or 1) > 1):
             raise ValueError("echo is true; with stream: true, n or best_of above 1 only false is accepted")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise ValueError("echo is true; with truncate_prompt_tokens only false is accepted")
         return self
 
     def without_prompt(self) -> Self:
@@ -75,6 +77,8 @@ class CompletionBody(GenerationBody):
     def check_length(self, max_tokens: int) -> None:
         for index, prompt in enumerate(self.prompts):
             if isinstance(prompt, str) or 0 < len(prompt) < max_tokens:
+                continue
+            if prompt and self.truncate_prompt_tokens is not None:
                 continue
             name = f"prompt[{index}]" if len(self.prompts) > 1 else "prompt"
             reason = f"{name} has {len(prompt)} token ids; 1 to {max_tokens - 1} are accepted"
@@ -146,7 +150,8 @@ class CompletionAnswer(Answer):
     def _first_token(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
             assert self._texts is not None, "a text was refused without a tokenizer"
-            return self._token(self._texts.encode(prompt)[0])
+            special = self._body.add_special_tokens is not False
+            return self._token(self._texts.encode(prompt, add_special_tokens=special)[0])
         (first, *_) = prompt
         assert isinstance(first, int)
         return self._token(first)

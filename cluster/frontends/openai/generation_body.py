@@ -47,6 +47,7 @@ class StreamOptions(Part):
     refused = frozenset()
 
     include_usage: bool = Field(default=False, description="true or false")
+    continuous_usage_stats: bool = Field(default=False, description="true or false")
 
 
 class GenerationBody(GuidedFields, AskingBody, SamplingFields):
@@ -57,7 +58,9 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     prompt_field: ClassVar[str]
     """What may be large: see without_prompt()."""
 
-    stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
+    stream_options: StreamOptions | None = Field(
+        default=None, description="an object with include_usage and continuous_usage_stats"
+    )
     max_tokens: int | None = Field(default=None, description="an integer of at least 1")
     cache_salt: str | None = Field(
         default=None,
@@ -71,6 +74,8 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     best_of: int | None = Field(default=None, description=accepted_value("best_of"))
     prompt_logprobs: int | None = Field(default=None, description=accepted_value("prompt_logprobs"))
     return_token_ids: bool = Field(default=False, description="true or false")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
+    truncate_prompt_tokens: int | None = Field(default=None, description="an integer of at least 1, or -1")
     request_id: str | None = Field(
         default=None,
         max_length=MAX_REQUEST_ID,
@@ -84,8 +89,6 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
             raise ValueError("stream_options is of use only with stream: true")
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
-        if self.stream and self.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs}; with stream: true only null is accepted")
         return self
 
     @property
@@ -97,12 +100,24 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def tells_usage(self) -> bool:
+        """Whether each chunk has usage, as in vLLM only beside include_usage."""
+        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer needs the prompt's token ids, or their number."""
+        return self.return_token_ids or self.tells_usage
+
     def requests(self) -> list[inference_pb2.GenerateRequest]:
         """See AskingBody."""
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens, "guided": self.guided}
         sampling |= {"logit_bias": self.logit_bias, "bad_words_ids": self.bad_words_ids}
         sampling["prompt_logprobs"] = self.num_prompt_logprobs
+        sampling |= {"add_special_tokens": self.add_special_tokens, "return_prompt_token_ids": self.tells_prompt}
+        sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given = {name: value for name, value in sampling.items() if value is not None}
         prompts = self.prompts
         name = self.request_id if len(prompts) == 1 else None  # each prompt is a request of its own

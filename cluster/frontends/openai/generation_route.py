@@ -88,6 +88,10 @@ class GenerationRoute:
         async def write(prompt: int, message: inference_pb2.GenerateResponse) -> None:
             if not body.stream:
                 choices.keep(prompt, message)
+            elif body.num_prompt_logprobs is not None:  # which take long in the first chunk, as below
+                async with turn:
+                    if not choices.holds(prompt, message):
+                        await send(await asyncio.to_thread(choices.events, prompt, message))
             elif count == 1:
                 await send(choices.events(prompt, message))
             else:

@@ -29,7 +29,6 @@ HARMLESS = frozenset(
 ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "add_generation_prompt": (True,),
-        "add_special_tokens": (True,),
         "audio": (),
         "chat_template": (),
         "chat_template_kwargs": ({},),

@@ -2,7 +2,9 @@
 
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 MAX_FIELDS = 100  # of an object
 
@@ -14,6 +16,14 @@ class Part(BaseModel):
 
     refused: ClassVar[frozenset[str] | None] = None
     """Unknown fields that are refused, unless they are empty. All others are ignored. None: all are refused."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """It allows unknown fields where they are not all refused."""
+        made = handler(schema)
+        if cls.refused is not None:
+            handler.resolve_ref_schema(made).pop("additionalProperties", None)
+        return made
 
     @model_validator(mode="before")
     @classmethod

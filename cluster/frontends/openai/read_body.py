@@ -52,9 +52,6 @@ def read_part(kind: type[PartT], data: bytes | bytearray) -> tuple[PartT, list[s
     if len(values) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(values)} fields; at most {MAX_FIELDS} are accepted")
     ignored = take_out(values, kind.model_fields)
-    options = values.get("stream_options")
-    if isinstance(options, dict) and options.get("continuous_usage_stats"):
-        ignored.append("stream_options.continuous_usage_stats")
     return checked(kind, values), ignored
 
 

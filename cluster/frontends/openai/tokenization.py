@@ -37,6 +37,7 @@ class TokenizeBody(Part):
     prompt: str | None = Field(default=None, description="text")
     messages: Messages | None = Field(default=None, description=f"a list of 1 to {MAX_MESSAGES} messages")
     return_token_strs: bool = Field(default=False, description="true or false")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
 
 
 class DetokenizeBody(Part):
@@ -130,7 +131,8 @@ def read_tokenize(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[bool
         raise HttpError(400, "prompt and messages are there, or neither is; give one of them", param="prompt")
     chat = [one.turn for one in body.messages or ()]
     try:
-        return body.return_token_strs, build_request(chat if body.prompt is None else body.prompt, {}, None, "")
+        options = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
+        return body.return_token_strs, build_request(chat if body.prompt is None else body.prompt, options, None, "")
     except InvalidRequest as error:
         raise HttpError(400, str(error)) from error
 

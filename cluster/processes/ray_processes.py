@@ -34,9 +34,12 @@ from tandem.cluster.processes.ray_nodes import (
     alive_nodes,
     check_there,
     choose_node,
+    free_places,
     on_node,
     place,
     process_resources,
+    request_nodes,
+    sum_of,
 )
 
 NAMESPACE = "tandem"
@@ -96,6 +99,14 @@ class RayProcesses(Processes):
 
     def check_room(self, processes: int, *, gpus: int) -> None:
         check_there([process_resources(gpus)] * processes)
+
+    def free_places(self, most: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> int:
+        self._loss.check()
+        return min(most, free_places(sum_of([process_resources(gpus)] * processes), where))
+
+    def ask_for_places(self, groups: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> None:
+        self._loss.check()
+        request_nodes(groups, sum_of([process_resources(gpus)] * processes), where)
 
     def start_group(
         self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE

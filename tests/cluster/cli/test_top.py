@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
 from tandem.cluster.cli import commands as cli
-from tandem.cluster.cli.samples import Interval, Samples, quantile
+from tandem.cluster.cli.samples import Interval, Samples
+from tandem.cluster.metrics.quantile import quantile
 from tests.cluster.open_gateway import PROMPT, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import complete

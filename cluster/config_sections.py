@@ -168,7 +168,8 @@ class IslandSection(Section):
     node_labels: dict[str, str] = Field(default={}, max_length=64)
     """Ray's labels that a host must have for an island, and their values"""
     threads_per_worker: Threads | None = Field(default=None, le=1024)
-    """torch threads of one worker; null shares the machine's cores evenly"""
+    """threads of one worker; null shares the cores of its host evenly among the workers that num_islands, spread over
+    the hosts, bring there"""
 
     @field_validator("transport")
     @classmethod

@@ -101,6 +101,10 @@ class Processes(ABC):
         """After start(): the addresses of all hosts that there are now."""
         return (LOOPBACK_HOST,)
 
+    def hosts_for(self, where: Where) -> Sequence[str]:
+        """Those of `hosts` that a group may go to, with room or without."""
+        return self.hosts
+
     @abstractmethod
     def check_room(self, processes: int, *, gpus: int) -> None:
         """StartFailed if there can never be so many processes at a time, with `gpus` GPUs each."""

@@ -36,6 +36,7 @@ from tandem.cluster.processes.ray_nodes import (
     choose_node,
     free_places,
     on_node,
+    own_address,
     place,
     process_resources,
     request_nodes,
@@ -96,6 +97,10 @@ class RayProcesses(Processes):
     @property
     def hosts(self) -> Sequence[str]:
         return [node.address for node in alive_nodes()]
+
+    def hosts_for(self, where: Where) -> Sequence[str]:
+        here = own_address()
+        return [node.address for node in alive_nodes() if where.fits(node, here)]
 
     def check_room(self, processes: int, *, gpus: int) -> None:
         check_there([process_resources(gpus)] * processes)

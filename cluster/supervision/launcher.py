@@ -87,7 +87,7 @@ class Cluster:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
             self._processes.watch(self._fail)
-            network = Network(self._config, self._processes.hosts)
+            network = Network(self._config, self._processes)
             islands = self._start_islands(max_model_len, network)
             self._wait_until_ready(islands.all, lambda: progress and progress(islands.progress()))
             clocks = [island.island.clock for island in islands.all]

@@ -49,6 +49,7 @@ def test_once_in_json(gateway: OpenGateway, capsys: pytest.CaptureFixture[str]) 
     assert (view["queued"], view["in_prefill"], view["in_decode"], view["rejected"]) == (0, 0, 0, 0)
     assert len(view["first_token_seconds"]) == len(view["gap_seconds"]) == 3
     assert [(one["alive"], one["pages"], one["used_pages"]) for one in view["workers"]] == [(True, 64, 32)] * 2
+    assert [one["host"] for one in view["workers"]] == ["127.0.0.1"] * 2
 
 
 def test_once_as_a_table(gateway: OpenGateway, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,7 @@ class Autoscaler:
         return self._count if self._state is None else self._state.wanted_islands
 
     def _grow(self, count: int, decision: Decision) -> None:
-        wanted = decision.islands
+        wanted = max(decision.islands, self._asked)  # what was asked for was sure: it is not asked less each second
         free = self._room.free(wanted - count)
         if free < wanted - count:
             self._wanted_at = self._clock()

@@ -140,6 +140,18 @@ def test_hosts_that_lack_room_are_asked_for_once_and_block_nothing() -> None:
     assert scene.state == (4, "waiting for hosts with room for 1 of them")
 
 
+def test_a_load_that_wavers_is_not_asked_for_each_second() -> None:
+    scene = Scene()
+    scene.islands.count = 4
+    scene.hosts.free = 0
+    scene.look(12)
+    for waiting in (35, 25, 30, 25, 35) * 4:
+        scene.look(3, waiting=waiting, placed=10)
+    assert scene.hosts.asked == sorted(set(scene.hosts.asked)), "only more of them"
+    assert scene.hosts.asked[-1] == (7, 4, 0)
+    assert scene.state == (7, "waiting for hosts with room for 3 of them")
+
+
 def test_hosts_that_are_not_wanted_any_more_are_asked_for_no_more() -> None:
     scene = Scene()
     scene.hosts.free = 0

@@ -149,7 +149,8 @@ class IslandSection(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """where workers compute; on cuda each has a GPU of its own"""
     transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
-    """how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs"""
+    """how workers write into each other's pages: shared_memory between CPUs of a host, tcp between CPUs of any hosts,
+    nvshmem between GPUs of a host"""
     num_prefill: Workers = Field(default=1, le=256)
     """prefill workers"""
     num_decode: Workers = Field(default=1, le=256)

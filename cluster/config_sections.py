@@ -164,6 +164,9 @@ class IslandSection(Section):
     network: Literal["auto", "loopback", "node"] = "auto"
     """how the gateway reaches workers: loopback, on its own host only; node, at their hosts' addresses with mutual TLS;
     auto, node where Ray has several hosts when the cluster starts"""
+    span_hosts: bool = False
+    """whether the workers of one island go to as many hosts as there are, which takes the transport tcp; false puts an
+    island onto one host"""
     node_resources: dict[str, float] = Field(default={}, max_length=64)
     """Ray's resources that a host must have for an island, and how many"""
     node_labels: dict[str, str] = Field(default={}, max_length=64)
@@ -181,6 +184,16 @@ class IslandSection(Section):
             fitting = " or ".join(name for name, one in TRANSPORTS.items() if device in one.devices)
             raise ValueError(f"must be {fitting} where island.device is {device}")
         return transport
+
+    @field_validator("span_hosts")
+    @classmethod
+    def _fit_transport(cls, span_hosts: bool, info: ValidationInfo) -> bool:
+        transport, network = info.data.get("transport", "tcp"), info.data.get("network")
+        if span_hosts and transport != "tcp":
+            raise ValueError(f"must be false unless island.transport is tcp, here {transport}")
+        if span_hosts and network == "loopback":
+            raise ValueError("must be false where island.network is loopback")
+        return span_hosts
 
 
 class GatewaySection(Section):

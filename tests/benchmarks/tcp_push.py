@@ -5,9 +5,10 @@ no two pages are neighbours. GB/s are bytes ÷ seconds from the call to its end 
 
     stream  one plain TCP connection, from one contiguous buffer into another, with a byte back at the end
     push    write_slots + quiet; `issue_us` is how long write_slots alone takes
-    tls     the same over mutual TLS
+    tls     pushes of the longest prompt over mutual TLS, as between hosts
 
-Streams and pushes take turns, so that what else the machine does meets both.
+Streams and pushes take turns, so that what else the machine does meets both. A push has several connections. Where the
+cores are busy with other things it gets a larger share of them than a stream does.
 """
 
 import multiprocessing
@@ -22,6 +23,7 @@ import torch
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cluster.supervision.authority import Authority
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.tcp.memory import bytes_of
@@ -138,8 +140,10 @@ def main() -> None:
     options = parser.parse_args()
     budget = Budget(options.seconds)
     plain = {length: measure(length, LOOPBACK, budget) for length in options.lengths}
+    tls = measure(max(options.lengths), Authority("bench").pages("127.0.0.1"), budget)
     result = {
         "lengths": {str(length): numbers for length, numbers in plain.items()},
+        "tls": {key: tls[key] for key in ("push_gb_s", "of_stream")},
         "targets": [
             at_least(f"push of {length} tokens, of a plain TCP stream", plain[length]["of_stream"], limit)
             for length, limit in TARGETS.items()

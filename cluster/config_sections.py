@@ -152,7 +152,8 @@ class IslandSection(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """where workers compute; on cuda each has a GPU of its own"""
     transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
-    """how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs"""
+    """how workers write into each other's pages: shared_memory between CPUs of a host, tcp between CPUs of any hosts,
+    nvshmem between GPUs of a host"""
     num_prefill: Workers = Field(default=1, le=256)
     """prefill workers"""
     num_decode: Workers = Field(default=1, le=256)
@@ -166,6 +167,9 @@ class IslandSection(Section):
     network: Literal["auto", "loopback", "node"] = "auto"
     """how the gateway reaches workers: loopback, on its own host only; node, at their hosts' addresses with mutual TLS;
     auto, node where Ray has several hosts when the cluster starts"""
+    span_hosts: bool = False
+    """whether the workers of one island go to as many hosts as there are, which takes the transport tcp; false puts an
+    island onto one host"""
     node_resources: dict[str, float] = Field(default={}, max_length=64)
     """Ray's resources that a host must have for an island, and how many"""
     node_labels: dict[str, str] = Field(default={}, max_length=64)
@@ -184,6 +188,16 @@ class IslandSection(Section):
             fitting = " or ".join(name for name, one in TRANSPORTS.items() if device in one.devices)
             raise ValueError(f"must be {fitting} where island.device is {device}")
         return transport
+
+    @field_validator("span_hosts")
+    @classmethod
+    def _fit_transport(cls, span_hosts: bool, info: ValidationInfo) -> bool:
+        transport, network = info.data.get("transport", "tcp"), info.data.get("network")
+        if span_hosts and transport != "tcp":
+            raise ValueError(f"must be false unless island.transport is tcp, here {transport}")
+        if span_hosts and network == "loopback":
+            raise ValueError("must be false where island.network is loopback")
+        return span_hosts
 
 
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/,*]+)$")]

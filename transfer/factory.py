@@ -27,6 +27,7 @@ class Registration:
 TRANSPORTS: Mapping[str, Registration] = MappingProxyType(
     {
         "shared_memory": Registration("tandem.transfer.shared_memory", "SharedMemoryTransport", ("cpu",)),
+        "tcp": Registration("tandem.transfer.tcp.transport", "TcpTransport", ("cpu",)),
         "nvshmem": Registration(
             "tandem.transfer.nvshmem.transport",
             "NvshmemTransport",

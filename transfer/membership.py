@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
+from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.errors import MembershipRefused
 
 MAX_HANDLE_BYTES = 4096
@@ -25,6 +26,7 @@ class TransportConfig:
     num_signals: int  # rows in each mailbox
     island: str
     epoch: int
+    endpoint: Endpoint = LOOPBACK  # the only part that PEs have each for themselves, beside their numbers
 
     def __post_init__(self) -> None:
         groups = len(self.layout.groups)

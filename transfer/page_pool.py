@@ -40,11 +40,21 @@ class PagePool:
         if v is not None:
             self._rows.index_copy_(0, rows + self._value_rows, movable(v).view(-1, self._head_dim))
 
+    def elements(self, values: Tensor) -> Tensor:
+        """The same memory, in the elements in which this pool is moved."""
+        return movable(values)
+
+    def read_slots(self, slots: Tensor) -> Tensor:
+        """A copy of slots (int64 [n]), all layers: [n, layers, planes, num_kv_heads, head_dim]."""
+        return self._pages[slots // self._page_size, :, :, :, slots % self._page_size]
+
+    def put_slots(self, slots: Tensor, values: Tensor) -> None:
+        """What read_slots() of a like pool gave, to slots (int64 [n])."""
+        self._pages[slots // self._page_size, :, :, :, slots % self._page_size] = values
+
     def copy_slots(self, source: "PagePool", source_slots: Tensor, target_slots: Tensor) -> None:
         """Single slots from `source`, all layers; both int64 [n]."""
-        size = self._page_size
-        values = source._pages[source_slots // size, :, :, :, source_slots % size]
-        self._pages[target_slots // size, :, :, :, target_slots % size] = values
+        self.put_slots(target_slots, source.read_slots(source_slots))
 
     def copy(self, source: "PagePool", plan: CopyPlan) -> None:
         """All of a plan. Its slots must lie inside both pools."""

@@ -1,6 +1,6 @@
-"""One PE's shared memory: an anonymous file that other processes map through /proc.
+"""One PE's memory: an anonymous file that other processes map through /proc, or private.
 
-    0        random token, by which a handle of another process is refused
+    0        random token, by which a handle of another process, or a connection without a handle, is refused
     4096     mailbox   int64 [num_signals, 2]
     …        pool of each layer group, each at a multiple of 4096
 
@@ -61,12 +61,7 @@ def create_segment(config: TransportConfig) -> tuple[Segment, int]:
 
     TransportError when the machine cannot hold it. Memory is taken as pages are first written.
     """
-    num_bytes = pool_offsets(config)[-1]
-    available = machine_memory()
-    if num_bytes > available:
-        raise TransportError(
-            f"num_pages {config.num_pages} needs a segment of {num_bytes} bytes; this machine has {available}"
-        )
+    num_bytes = _checked_bytes(config)
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
@@ -78,6 +73,17 @@ def create_segment(config: TransportConfig) -> tuple[Segment, int]:
         raise TransportError(f"a segment of {num_bytes} bytes cannot be mapped: {error}") from error
     memory[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
     return Segment(memory, config), fd
+
+
+def create_private_segment(config: TransportConfig) -> Segment:
+    """As create_segment(), in memory that no other process maps."""
+    num_bytes = _checked_bytes(config)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise TransportError(f"a segment of {num_bytes} bytes cannot be mapped: {error}") from error
+    memory[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
+    return Segment(memory, config)
 
 
 def segment_detail(segment: Segment, fd: int) -> Detail:
@@ -114,6 +120,16 @@ def attach_segment(detail: Detail, config: TransportConfig, pe: int) -> Segment:
     if segment.token.hex() != token:
         raise PeerGone(f"PE {pe}: process {pid} is another one by now")
     return segment
+
+
+def _checked_bytes(config: TransportConfig) -> int:
+    num_bytes = pool_offsets(config)[-1]
+    available = machine_memory()
+    if num_bytes > available:
+        raise TransportError(
+            f"num_pages {config.num_pages} needs a segment of {num_bytes} bytes; this machine has {available}"
+        )
+    return num_bytes
 
 
 def _aligned(num_bytes: int) -> int:

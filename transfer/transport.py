@@ -126,6 +126,11 @@ class Transport(ABC):
     def mailbox(self) -> Int64Array:
         """int64 [num_signals, 2], a copy of the own rows (signal, payload); 0 where nothing was ever posted."""
 
+    @property
+    def lost(self) -> str:
+        """Why a peer cannot be written any more in this epoch; empty where none is known lost. From any thread."""
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Releases all memory; idempotent. The own memory goes with the last tensor over it and the last peer."""

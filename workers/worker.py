@@ -14,6 +14,7 @@ from tandem.cache.kernels.native.crew import load_crew
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.proto import worker_pb2_grpc
+from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
@@ -115,8 +116,9 @@ class Worker:
         room = budget.room(self._layout.token_bytes * config.page_size)
         return num_pages_in(self._layout, room, page_uses(config))
 
-    def open(self, num_pages: int) -> bytes:
-        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric.
+    def open(self, num_pages: int, endpoint: Endpoint = LOOPBACK) -> bytes:
+        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric. endpoint:
+        where this PE listens, with a transport that does.
 
         Groups with a window get fewer where their window cannot use as many.
         """
@@ -131,6 +133,7 @@ class Worker:
                 num_signals=mailbox_rows(config.num_signals, config.num_pes),
                 island=config.island,
                 epoch=config.epoch,
+                endpoint=endpoint,
             ),
         )
         self._meter = PushMeter(self._opened)
@@ -170,6 +173,12 @@ class Worker:
     def prepared(self) -> int:
         """Grows while the worker gets on with what prepares it. From any thread."""
         return self.loaded_bytes + self._prepared
+
+    @property
+    def lost(self) -> str:
+        """See Transport.lost. From any thread."""
+        opened = self._opened
+        return "" if opened is None else opened.lost
 
     def ping(self) -> None:
         """Returns once the step thread takes commands; at once before serve(). TimeoutError when it hangs."""

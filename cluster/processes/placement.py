@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Resources = Mapping[str, float]
 
@@ -20,11 +20,13 @@ class Node:
 @dataclass(frozen=True)
 class Where:
     """What a node must have beside room. here: be the launcher's own. resources: Ray's, of which it must have as many
-    in all. labels: Ray's, with these values."""
+    in all. labels: Ray's, with these values. spread: members of a group go to as many nodes as there are, not to one.
+    """
 
     here: bool = False
     resources: Resources = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    spread: bool = False
 
     def fits(self, node: Node, here: str) -> bool:
         """here: the address of the launcher's node."""
@@ -52,6 +54,22 @@ def nodes_with_room(nodes: Sequence[Node], need: Resources, groups: Counter[str]
     """
     fitting = [node for node in nodes if _has(node.free, need)]
     return sorted(fitting, key=lambda node: (groups[node.address], -node.free.get("GPU", 0), -node.free.get("CPU", 0)))
+
+
+def spread_over(nodes: Sequence[Node], bundles: Sequence[Resources], groups: Counter[str]) -> list[Node]:
+    """A node with room for each bundle: of the fewest bundles, else the best one. Empty without room for all."""
+    free = {node.address: dict(node.free) for node in nodes}
+    chosen: list[Node] = []
+    for need in bundles:
+        left = [replace(node, free=free[node.address]) for node in nodes]
+        taken = Counter(node.address for node in chosen)
+        fitting = sorted(nodes_with_room(left, need, groups), key=lambda node: taken[node.address])
+        if not fitting:
+            return []
+        chosen.append(fitting[0])
+        for name, amount in need.items():
+            free[fitting[0].address][name] -= amount
+    return chosen
 
 
 def could_have_room(nodes: Sequence[Node], need: Resources) -> bool:

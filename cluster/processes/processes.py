@@ -27,6 +27,8 @@ class ActorProcess(ABC):
     """One actor. Its process may end at any moment; every call's future then fails with ProcessEnded."""
 
     name: str  # for those errors; it changes when the actor takes another's place
+    host: str = LOOPBACK_HOST
+    """The address of its host, as the others know it."""
 
     @abstractmethod
     def there(self) -> Future[None]:
@@ -42,10 +44,7 @@ class ActorProcess(ABC):
 
 
 class ProcessGroup(ABC):
-    """Actors that were placed together, on one host."""
-
-    host: str = LOOPBACK_HOST
-    """The address of the host, as the others know it."""
+    """Actors that were placed together."""
 
     @property
     @abstractmethod
@@ -123,8 +122,8 @@ class Processes(ABC):
     def start_group(
         self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
     ) -> ProcessGroup:
-        """Places all of specs or none on one host, with `gpus` GPUs and `threads` compute threads each. Raises
-        StartFailed, which says what each host has free.
+        """Places all of specs or none on one host, or spread over hosts where `where` says so, with `gpus` GPUs and
+        `threads` compute threads each. Raises StartFailed, which says what each host has free.
 
         The actors' constructors run afterwards; a failing one ends its process.
         """

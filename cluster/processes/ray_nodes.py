@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import ray
@@ -17,6 +18,7 @@ from tandem.cluster.processes.placement import (
     in_words,
     nodes_with_room,
     places,
+    spread_over,
 )
 
 CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
@@ -66,10 +68,10 @@ def check_there(bundles: Sequence[dict[str, float]]) -> None:
         )
 
 
-def choose_node(bundles: Sequence[dict[str, float]], where: Where, groups: Counter[str], deadline: float) -> str:
-    """The address of a node that has the bundles free, by the deadline at the latest. groups: as nodes_with_room().
+def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Counter[str], deadline: float) -> list[str]:
+    """The address of a node for each bundle, all the same unless `where` spreads them, by the deadline at the latest.
 
-    StartFailed at once where no node has so much, free or not.
+    groups: as nodes_with_room(). StartFailed at once where no node has so much, free or not.
     """
     needed = sum_of(bundles)
     text, here = words_of(needed), own_address()
@@ -78,11 +80,16 @@ def choose_node(bundles: Sequence[dict[str, float]], where: Where, groups: Count
         fitting = [node for node in nodes if where.fits(node, here)]
         if not fitting:
             raise StartFailed(f"Ray has no node with {where}; its nodes: {in_words(nodes)}")
-        if not could_have_room(fitting, needed):
-            raise StartFailed(f"{text} are needed on one node; {in_words(fitting)}")
-        best = nodes_with_room(fitting, needed, groups)
-        if best:
-            return best[0].address
+        if where.spread:
+            if not spread_over([replace(node, free=node.total) for node in fitting], bundles, groups):
+                raise StartFailed(f"{text} are needed; {in_words(fitting)}")
+            chosen = spread_over(fitting, bundles, groups)
+        else:
+            if not could_have_room(fitting, needed):
+                raise StartFailed(f"{text} are needed on one node; {in_words(fitting)}")
+            chosen = nodes_with_room(fitting, needed, groups)[:1] * len(bundles)
+        if chosen:
+            return [node.address for node in chosen]
         if time.monotonic() >= deadline:
             raise StartFailed(f"Ray has no node with {text} free: {in_words(fitting)}")
         time.sleep(POLL_SECONDS)

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
@@ -33,7 +35,7 @@ from tandem.cluster.processes.ray_nodes import (
     PLACEMENT_SECONDS,
     alive_nodes,
     check_there,
-    choose_node,
+    choose_nodes,
     free_places,
     on_node,
     own_address,
@@ -45,6 +47,8 @@ from tandem.cluster.processes.ray_nodes import (
 
 NAMESPACE = "tandem"
 TRY_SECONDS = 5.0  # on one node, until another one may do: what is known of their room is a moment old
+ChooseHosts = Callable[..., list[str]]
+"""choose_nodes() by bundles and deadline."""
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 OWN_PATIENCE_SECONDS = 0.5  # without a server of Ray's until it counts as lost
 JOINED_PATIENCE_SECONDS = 20.0  # a GCS may be started again; Ray itself gives up after 60 s
@@ -122,16 +126,22 @@ class RayProcesses(Processes):
             self._groups = [group for group in self._groups if group.members]
             deadline = time.monotonic() + PLACEMENT_SECONDS
             while True:
-                host = choose_node(bundles, where, Counter(group.host for group in self._groups), deadline)
-                group = RayGroup(bundles[0], host, self._lifeline.path, self._loss)
+                hosts = self._choose_hosts(bundles, where, deadline)
+                more = partial(self._choose_hosts, where=where) if where.spread else None
+                group = RayGroup(bundles[0], hosts[0], self._lifeline.path, self._loss, more)
                 try:
-                    group.grow(specs, threads=threads, seconds=TRY_SECONDS)
+                    group.start(specs, hosts, threads=threads, seconds=TRY_SECONDS)
                     break
                 except StartFailed:
                     if time.monotonic() >= deadline:
                         raise
             self._groups.append(group)
         return group
+
+    def _choose_hosts(self, bundles: Sequence[dict[str, float]], where: Where, deadline: float) -> list[str]:
+        """For a group, or for what one grows by."""
+        hosts = [{member.host for member in group.members} for group in self._groups]
+        return choose_nodes(bundles, where, Counter(chain.from_iterable(hosts)), deadline)
 
     def stop(self) -> None:
         if self._watch is not None:
@@ -169,12 +179,21 @@ class RayProcesses(Processes):
 
 
 class RayGroup(ProcessGroup):
-    """Actors on one host. Each has its own placement group, which can be given back alone."""
+    """Actors on one host, or on several. Each has its own placement group, which can be given back alone."""
 
-    def __init__(self, resources: dict[str, float], host: str, lifeline: str, loss: Loss) -> None:
-        """resources: of each member. host: the address of its node. lifeline: the path of this process's."""
-        self.host = host
-        self._resources = resources | on_node(host)
+    def __init__(
+        self,
+        resources: dict[str, float],
+        host: str,
+        lifeline: str,
+        loss: Loss,
+        choose_hosts: ChooseHosts | None = None,
+    ) -> None:
+        """resources: of each member. host: the address of the first one's node. lifeline: the path of this process's.
+        choose_hosts: where more members go; None: all beside the first."""
+        self._resources = resources
+        self._host = host
+        self._choose_hosts = choose_hosts
         self._lifeline = lifeline
         self._loss = loss
         self._placed: dict[RayActor, PlacementGroup] = {}
@@ -183,13 +202,23 @@ class RayGroup(ProcessGroup):
     def members(self) -> list["RayActor"]:
         return list(self._placed)
 
-    def grow(self, specs: Sequence[ActorSpec], *, threads: int, seconds: float = PLACEMENT_SECONDS) -> list["RayActor"]:
+    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
+        hosts, deadline = [self._host] * len(specs), time.monotonic() + PLACEMENT_SECONDS
+        if self._choose_hosts is not None:
+            hosts = self._choose_hosts([self._resources] * len(specs), deadline=deadline)
+        return self.start(specs, hosts, threads=threads, seconds=PLACEMENT_SECONDS)
+
+    def start(
+        self, specs: Sequence[ActorSpec], hosts: Sequence[str], *, threads: int, seconds: float
+    ) -> list["RayActor"]:
+        """As grow(), on these hosts."""
         self._loss.check()
         started: list[RayActor] = []
-        unused = place([self._resources] * len(specs), [spec.name for spec in specs], seconds)
+        needs = [self._resources | on_node(host) for host in hosts]
+        unused = place(needs, [spec.name for spec in specs], seconds)
         try:
-            for spec in specs:
-                started.append(self._start(spec, unused[0], threads))
+            for spec, host in zip(specs, hosts, strict=True):
+                started.append(self._start(spec, unused[0], threads, host))
                 self._placed[started[-1]] = unused.pop(0)
         except BaseException:
             for placed in unused:
@@ -222,7 +251,10 @@ class RayGroup(ProcessGroup):
         # All have ended before the first is started: they hold pages of each other, and memory of their GPUs.
         if not self._end(members):
             raise StartFailed("a process that was killed, or its process host, does not answer")
-        started = [RayActor(spec.name, old.process_host, self._loss) for spec, old in zip(specs, members, strict=True)]
+        started = [
+            RayActor(spec.name, old.process_host, self._loss, old.host)
+            for spec, old in zip(specs, members, strict=True)
+        ]
         asked = [
             new.process_host.start.remote(spec.name, pack((spec.kind, spec.argument))).future()
             for spec, new in zip(specs, started, strict=True)
@@ -235,7 +267,7 @@ class RayGroup(ProcessGroup):
             self._placed[new] = self._placed.pop(old)
         return started
 
-    def _start(self, spec: ActorSpec, placed: PlacementGroup, threads: int) -> "RayActor":
+    def _start(self, spec: ActorSpec, placed: PlacementGroup, threads: int, host: str) -> "RayActor":
         options = {
             "name": spec.name,
             "num_cpus": CPU_FRACTION,
@@ -259,7 +291,7 @@ class RayGroup(ProcessGroup):
             handle = ray.remote(ProcessHost).options(**options).remote(modules, spec.name, start, self._lifeline)
         except ValueError as error:
             raise ClusterRunning(cluster_of(spec.name), None, None) from error
-        return RayActor(spec.name, handle, self._loss)
+        return RayActor(spec.name, handle, self._loss, host)
 
     def _end(self, members: Sequence["RayActor"]) -> bool:
         """Whether every process host answers and its process has ended."""
@@ -275,9 +307,10 @@ class RayGroup(ProcessGroup):
 class RayActor(ActorProcess):
     """An actor behind a ProcessHost. A thread of Ray's fills the futures."""
 
-    def __init__(self, name: str, process_host: Any, loss: Loss) -> None:
-        """process_host: a handle of the ProcessHost that runs this actor, or soon will."""
+    def __init__(self, name: str, process_host: Any, loss: Loss, host: str) -> None:
+        """process_host: a handle of the ProcessHost that runs this actor, or soon will. host: its node's address."""
         self.name = name
+        self.host = host
         self.process_host = process_host
         self._started_as = name
         self._loss = loss

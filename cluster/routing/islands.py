@@ -129,9 +129,9 @@ class Islands:
         """Each island's own account. All are asked at once."""
 
         async def one(island: IslandLinks) -> inference_pb2.IslandInfo:
-            serving = island.links if island.state.workers else []
+            state = island.state  # a later one would not fit the links
+            serving = island.links if state.workers else []
             workers = await asyncio.gather(*(link.status() for link in serving))
-            state = island.state
             return inference_pb2.IslandInfo(
                 name=state.name,
                 epoch=state.epoch,

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from tandem.cluster.processes.gpus import VARIABLE, GpuClaim, with_peers
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
 from tandem.cluster.supervision.heartbeat import MEETING
+from tandem.transfer.endpoint import LOOPBACK, Endpoint
+from tandem.transfer.errors import PeerGone
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.logs import close_log, open_log
@@ -22,6 +25,8 @@ from tandem.workers.worker import Worker
 LOST = "its launcher or its Ray was lost; the same request may succeed once it runs again"
 # For so long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.
 SWITCH_SECONDS = 0.0001
+LOST_POLL_SECONDS = 0.5
+LOST_SECONDS = 5.0  # where workers leave one after another, they lose each other for a moment
 
 
 class WorkerActor:
@@ -50,9 +55,9 @@ class WorkerActor:
             self._claim = self._claim or GpuClaim(self._worker.gpu)
             return self._worker.pages_that_fit(utilization)
 
-    def open(self, num_pages: int) -> bytes:
+    def open(self, num_pages: int, endpoint: Endpoint = LOOPBACK) -> bytes:
         with self._preparing(MEETING):
-            return self._worker.open(num_pages)
+            return self._worker.open(num_pages, endpoint)
 
     def join(self, handles: list[bytes]) -> None:
         with self._preparing(MEETING):
@@ -93,8 +98,16 @@ class WorkerActor:
         """The launcher or its Ray is lost, and this process ends next."""
 
     def wait(self) -> None:
-        """Returns after stop(). This call's future ends with the process."""
-        self._stopped.wait()
+        """Returns after stop(). This call's future ends with the process.
+
+        PeerGone once a peer has been lost for a while: this epoch cannot go on, though all its processes may.
+        """
+        lost_since: float | None = None
+        while not self._stopped.wait(LOST_POLL_SECONDS):
+            lost, now = self._worker.lost, time.monotonic()
+            lost_since = (lost_since or now) if lost else None
+            if lost_since is not None and now - lost_since > LOST_SECONDS:
+                raise PeerGone(lost)
 
     def stop(self) -> None:
         self._worker.stop()

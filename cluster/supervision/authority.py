@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tandem.transfer.endpoint import PAGES_NAME, Endpoint
 from tandem.workers.tls import SERVER_NAME, Identity
 
 SLACK = datetime.timedelta(days=1)  # hosts' clocks differ
@@ -25,21 +26,27 @@ class Authority:
 
     def worker(self) -> Identity:
         """For a server. Nobody can call another worker with it."""
-        names = x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)])
-        return self._issue("worker", ExtendedKeyUsageOID.SERVER_AUTH, names)
+        return self._issue("worker", SERVER_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
 
     def gateway(self) -> Identity:
         """For callers of workers."""
-        return self._issue("gateway", ExtendedKeyUsageOID.CLIENT_AUTH, None)
+        return self._issue("gateway", None, ExtendedKeyUsageOID.CLIENT_AUTH)
 
-    def _issue(self, name: str, use: x509.ObjectIdentifier, names: x509.SubjectAlternativeName | None) -> Identity:
+    def pages(self, host: str) -> Endpoint:
+        """For PEs on that host, which connect to each other both ways. Give it of an authority that signs nothing else:
+        callers of workers are of the workers' authority.
+        """
+        issued = self._issue("pages", PAGES_NAME, ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
+        return Endpoint(host, issued.authority, issued.certificate, issued.key)
+
+    def _issue(self, name: str, dns_name: str | None, *uses: x509.ObjectIdentifier) -> Identity:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = self._builder(subject, key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=True)
-        if names is not None:
-            builder = builder.add_extension(names, critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=True)
+        if dns_name is not None:
+            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
         return Identity(_pem(self._certificate), _pem(certificate), _pem_of_key(key))
 

@@ -179,8 +179,8 @@ class Island:
 
     @property
     def host(self) -> str:
-        """The address of the host whose processes these are; empty before launch()."""
-        return "" if self._group is None else self._group.host
+        """The address of the host whose processes these are, or of all hosts; empty before launch()."""
+        return ", ".join(dict.fromkeys(member.host for member in self._members))
 
     @property
     def worker_token(self) -> str:
@@ -205,11 +205,12 @@ class Island:
         return num_pages or fitting_all
 
     def _join(self) -> None:
-        handles = self._all("open", self.num_pages)
-        self._all("join", handles)
+        opening = [member.call("open", self.num_pages, self._network.pages(member.host)) for member in self._members]
+        self._all("join", self._results(opening))
 
     def _serve(self) -> tuple[WorkerAddress, ...]:
-        addresses = self._all("serve", *self._network.listening(self.host))
+        serving = [member.call("serve", *self._network.listening(member.host)) for member in self._members]
+        addresses = self._results(serving)
         self.formed = True
         return tuple(
             self._network.known(WorkerAddress(worker.role, worker.pe, address, worker.token))

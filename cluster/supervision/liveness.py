@@ -57,7 +57,8 @@ class Liveness:
         done = self._stop.wait_any([*self._ends, *calls], POLL_SECONDS)
         for end in done & self._ends.keys():
             error = end.exception()
-            raise error if isinstance(error, ProcessEnded) else ProcessEnded(self._ends[end].name, "it was stopped")
+            reason = str(error) if error else "it was stopped"
+            raise error if isinstance(error, ProcessEnded) else ProcessEnded(self._ends[end].name, reason)
         now = time.monotonic()
         for heartbeat in self._heartbeats:
             heartbeat.tick(now - self._ticked)

@@ -1,11 +1,13 @@
-"""How the gateway reaches workers: over loopback, or between hosts by mutual TLS."""
+"""How the gateway reaches workers, and workers each other: over loopback, or between hosts by mutual TLS."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import LOOPBACK_HOST, Processes
 from tandem.cluster.routing.worker_link import WorkerAddress
+from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.workers.tls import Identity
 
 
@@ -16,22 +18,29 @@ class Network:
         """processes: after their start; None is this host."""
         island, hosts = config.island, 1 if processes is None else len(processes.hosts)
         self.spans_hosts = hosts > 1 if island.network == "auto" else island.network == "node"
-        self.where = Where(here=not self.spans_hosts, resources=island.node_resources, labels=island.node_labels)
+        self.where = Where(not self.spans_hosts, island.node_resources, island.node_labels, island.span_hosts)
         """Where islands may go."""
         fitting = processes.hosts_for(self.where) if self.spans_hosts and processes is not None else ()
         self.num_hosts = max(1, len(fitting))
         """On which they may go now."""
         self._worker: Identity | None = None
         self._gateway: Identity | None = None
+        self._issue_pages: Callable[[str], Endpoint] | None = None
         if self.spans_hosts:
             from tandem.cluster.supervision.authority import Authority  # what it needs takes 0.1 s to import
 
             authority = Authority(config.name)
             self._worker, self._gateway = authority.worker(), authority.gateway()
+            # Of an authority of their own: workers are no callers of workers.
+            self._issue_pages = Authority(f"{config.name} pages").pages
 
     def listening(self, host: str) -> tuple[str, Identity | None]:
         """What a worker on that host listens on, and by which certificate it is known."""
         return (host if self.spans_hosts else LOOPBACK_HOST), self._worker
+
+    def pages(self, host: str) -> Endpoint:
+        """Where a worker on that host listens for those that write into its pages, with a certificate of its own."""
+        return LOOPBACK if self._issue_pages is None else self._issue_pages(host)
 
     def known(self, worker: WorkerAddress) -> WorkerAddress:
         """With what a gateway shows the worker."""

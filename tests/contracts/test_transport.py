@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.transfer.completion import SignalBoard, pack_signal
@@ -30,6 +30,14 @@ def same_bits(pools: tuple[Tensor, ...], expected: Pools) -> bool:
     return all(
         torch.equal(pool.view(torch.uint8), want.view(torch.uint8)) for pool, want in zip(pools, expected, strict=True)
     )
+
+
+def mailbox_with(transport: Transport, row: int, signal: int) -> Int64Array:
+    """Its mailbox, as soon as that signal stands in that row."""
+    deadline = time.monotonic() + 20
+    while int((mailbox := transport.mailbox())[row, 0]) != signal:
+        assert time.monotonic() < deadline, "the signal did not come"
+    return mailbox
 
 
 def naive_slots(expected: Pools, group: int, source: Pools, source_slots: Int32Array, target_slots: Int32Array) -> None:
@@ -119,8 +127,9 @@ def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[Transpo
     for group in range(2):
         island[0].write_slots(1, group, everything, everything)
     assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [0, 0]
-    island[0].post(1, waiting[1].row, pack_signal(waiting[1].generation, NUM_SLOTS), 2**40 + 5)
-    mailbox = island[1].mailbox()
+    signal = pack_signal(waiting[1].generation, NUM_SLOTS)
+    island[0].post(1, waiting[1].row, signal, 2**40 + 5)
+    mailbox = mailbox_with(island[1], waiting[1].row, signal)
     assert SignalBoard.landed(mailbox, slots, generations).tolist() == [0, NUM_SLOTS]
     assert int(mailbox[waiting[1].row, 1]) == 2**40 + 5
     assert same_bits(island[1].pools, source)
@@ -132,7 +141,7 @@ def test_a_payload_may_be_a_tensor(island: list[Transport]) -> None:
     word = torch.tensor([3, 2**31 + 7])
     island[0].post(1, 2, pack_signal(1, 1), word[1])
     word[1] = 0
-    assert island[1].mailbox()[2].tolist() == [pack_signal(1, 1), 2**31 + 7]
+    assert mailbox_with(island[1], 2, pack_signal(1, 1))[2].tolist() == [pack_signal(1, 1), 2**31 + 7]
 
 
 def test_a_fence_is_quiet_once_what_came_before_it_has_landed(island: list[Transport]) -> None:
@@ -173,9 +182,11 @@ def test_a_signal_of_an_earlier_use_of_its_slot_counts_for_nothing(island: list[
     board.release(first)
     second = board.acquire()
     slots, generations = np.array([second.row]), np.array([second.generation])
-    assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [0]
-    island[0].post(1, second.row, pack_signal(second.generation, 7), 2)
-    assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [7]
+    stale = mailbox_with(island[1], first.row, pack_signal(first.generation, 12))
+    assert SignalBoard.landed(stale, slots, generations).tolist() == [0]
+    signal = pack_signal(second.generation, 7)
+    island[0].post(1, second.row, signal, 2)
+    assert SignalBoard.landed(mailbox_with(island[1], second.row, signal), slots, generations).tolist() == [7]
 
 
 def test_two_senders_share_a_receiver(island: list[Transport]) -> None:

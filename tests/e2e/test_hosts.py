@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 TOKEN = secrets.token_hex(16)
 OUTPUT = 12
 READY_SECONDS = 120
+OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.verify_kv": "true"}
 PROBE = """
 import socket, sys
 for address in sys.argv[1:]:
@@ -82,46 +84,71 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("hosts")
-    authority = trustme.CA()
+def joined_hosts() -> Iterator[Hosts]:
+    """Three in one Ray, and one for clients."""
     with hosts(4) as made:
-        certificate = authority.issue_cert(made.addresses[0])
-        paths = {name: folder / name for name in ("ca.pem", "cert.pem", "key.pem", "token")}
-        authority.cert_pem.write_to_path(str(paths["ca.pem"]))
-        certificate.cert_chain_pems[0].write_to_path(str(paths["cert.pem"]))
-        certificate.private_key_pem.write_to_path(str(paths["key.pem"]))
-        paths["token"].write_text(TOKEN)
-        for private in ("key.pem", "token"):
-            paths[private].chmod(0o600)
         made.start_ray(0)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(made.start_ray, (1, 2)))
-        settings = {
-            "name": f"hosts-{secrets.token_hex(3)}",
-            "num_islands": 2,
-            "cache.num_pages": 128,
-            "gateway.host": made.addresses[0],
-            "gateway.processes": 1,
-            "island.threads_per_worker": 1,
-            "security.token_file": paths["token"],
-            "security.tls_cert": paths["cert.pem"],
-            "security.tls_key": paths["key.pem"],
-        }
-        command = [*TANDEM, "up", str(CONFIG), "--model", str(small_model), "--grpc-port", "0", "--address", made.ray]
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value}"]
-        with (folder / "log").open("w") as log:
-            run = made.command(0, *command)
-            process = subprocess.Popen(run, env=made.environment, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert process.stdout is not None
-            found = re.fullmatch(r"ready grpc=(\S+:\d+)\n", process.stdout.readline())
-            assert found, (folder / "log").read_text()
-            yield Cluster(made, found[1], paths["ca.pem"], paths["token"])
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=READY_SECONDS)
+        yield made
+
+
+@contextmanager
+def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, object]) -> Iterator[Cluster]:
+    """A cluster whose gateway is on the first host. settings: beside those that all have."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert(made.addresses[0])
+    paths = {name: folder / name for name in ("ca.pem", "cert.pem", "key.pem", "token")}
+    authority.cert_pem.write_to_path(str(paths["ca.pem"]))
+    certificate.cert_chain_pems[0].write_to_path(str(paths["cert.pem"]))
+    certificate.private_key_pem.write_to_path(str(paths["key.pem"]))
+    paths["token"].write_text(TOKEN)
+    for private in ("key.pem", "token"):
+        paths[private].chmod(0o600)
+    together = {
+        "name": f"hosts-{secrets.token_hex(3)}",
+        "cache.num_pages": 128,
+        "gateway.host": made.addresses[0],
+        "gateway.processes": 1,
+        "island.threads_per_worker": 1,
+        "security.token_file": paths["token"],
+        "security.tls_cert": paths["cert.pem"],
+        "security.tls_key": paths["key.pem"],
+        **settings,
+    }
+    command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0", "--address", made.ray]
+    for key, value in together.items():
+        command += ["--set", f"{key}={value}"]
+    with (folder / "log").open("w") as log:
+        run = made.command(0, *command)
+        process = subprocess.Popen(run, env=made.environment, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.fullmatch(r"ready grpc=(\S+:\d+)\n", process.stdout.readline())
+        assert found, (folder / "log").read_text()
+        yield Cluster(made, found[1], paths["ca.pem"], paths["token"])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=READY_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def cluster(joined_hosts: Hosts, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(joined_hosts, tmp_path_factory.mktemp("hosts"), small_model, {"num_islands": 2}) as cluster:
+        yield cluster
+
+
+def test_an_island_over_two_hosts_serves_a_client_of_another(
+    joined_hosts: Hosts, small_model: Path, tmp_path: Path
+) -> None:
+    with running(joined_hosts, tmp_path, small_model, OVER_HOSTS) as spanning:
+        ((host, workers),) = spanning.islands().values()
+        first, second = (worker.rpartition(":")[0] for worker in workers)
+        assert first != second
+        assert host == f"{first}, {second}"
+        assert set(spanning.probe(workers)) <= {"closed", "15"}
+        prompts = [random_prompt(5 + 11 * number, number) for number in range(12)]
+        assert spanning.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
 
 
 def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(

@@ -26,9 +26,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.fixture
-def island(checkpoint: Path) -> Iterator[Island]:
-    with running_island(checkpoint, {"island.num_decode": 3, "scheduler.max_batch_tokens": 512}) as island:
+@pytest.fixture(params=["shared_memory", "tcp"])
+def island(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Island]:
+    settings = {"island.num_decode": 3, "scheduler.max_batch_tokens": 512, "island.transport": request.param}
+    with running_island(checkpoint, settings) as island:
         yield island
 
 

@@ -1,4 +1,4 @@
-"""A PE in a process of its own: `python -m tests.transfer.peer_process PE NUM_PES`, lines of text on stdin and stdout.
+"""A PE in a process of its own: `python -m tests.transfer.peer_process PE NUM_PES TRANSPORT`, with lines of text.
 
 It prints its handle, reads the others' handles, joins, and then obeys:
   rounds N    N times: fills its pools, pushes them to PE 0, posts round number and sum, waits for PE 0's answer
@@ -12,8 +12,9 @@ import time
 import numpy as np
 
 from tandem.transfer.completion import pack_signal, unpack_signal
+from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
-from tandem.transfer.shared_memory import SharedMemoryTransport
+from tandem.transfer.transport import Transport
 from tests.transfer.layouts import PAGE_SIZE, two_groups
 
 NUM_PAGES = 32
@@ -30,7 +31,7 @@ def pushed_slots(pe: int) -> np.ndarray:
     return np.arange((pe - 1) * half, pe * half - 1, dtype=np.int32)
 
 
-def push(transport: SharedMemoryTransport, number: int) -> None:
+def push(transport: Transport, number: int) -> None:
     slots = pushed_slots(transport.pe)
     for group, pool in enumerate(transport.pools):
         pool.fill_(number)
@@ -39,7 +40,7 @@ def push(transport: SharedMemoryTransport, number: int) -> None:
     transport.post(0, transport.pe, pack_signal(number, slots.size), 1000 * transport.pe + number)
 
 
-def wait_for_answer(transport: SharedMemoryTransport, number: int) -> None:
+def wait_for_answer(transport: Transport, number: int) -> None:
     deadline = time.monotonic() + ANSWER_SECONDS
     while unpack_signal(int(transport.mailbox()[0, 0]))[0] != number:
         if time.monotonic() > deadline:
@@ -48,7 +49,8 @@ def wait_for_answer(transport: SharedMemoryTransport, number: int) -> None:
 
 
 def main() -> None:
-    transport = SharedMemoryTransport(peer_config(int(sys.argv[1]), int(sys.argv[2])))
+    pe, num_pes, name = sys.argv[1:]
+    transport = create_transport(name, peer_config(int(pe), int(num_pes)))
     print(transport.open().decode(), flush=True)
     transport.join([json.dumps(handle).encode() for handle in json.loads(sys.stdin.readline())])
     print("joined", flush=True)

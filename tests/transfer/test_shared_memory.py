@@ -4,77 +4,18 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.cache.plan.layout import KVLayout, LayerGroup
-from tandem.transfer.completion import pack_signal
 from tandem.transfer.errors import MembershipRefused, PeerGone, TransportError
 from tandem.transfer.shared_memory import SharedMemoryTransport
 from tests.support.shm import lasting_names
-from tests.transfer.layouts import PAGE_SIZE
-from tests.transfer.peer_process import NUM_PAGES, peer_config, pushed_slots
-
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass
-class Peer:
-    """The test's end of a peer process."""
-
-    process: subprocess.Popen[str]
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def write(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=20)
-
-
-@pytest.fixture
-def start_peer() -> Iterator[Callable[[int, int], Peer]]:
-    peers: list[Peer] = []
-
-    def start(pe: int, num_pes: int) -> Peer:
-        peers.append(
-            Peer(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.transfer.peer_process", str(pe), str(num_pes)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    cwd=ROOT,
-                )
-            )
-        )
-        return peers[-1]
-
-    yield start
-    for peer in peers:
-        peer.end()
-
-
-def join_all(own: SharedMemoryTransport, peers: list[Peer]) -> None:
-    handles = [own.open(), *(peer.read().encode() for peer in peers)]
-    for peer in peers:
-        peer.write(json.dumps([json.loads(handle) for handle in handles]))
-    own.join(handles)
-    for peer in peers:
-        assert peer.read() == "joined"
+from tests.transfer.peer_process import peer_config, pushed_slots
+from tests.transfer.peers import StartPeer, check_rounds, join_all
 
 
 def shared_objects() -> tuple[set[str], list[str], int]:
@@ -84,44 +25,14 @@ def shared_objects() -> tuple[set[str], list[str], int]:
     return lasting_names(), sorted(os.listdir("/proc/self/fd")), mappings
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "nothing came within 30 s"
-        time.sleep(0.0005)
-
-
-def test_two_processes_push_to_a_third_and_every_signal_comes_after_its_data(
-    start_peer: Callable[[int, int], Peer],
-) -> None:
-    rounds = 100
+def test_two_processes_push_to_a_third_and_every_signal_comes_after_its_data(start_peer: StartPeer) -> None:
     own = SharedMemoryTransport(peer_config(0, 3))
-    peers = [start_peer(1, 3), start_peer(2, 3)]
-    join_all(own, peers)
-    for peer in peers:
-        peer.write(f"rounds {rounds}")
-    for number in range(1, rounds + 1):
-        for pe in (1, 2):
-            slots = pushed_slots(pe)
-            word = pack_signal(number, slots.size)
-            wait_until(lambda pe=pe, word=word: int(own.mailbox()[pe, 0]) == word)
-            assert int(own.mailbox()[pe, 1]) == 1000 * pe + number
-            for pool in own.pools:
-                pages = pool[(pe - 1) * NUM_PAGES // 2 : pe * NUM_PAGES // 2]
-                assert bool((pages[:-1] == number).all())
-                assert bool((pages[-1, ..., : PAGE_SIZE - 1, :] == number).all())
-                assert not pages[-1, ..., PAGE_SIZE - 1, :].any()
-        for pe in (1, 2):
-            own.post(pe, 0, pack_signal(number, 0), 0)
-    assert [peer.read() for peer in peers] == ["closed", "closed"]
-    own.close()
+    check_rounds(own, [start_peer(1, 3, "shared_memory"), start_peer(2, 3, "shared_memory")], rounds=100)
 
 
-def test_kill_9_of_a_peer_at_work_leaves_nothing_behind_and_the_survivor_intact(
-    start_peer: Callable[[int, int], Peer],
-) -> None:
+def test_kill_9_of_a_peer_at_work_leaves_nothing_behind_and_the_survivor_intact(start_peer: StartPeer) -> None:
     shm_before, fds_before, mappings_before = shared_objects()
-    peer = start_peer(1, 2)
+    peer = start_peer(1, 2, "shared_memory")
     own = SharedMemoryTransport(peer_config(0, 2))
     join_all(own, [peer])
     peer.write("forever")
@@ -139,9 +50,9 @@ def test_kill_9_of_a_peer_at_work_leaves_nothing_behind_and_the_survivor_intact(
     assert shared_objects() == (shm_before, fds_before, mappings_before)
 
 
-def test_joining_a_dead_process_is_refused_and_leaves_nothing_mapped(start_peer: Callable[[int, int], Peer]) -> None:
+def test_joining_a_dead_process_is_refused_and_leaves_nothing_mapped(start_peer: StartPeer) -> None:
     before = shared_objects()
-    peer = start_peer(1, 2)
+    peer = start_peer(1, 2, "shared_memory")
     handle = peer.read().encode()
     peer.end()
     own = SharedMemoryTransport(peer_config(0, 2))

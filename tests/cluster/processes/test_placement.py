@@ -12,6 +12,7 @@ from tandem.cluster.processes.placement import (
     in_words,
     nodes_with_room,
     places,
+    spread_over,
 )
 
 NODES = [
@@ -31,6 +32,23 @@ def test_the_node_of_the_fewest_groups_comes_first_and_then_the_freest() -> None
     assert addresses(nodes_with_room(NODES, {"CPU": 1.0, "GPU": 1}, Counter(c=3))) == "bc"
     assert addresses(nodes_with_room(NODES, {"CPU": 0.3, "GPU": 3}, Counter(c=3))) == "c"
     assert nodes_with_room(NODES, {"CPU": 1.0, "GPU": 5}, Counter()) == []
+
+
+@pytest.mark.parametrize(
+    ("bundles", "groups", "expected"),
+    [
+        ([{"CPU": 1.0}] * 2, {}, "cb"),
+        ([{"CPU": 1.0}] * 5, {}, "cbacb"),
+        ([{"CPU": 1.0}] * 2, {"c": 1}, "ba"),
+        ([{"CPU": 1.0, "GPU": 1}] * 5, {}, "cbcbc"),
+        ([{"CPU": 2.0}] * 7, {}, "cbacaaa"),
+        ([{"CPU": 2.0}] * 8, {}, ""),
+    ],
+)
+def test_members_of_a_group_are_spread_as_far_as_there_is_room(
+    bundles: list[dict[str, float]], groups: dict[str, int], expected: str
+) -> None:
+    assert addresses(spread_over(NODES, bundles, Counter(groups))) == expected
 
 
 def test_rounding_of_fractions_costs_no_room() -> None:

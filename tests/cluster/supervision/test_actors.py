@@ -1,7 +1,9 @@
 """A worker's answers to ping() while it is prepared: they tell a start that gets on from one that hangs."""
 
+import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
+from tandem.cluster.supervision import actors
 from tandem.cluster.supervision.actors import WorkerActor
 from tandem.cluster.supervision.process_settings import worker_configs
+from tandem.transfer.errors import PeerGone
 from tandem.workers import worker as worker_module
 from tandem.workers.runner.model_runner import ModelRunner
 
@@ -32,6 +36,29 @@ def asking(answers: list[tuple[str, int] | None], actor: WorkerActor, then: Call
         return result
 
     return asked
+
+
+def test_an_actor_whose_peer_is_lost_says_so_although_all_processes_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors, "LOST_SECONDS", 0.1)
+    make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)
+    values = {"model.path": str(tmp_path / "model"), "island.threads_per_worker": 1, "island.transport": "tcp"}
+    members = [WorkerActor(config) for config in worker_configs(load_config(None, values), 64)]
+    try:
+        handles = [actor.open(16) for actor in members]
+        for actor in members:
+            actor.join(handles)
+        with ThreadPoolExecutor(2) as pool:
+            ends = [pool.submit(actor.wait) for actor in members]
+            peer = members[0]._worker._transport._peers[1]  # type: ignore[attr-defined]
+            socket.socket.shutdown(peer._sockets[0], socket.SHUT_RDWR)
+            for end in ends:
+                with pytest.raises(PeerGone, match=r"PE \d: .*connection"):
+                    end.result(SECONDS)
+    finally:
+        for actor in members:
+            actor.stop()
 
 
 def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tandem.cluster.routing.membership import IslandState, Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.island_set import IslandSet
+from tandem.transfer.endpoint import LOOPBACK
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, no_answer, room_of_each
 from tests.support.waiting import until
 
@@ -93,7 +94,7 @@ def test_new_islands_have_as_many_pages_as_the_others() -> None:
     assert scene.scale(2).started == 1
     opened = [[arguments for method, arguments in group.members[0].calls if method == "open"]
               for group in scene.processes.groups]  # fmt: skip
-    assert opened == [[(64,)], [], [(64,)]]
+    assert opened == [[(64, LOOPBACK)], [], [(64, LOOPBACK)]]
     scene.set.stop()
 
 

@@ -24,6 +24,8 @@ from tandem.cluster.supervision.process_settings import gateway_settings, island
 from tandem.cluster.supervision.shared_ports import SharedPorts
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.supervisor import RestartBudget
+from tandem.transfer.endpoint import LOOPBACK
+from tandem.transfer.errors import PeerGone
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, room_of_each
 from tests.support.waiting import until
 
@@ -130,6 +132,15 @@ class TestLiveness:
         threading.Timer(0.05, members[1].kill).start()
         with pytest.raises(ProcessEnded, match="b ended"):
             liveness.results([Future()], 60)
+
+    def test_a_member_that_cannot_go_on_says_why(self) -> None:
+        class Lost(FakeProcess):
+            def call(self, method: str, *arguments: object) -> Future[Any]:
+                self.fails = {"wait": PeerGone("PE 1: its connection is lost")}
+                return super().call(method, *arguments)
+
+        with pytest.raises(ProcessEnded, match="a ended: PE 1: its connection is lost"):
+            Liveness([Lost("a")], PATIENT, StopSignal()).results([Future()], 60)
 
     @pytest.mark.parametrize(
         ("answers", "silent", "why"),
@@ -299,7 +310,7 @@ class TestIsland:
             [arguments for method, arguments in group.members[0].calls if method == "open"]
             for group in cluster.processes.groups
         ]
-        assert opened == [[(64,)], [], [(64,)]]
+        assert opened == [[(64, LOOPBACK)], [], [(64, LOOPBACK)]]
         cluster.supervisor.stop()
         cluster.supervisor.join()
 

@@ -1,0 +1,77 @@
+"""The pages and the mailbox of this PE, as the threads of connections fill them."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.transfer.copy_plan import check_slots
+from tandem.transfer.errors import TransportError
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.page_pool import PagePool
+from tandem.transfer.segment import create_private_segment
+from tandem.transfer.tcp.frames import Kind
+
+
+class PageMemory:
+    """A private segment. What comes from a connection is checked here against the sizes of the pools.
+
+    bytes: of each pool, page by page.
+    """
+
+    def __init__(self, config: TransportConfig) -> None:
+        self.layout = config.layout
+        self.num_signals = config.num_signals
+        self._num_pages = config.num_pages
+        self._segment = create_private_segment(config)
+        self.token = self._segment.token
+        self.pools = [PagePool(pool) for pool in self._segment.pools]
+        self.bytes = [bytes_of(pool) for pool in self._segment.pools]
+        self._mail = threading.Lock()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._segment.pools
+
+    def page_views(self, group: int, runs: NDArray[np.int32]) -> Iterator[memoryview]:
+        """The bytes of runs, int32 [n, 2], of (page, how many). TransportError, before the first, if one is outside."""
+        first, count = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
+        if int(first.min()) < 0 or int(count.min()) < 1 or int((first + count).max()) > self._num_pages[group]:
+            raise TransportError(f"runs of pages {runs.tolist()[:4]} …; pages 0 … {self._num_pages[group] - 1} exist")
+        size, pages = self.layout.page_bytes(group), self.bytes[group]
+        return (pages[begin * size : (begin + length) * size] for begin, length in runs.tolist())
+
+    def check_slots(self, group: int, slots: NDArray[np.int32]) -> None:
+        """TransportError if one is outside."""
+        try:
+            check_slots("slots", slots, self._num_pages[group] * self.layout.page_size)
+        except ValueError as error:
+            raise TransportError(str(error)) from error
+
+    def put(self, kind: Kind, group: int, layer: int, slots: Tensor, values: Tensor) -> None:
+        """What a frame of slots or tokens holds, to its slots (int64 [n])."""
+        pool, of = self.pools[group], self.layout.groups[group]
+        if kind == Kind.TOKENS:
+            planes = values.view(of.planes, slots.shape[0], of.num_kv_heads, of.head_dim)
+            pool.put_tokens(layer, slots, planes[0], planes[1] if of.planes == 2 else None)
+        else:
+            shape = (slots.shape[0], len(of.layers), of.planes, of.num_kv_heads, of.head_dim)
+            pool.put_slots(slots, pool.elements(values).view(shape))
+
+    def post(self, row: int, signal: int, payload: int) -> None:
+        with self._mail:
+            self._segment.mailbox[row] = (signal, payload)
+
+    def mailbox(self) -> Int64Array:
+        """A copy."""
+        with self._mail:
+            return self._segment.mailbox.copy()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

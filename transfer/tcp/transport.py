@@ -1,0 +1,237 @@
+"""The transport between hosts: connections over TCP, from which each PE fills its own pages.
+
+    PE 0                                                                       PE 1
+    write_slots ─► queues ─► 4 sending threads ═══ data connections ════════►  4 receiving threads ─► pages
+    post ────────► queue ──► sending thread    ─── signal connection ───────►  receiving thread ────► mailbox
+    fence ◄─────────────────  receiving thread ◄── PE 1's signal connection ─  sending thread: what has landed
+
+A connection carries frames one way, and each of its ends belongs to one thread. Whole pages are sent straight from the
+sender's pages and read straight into the receiver's. Slots and tokens are gathered into a copy, and sorted in there.
+
+**Order.** Frames of one connection land in the order in which they were given to it; those of several do not. A post
+carries how many frames were given to each data connection before it. The receiver counts the frames that have landed
+from each, and applies the post when all counts are reached. So whoever sees a signal sees all that was written before
+it. A receiver tells its counts; a fence is quiet once they reach those of its making.
+
+**Loss.** Where one connection to or from a peer ends, all of them do, for the rest of the epoch: writes, posts and
+fences then raise PeerGone. Nothing is sent twice, and no signal passes frames that were lost.
+
+**Epochs.** A connection begins with island, epoch, PE and a token from the handle, which each open() draws anew; with
+certificates it is mutual TLS of the cluster's own authority. The listener closes when all have connected. close() ends
+all connections, and returns when no thread writes into the pages any more.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from socket import socket
+
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.stored_layers import Stages
+from tandem.transfer.copy_plan import plan_copy
+from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
+from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
+from tandem.transfer.page_pool import movable
+from tandem.transfer.tcp.connections import Listener, connect
+from tandem.transfer.tcp.frames import (
+    DATA_CONNECTIONS,
+    Kind,
+    entry_bytes,
+    pages_frames,
+    staged_count,
+    staged_frame,
+)
+from tandem.transfer.tcp.hello import PROTOCOL, Hello
+from tandem.transfer.tcp.memory import PageMemory, bytes_of
+from tandem.transfer.tcp.peer import Counts, Peer
+from tandem.transfer.tcp.receiving import receive_frames, receive_signals
+from tandem.transfer.tcp.sending import Sender
+from tandem.transfer.transport import Fence, Int64Array, QuietFence, Transport
+
+NAME = "tcp"
+
+
+class CountFence:
+    """Frames and posts that were given to a peer's connections."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        with peer.lock:
+            self.counts: Counts = tuple(peer.given)
+
+    def is_quiet(self) -> bool:
+        with self.peer.lock:
+            if self.peer.has_landed(self.counts):
+                return True
+            self.peer.check()
+            return False
+
+
+class TcpTransport(Transport):
+    """Pages are plain memory of this process; its endpoint's host is where the others reach it.
+
+    ValueError for another host than loopback without certificates.
+    """
+
+    def __init__(self, config: TransportConfig) -> None:
+        super().__init__(config)
+        if not config.endpoint.is_guarded:
+            raise ValueError(
+                f"endpoint.host is {config.endpoint.host!r}; without certificates only a loopback address is accepted"
+            )
+        self._memory: PageMemory | None = None
+        self._listener: Listener | None = None
+        self._peers: dict[int, Peer] = {}
+        self._senders: dict[int, Sender] = {}
+
+    def open(self) -> bytes:
+        if self._memory is not None:
+            raise TransportError(f"PE {self.pe} is open already; open() is called once")
+        memory = PageMemory(self.config)
+        self._peers = {pe: Peer(pe) for pe in range(self.num_pes) if pe != self.pe}
+        self._listener = Listener(self.config, memory.token, partial(_receive, self._peers, memory))
+        self._memory = memory
+        host, port = self._listener.address
+        return make_handle(NAME, self.config, {"host": host, "port": port, "token": memory.token.hex()})
+
+    def join(self, handles: Sequence[bytes]) -> None:
+        """See Transport. Returns once every other PE has accepted this one's connections, joined or not."""
+        if self._memory is None:
+            raise TransportClosed(f"PE {self.pe} is not open; join() comes after open()")
+        details = read_handles(NAME, self.config, handles)
+        opened: dict[int, list[socket]] = {}
+        try:
+            for pe in self._peers:
+                opened[pe] = []
+                for number in range(DATA_CONNECTIONS + 1):
+                    opened[pe].append(self._connect(pe, number, details[pe]))
+                    self._peers[pe].adopt(opened[pe][-1])
+        except BaseException:
+            for connections in opened.values():
+                for connection in connections:
+                    connection.close()
+            raise
+        self._senders = {pe: Sender(self._peers[pe], connections) for pe, connections in opened.items()}
+        self._joined = True
+
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        return self._own.tensors
+
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
+    ) -> None:
+        own = self._own
+        self._check_peer(pe)
+        if not slots.shape[0]:
+            return
+        self._check_token_slots(group, slots)
+        planes = [plane.index_select(0, token_indices) for plane in (k, v) if plane is not None]
+        if pe == self.pe:
+            own.pools[group].put_tokens(layer, slots.long(), planes[0], planes[1] if v is not None else None)
+            return
+        most = staged_count(entry_bytes(self.layout, Kind.TOKENS, group))
+        numbers = slots.to(torch.int32).numpy()
+        parts = (slice(begin, begin + most) for begin in range(0, numbers.size, most))
+        frames = (
+            staged_frame(Kind.TOKENS, group, layer, numbers[part], [bytes_of(movable(one[part])) for one in planes])
+            for part in parts
+        )
+        self._senders[pe].give(frames, self.quiet_seconds)
+
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
+        own = self._own
+        self._check_peer(pe)
+        plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
+        pool = own.pools[group]
+        if pe == self.pe:
+            pool.copy(pool, plan)
+            return
+        sender = self._senders[pe]
+        sender.give(pages_frames(plan, group, self.layout.page_bytes(group), own.bytes[group]), self.quiet_seconds)
+        most = staged_count(entry_bytes(self.layout, Kind.SLOTS, group))
+        parts = (slice(begin, begin + most) for begin in range(0, plan.source_slots.size, most))
+        frames = (
+            staged_frame(
+                Kind.SLOTS,
+                group,
+                0,
+                plan.target_slots[part],
+                [bytes_of(pool.read_slots(torch.from_numpy(plan.source_slots[part]).long()))],
+            )
+            for part in parts
+        )
+        sender.give(frames, self.quiet_seconds)
+
+    def fence(self, pe: int) -> Fence:
+        self._check_peer(pe)
+        return QuietFence() if pe == self.pe else CountFence(self._peers[pe])
+
+    def quiet(self, pe: int) -> None:
+        fence = self.fence(pe)
+        if isinstance(fence, CountFence):
+            peer, deadline = fence.peer, time.monotonic() + self.quiet_seconds
+            with peer.lock:
+                while not peer.has_landed(fence.counts):
+                    peer.check()
+                    if not peer.progress.wait(deadline - time.monotonic()):
+                        raise TransportTimeout(
+                            f"writes from PE {self.pe} to PE {pe} took more than {self.quiet_seconds:g} s; "
+                            "they may still land"
+                        )
+
+    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
+        own = self._own
+        self._check_peer(pe)
+        self._check_row(row)
+        if pe == self.pe:
+            own.post(row, signal, int(payload))
+        else:
+            self._senders[pe].post(row, signal, int(payload))
+
+    def mailbox(self) -> Int64Array:
+        return self._own.mailbox()
+
+    @property
+    def lost(self) -> str:
+        for peer in self._peers.values():
+            if peer.failure and self._joined:
+                return f"PE {peer.pe}: {peer.failure}"
+        return ""
+
+    def close(self) -> None:
+        self._joined = False
+        for peer in self._peers.values():
+            peer.fail("this PE has left the island")
+        if self._listener is not None:
+            self._listener.close()
+        for sender in self._senders.values():
+            sender.join()
+        self._listener, self._senders, self._peers, self._memory = None, {}, {}, None
+
+    @property
+    def _own(self) -> PageMemory:
+        self._check_peer(self.pe)
+        assert self._memory is not None, "joined"
+        return self._memory
+
+    def _connect(self, pe: int, number: int, detail: Detail) -> socket:
+        host, port, token = detail.get("host"), detail.get("port"), detail.get("token")
+        if not isinstance(host, str) or not isinstance(port, int) or not isinstance(token, str):
+            raise TransportError(f"PE {pe}'s handle has detail {detail}; it must have host, port and token")
+        hello = Hello(PROTOCOL, self.config.island, self.epoch, self.pe, pe, number, token)
+        return connect(self.config.endpoint, (host, port), hello)
+
+
+def _receive(peers: dict[int, Peer], memory: PageMemory, pe: int, number: int, connection: socket) -> None:
+    """See Receive. PeerGone for one that comes after the peer was lost."""
+    peers[pe].adopt(connection)
+    if number == DATA_CONNECTIONS:
+        receive_signals(connection, peers[pe], memory)
+    else:
+        receive_frames(connection, peers[pe], number, memory)

@@ -70,18 +70,17 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
-        keyed = self.security.token_file is not None or self.security.api_key is not None
-        guarded = keyed and self.security.tls_cert is not None
-        if not guarded and not is_loopback(self.gateway.host):
+        if not self.security.is_guarded and not is_loopback(self.gateway.host):
             raise ValueError(
                 f"gateway.host is {self.gateway.host!r}; it must be a loopback address, 127.0.0.1, ::1 or localhost, "
-                "unless there are a token and TLS: set security.token_file or api_key, tls_cert and tls_key"
+                "unless there are a token and TLS: set security.token_file or api_key, tls_cert and tls_key, or "
+                "tls_at_proxy where a proxy in front of it has them"
             )
         return self
 
     @model_validator(mode="after")
     def _are_counted(self) -> Self:
-        metrics, guarded = self.metrics, self.security.token_file is not None and self.security.tls_cert is not None
+        metrics, guarded = self.metrics, self.security.is_guarded
         if metrics.port is None:
             return self
         if not metrics.enabled:
@@ -91,7 +90,7 @@ class ClusterConfig(Section):
         if not (guarded or metrics.public or is_loopback(metrics.host)):
             raise ValueError(
                 f"metrics.host is {metrics.host!r}; it must be a loopback address unless metrics.public is true, or "
-                "security.token_file, tls_cert and tls_key are set"
+                "security has a token and TLS, as for gateway.host"
             )
         return self
 

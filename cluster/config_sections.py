@@ -84,6 +84,9 @@ class ModelSection(Section):
     """element type of weights and KV; auto takes the checkpoint's"""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """where weights come from; dummy draws them at random and needs config.json only"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """what requests get that name no temperature, top_p, top_k, min_p or repetition_penalty: with auto those that the
+    checkpoint's generation_config.json names; with none the protocol's defaults"""
     max_model_len: Positions | None = Field(default=None, le=1 << 24)
     """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit"""
 
@@ -183,6 +186,10 @@ class IslandSection(Section):
         return transport
 
 
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/,*]+)$")]
+Origins = Annotated[list[Origin], Field(max_length=64, json_schema_extra={"accepted": "a list of texts"})]
+
+
 class GatewaySection(Section):
     host: str = "127.0.0.1"
     """address to listen on"""
@@ -192,6 +199,9 @@ class GatewaySection(Section):
     """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
     routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
     """how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do"""
+    cors_origins: Origins = []
+    """web pages that browsers let call the HTTP server, by their origins, such as https://chat.example and
+    http://localhost:3000, in lower case and without a path; "*" stands for all"""
     processes: Processes | None = Field(default=None, le=64)
     """gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 and at most 4"""
     max_queued: Requests = Field(default=1024, le=1 << 20)
@@ -211,6 +221,12 @@ class GatewaySection(Section):
     count, and one client's host may have half"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
+    tool_parser: Literal[
+        "auto", "none", "harmony", "tagged", "llama3_json", "mistral", "deepseek", "phi4_mini", "pythonic"
+    ] = "auto"
+    """how the model writes tool calls; auto finds it in the checkpoint's chat template"""
+    reasoning_parser: Literal["auto", "none", "harmony", "think", "mistral"] = "auto"
+    """how the model writes what it thinks before it answers; auto finds it in the checkpoint's chat template"""
     drain_seconds: Seconds = Field(default=0.0, ge=0, le=3600)
     """how long the gateway serves on once it is told to stop; meanwhile it says that it is not ready"""
     warm_up: bool | None = None
@@ -279,6 +295,9 @@ class SecuritySection(Section):
     """the key of tls_cert, PEM; only its owner may read it"""
     client_ca: ResolvedPath | None = None
     """PEM; clients must then show a certificate that it signed (mutual TLS)"""
+    tls_at_proxy: bool = False
+    """whether TLS ends at a proxy in front of the gateway: with a token it then listens on any address without TLS, and
+    only the proxy may reach it there"""
     salt_by_token: bool = False
     """whether callers share cached prefixes only with those of the same bearer token"""
 
@@ -286,7 +305,17 @@ class SecuritySection(Section):
     def server(self) -> ServerSecurity:
         """As the gateway takes it."""
         key = None if self.api_key is None else self.api_key.get_secret_value()
-        return ServerSecurity(**self.model_dump(exclude={"api_key"}), api_key=key)
+        return ServerSecurity(**self.model_dump(exclude={"api_key", "tls_at_proxy"}), api_key=key)
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether callers must show a token."""
+        return self.token_file is not None or self.api_key is not None
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the gateway may listen on a network."""
+        return self.is_keyed and (self.tls_cert is not None or self.tls_at_proxy)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -296,6 +325,10 @@ class SecuritySection(Section):
             raise ValueError("must have both tls_cert and tls_key, or neither")
         if self.client_ca is not None and self.tls_cert is None:
             raise ValueError("must have tls_cert and tls_key where client_ca is set")
+        if self.tls_at_proxy and self.tls_cert is not None:
+            raise ValueError("must have tls_at_proxy or tls_cert, not both: with tls_cert the gateway has TLS itself")
+        if self.tls_at_proxy and not self.is_keyed:
+            raise ValueError("must have token_file or api_key where tls_at_proxy is true")
         return self
 
 

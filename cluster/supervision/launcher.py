@@ -14,6 +14,7 @@ from tandem.cluster.errors import ConfigError, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
+from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import Shape
 from tandem.cluster.supervision.autoscaler import Autoscaler, IslandRoom
@@ -135,6 +136,7 @@ class Cluster:
             scales = choose_scales(worker_configs(self._config, model.max_length)[0], model)
             layout = kv_layout(model, self._config.cache.page_size, scales)
             Tokenizer.from_folder(folder)
+            default_sampling(folder, self._config.model.generation_config)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
         except InvalidArgument as error:

@@ -1,6 +1,7 @@
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -202,6 +203,20 @@ def test_any_host_is_accepted_with_a_token_and_tls() -> None:
     assert load_config(None, guards | {"gateway.host": "0.0.0.0"}).gateway.host == "0.0.0.0"
     with pytest.raises(ConfigError, match=r"gateway\.host is '0\.0\.0\.0'"):
         load_config(None, {"gateway.host": "0.0.0.0", "security.token_file": "t"})
+
+
+@pytest.mark.parametrize("token", ["security.token_file", "security.api_key"])
+@pytest.mark.parametrize("tls", [{"security.tls_cert": "c", "security.tls_key": "k"}, {"security.tls_at_proxy": True}])
+def test_any_host_is_accepted_with_either_token_and_tls_here_or_at_a_proxy(token: str, tls: dict[str, Any]) -> None:
+    hosts = {"gateway.host": "0.0.0.0", "metrics.host": "0.0.0.0", "metrics.port": 0}
+    assert load_config(None, hosts | tls | {token: "t" * 16}).metrics.host == "0.0.0.0"
+
+
+def test_tls_at_a_proxy_needs_a_token_and_no_certificate() -> None:
+    (keyless,) = refused("security.tls_at_proxy=true", "gateway.host=0.0.0.0")
+    assert "must have token_file or api_key where tls_at_proxy is true" in keyless
+    keys = [f"security.{name}" for name in ("api_key=" + "k" * 16, "tls_cert=c", "tls_key=k", "tls_at_proxy=true")]
+    assert "must have tls_at_proxy or tls_cert, not both" in refused(*keys)[0]
 
 
 def test_all_findings_come_at_once() -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from tandem.cache.plan.kv_scales import KVScales
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError, Unavailable
+from tandem.cluster.frontends.account import ClusterAccount
 from tandem.cluster.frontends.admin import Admin
 from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.app import HttpApp
@@ -148,7 +148,6 @@ class Gateway:
         self._max_bytes = section.max_message_mib << 20
         self._bodies = BodyBudget((section.max_bodies_mib << 20) // settings.processes, self._max_bytes)
         self._warm_up: WarmUp | None = None
-        self._scaling: inference_pb2.ScalingInfo | None = None
 
     async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
@@ -158,6 +157,7 @@ class Gateway:
         self._islands = Islands(
             max_message_bytes(settings.max_model_len), policy, settings.config.cache.page_size, self._table
         )
+        self._account = ClusterAccount(settings.config, self._islands, self._table, self._started)
         self._links = PeerLinks(self._table, settings.peer_token)
         self._queue = AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table, self._links.give_way)
         self._router = Router(
@@ -199,6 +199,7 @@ class Gateway:
         address = open_port(self._server, section.host, settings.port, settings.security.credentials())
         http, monitor = [None if server is None else await server.start() for server in (self._http, self._monitor)]
         self._addresses = GatewayAddresses(address, http, monitor)
+        self._account.http_address = http or ""
         await self._tell_health()
         await self._server.start()
         return self._addresses
@@ -232,7 +233,7 @@ class Gateway:
             prefix_sharing=config.cache.prefix_sharing,
             adaptive=self._settings.token_seconds is not None,
         )
-        return Scrape(self._metrics, served, self._cluster_info, lambda: self._readiness.reason)
+        return Scrape(self._metrics, served, self._account.info, lambda: self._readiness.reason)
 
     async def _tell_health(self) -> None:
         """Inference, and the server as a whole, serve where requests would be served. Admin serves as long as the
@@ -262,7 +263,7 @@ class Gateway:
             shared=settings.processes > 1,
             rejected=self._metrics.rejected_grpc,
         )
-        inference = Inference(self._requests, self._model_info(), self._cluster_info, self._metrics.rejected_grpc)
+        inference = Inference(self._requests, self._model_info(), self._account.info, self._metrics.rejected_grpc)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -351,7 +352,7 @@ class Gateway:
 
     async def update_scaling(self, state: ScalingState) -> None:
         """What the scaling policy is about."""
-        self._scaling = inference_pb2.ScalingInfo(**asdict(state))
+        self._account.scaling = inference_pb2.ScalingInfo(**asdict(state))
 
     async def placed_tokens(self, island: str) -> int:
         """Tokens of this process's requests that the island's workers have not yet ended."""
@@ -364,30 +365,6 @@ class Gateway:
     async def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
         """As Admin.answer."""
         self._admin.answer(number, outcome)
-
-    async def _cluster_info(self) -> inference_pb2.ClusterInfo:
-        islands = await self._islands.info(self._settings.config.island.transport)
-        gateways = [self._process_info(process) for process in range(self._table.processes)]
-        return inference_pb2.ClusterInfo(
-            name=self._settings.config.name,
-            version=version("tandem"),
-            queued=sum(gateway.queued for gateway in gateways),
-            active=sum(gateway.active for gateway in gateways),
-            uptime_seconds=time.monotonic() - self._started,
-            islands=islands,
-            gateway_restarts=sum(gateway.restarts for gateway in gateways),
-            http_address=self._addresses.http or "",
-            gateways=gateways,
-            scaling=self._scaling,
-        )
-
-    def _process_info(self, process: int) -> inference_pb2.GatewayProcessInfo:
-        """pid is 0 while it is started again."""
-        columns = (Column.PID, Column.QUEUED, Column.ACTIVE, Column.CALLS, Column.RESTARTS)
-        pid, queued, active, calls, restarts = (self._table.of(process, column) for column in columns)
-        return inference_pb2.GatewayProcessInfo(
-            process=process, pid=pid, queued=queued, active=active, calls=calls, restarts=restarts
-        )
 
     def _model_info(self) -> inference_pb2.ModelInfo:
         model, settings = self._model, self._settings

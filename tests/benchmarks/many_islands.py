@@ -96,7 +96,7 @@ async def one_round(gateway: Gateway, states: Sequence[IslandState], epoch: int)
         keys.first(keys.num_pages)
     decide = (next(islands.pairs(Ask(PROMPT, 100), keys)) for keys in itertools.cycle(made))
     decision = min(timeit.repeat(lambda: next(decide), number=DECISIONS, repeat=5)) / DECISIONS
-    status = await seconds_of(gateway._cluster_info)
+    status = await seconds_of(gateway._account.info)
     await asyncio.sleep(2 * FRESH_SECONDS)
     scrape, lag = gateway._admin._scrape, Lag()
     assert scrape is not None, "metrics are on"

@@ -220,6 +220,12 @@ class GatewaySection(Section):
     count, and one client's host may have half"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
+    tool_parser: Literal[
+        "auto", "none", "harmony", "tagged", "llama3_json", "mistral", "deepseek", "phi4_mini", "pythonic"
+    ] = "auto"
+    """how the model writes tool calls; auto finds it in the checkpoint's chat template"""
+    reasoning_parser: Literal["auto", "none", "harmony", "think", "mistral"] = "auto"
+    """how the model writes what it thinks before it answers; auto finds it in the checkpoint's chat template"""
     drain_seconds: Seconds = Field(default=0.0, ge=0, le=3600)
     """how long the gateway serves on once it is told to stop; meanwhile it says that it is not ready"""
     warm_up: bool | None = None

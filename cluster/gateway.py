@@ -26,8 +26,8 @@ from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
-from tandem.cluster.frontends.openai.routes import openai_routes
 from tandem.cluster.frontends.reflection import enable_reflection
+from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
@@ -52,6 +52,7 @@ from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tracing.access_log import AccessLog
 from tandem.cluster.tracing.exporter import otlp_exporter
@@ -66,7 +67,11 @@ from tandem.workers.sampling.guided import Grammars
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
-READ_BY = ("tandem.cluster.frontends.openai.tokenization",)  # whose functions read long requests
+READ_BY = (  # whose functions read long requests
+    "tandem.cluster.frontends.openai.tokenization",
+    "tandem.cluster.frontends.responses.body",
+    "tandem.cluster.frontends.anthropic.count",
+)
 LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -277,9 +282,10 @@ class Gateway:
         shared, http, monitor = settings.processes > 1, None, None
         if settings.http_port is not None:
             monitoring = watched(on_http)
-            routes = openai_routes(
+            routes = api_routes(
                 self._requests,
                 self._tokenizer,
+                OutputFormats(self._tokenizer, section.tool_parser, section.reasoning_parser),
                 names=self._names,
                 max_model_len=self._limits.longest,
                 max_bytes=self._max_bytes,
@@ -287,7 +293,8 @@ class Gateway:
                 readers=self._readers,
                 beside=monitoring.routes,
             )
-            app = HttpApp(routes, monitoring, names=self._names, origins=section.cors_origins, **common)
+            shapes = {"forms": ERROR_FORMS, "origins": section.cors_origins}
+            app = HttpApp(routes, monitoring, names=self._names, **shapes, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
             app, key = HttpApp({}, watched(scrape), **common), "metrics.port"

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from tandem.cluster.errors import InvalidRequest
 from tandem.proto import inference_pb2
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 CLIENT_ID_KEY = "client-id"
 MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
@@ -152,13 +152,21 @@ def _guided(value: Any) -> inference_pb2.Guided:
     return inference_pb2.Guided(**{kind: content})
 
 
+def _message(turn: Mapping[str, Any]) -> inference_pb2.ChatMessage:
+    """Fields other than role and content are the template's: tool_calls, say."""
+    role, content = turn["role"], turn.get("content")
+    rest = {name: value for name, value in turn.items() if name not in ("role", "content")}
+    fields = json.dumps(rest) if rest else ""
+    return inference_pb2.ChatMessage(role=role, content="" if content is None and rest else content, fields=fields)
+
+
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     items: Any = prompt
     try:
         if isinstance(items, str):
             request.text = items
         elif len(items) and isinstance(items[0], Mapping):
-            request.chat.messages.extend(inference_pb2.ChatMessage(**turn) for turn in items)
+            request.chat.messages.extend(map(_message, items))
         else:
             request.token_bytes = struct.pack(f"<{len(items)}I", *items)
     except (TypeError, ValueError, KeyError, struct.error) as error:

@@ -271,7 +271,9 @@ class RequestValidator:
         size = len(message.text) or message.chat.ByteSize()
         most = self._limits.max_model_len * self._longest_token
         if kind == "chat" and size > most:  # which counts more than the characters
-            size = sum(len(turn.role) + len(turn.content) for turn in message.chat.messages)
+            size = len(message.chat.tools) + sum(
+                len(turn.role) + len(turn.content) + len(turn.fields) for turn in message.chat.messages
+            )
         # Found out before it is tokenized, which takes seconds for millions of characters.
         if size > most and not message.HasField("truncate_prompt_tokens"):
             raise InvalidRequest(

@@ -9,8 +9,10 @@ from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.answer import Answer, logprob_value
+from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, too_long
 from tandem.cluster.protocol import Prompt
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.sampling.sampling_params import MAX_ANSWERS
 
@@ -98,6 +100,20 @@ class CompletionBody(GenerationBody):
         return max(asked, default=None)
 
 
+class CompletionAnswers:
+    """Makes the answers of one gateway's completions."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
+        """model: the name to answer with."""
+        self._model = model
+        self._tokenizer = tokenizer
+
+    async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "CompletionAnswer":
+        """The answer to a completion."""
+        assert isinstance(body, CompletionBody)
+        return CompletionAnswer(body, self._model, self._tokenizer)
+
+
 class CompletionAnswer(Answer):
     """To POST /v1/completions."""
 
@@ -140,8 +156,8 @@ class CompletionAnswer(Answer):
         assert isinstance(first, int)
         return self._token(first)
 
-    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
-        return {"text": text}
+    def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
+        return {"text": message.text}
 
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
         names, values, tops, offsets = [], [], [], []

@@ -37,3 +37,8 @@ class Part(BaseModel):
             return held
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return {name: one for name, one in held.items() if name in known or (name in cls.refused and one)}
+
+
+def text_or_list(value: object) -> str:
+    """The tag of what a field that takes either has got: so errors are about that one alone. No field is named so."""
+    return "a list" if isinstance(value, list) else "a text"

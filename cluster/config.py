@@ -95,6 +95,23 @@ class ClusterConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _can_scale(self) -> Self:
+        scaling, most = self.scaling, self.scaling.max_islands
+        if most is not None and self.num_islands > most:
+            raise ValueError(f"num_islands is {self.num_islands}; it must be at most scaling.max_islands, {most}")
+        if not scaling.is_automatic:
+            return self
+        if self.num_islands < scaling.min_islands:
+            raise ValueError(
+                f"num_islands is {self.num_islands}; it must be at least scaling.min_islands, {scaling.min_islands}, "
+                f"where scaling.{' or scaling.'.join(scaling.targets)} is set"
+            )
+        if not self.metrics.enabled:
+            named = " and ".join(f"scaling.{name}" for name in scaling.targets)
+            raise ValueError(f"metrics.enabled is false; it must be true where {named} is set: the policy reads them")
+        return self
+
+    @model_validator(mode="after")
     def _fit_device(self) -> Self:
         utilization = self.cache.gpu_memory_utilization
         if self.island.device == "cpu" and utilization is not None:

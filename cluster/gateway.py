@@ -8,7 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -51,7 +51,7 @@ from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
-from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
 from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tracing.access_log import AccessLog
@@ -148,6 +148,7 @@ class Gateway:
         self._max_bytes = section.max_message_mib << 20
         self._bodies = BodyBudget((section.max_bodies_mib << 20) // settings.processes, self._max_bytes)
         self._warm_up: WarmUp | None = None
+        self._scaling: inference_pb2.ScalingInfo | None = None
 
     async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
@@ -348,6 +349,10 @@ class Gateway:
             self._readiness.start()
         await self._tell_health()
 
+    async def update_scaling(self, state: ScalingState) -> None:
+        """What the scaling policy is about."""
+        self._scaling = inference_pb2.ScalingInfo(**asdict(state))
+
     async def placed_tokens(self, island: str) -> int:
         """Tokens of this process's requests that the island's workers have not yet ended."""
         return self._islands.placed_tokens(island)
@@ -373,6 +378,7 @@ class Gateway:
             gateway_restarts=sum(gateway.restarts for gateway in gateways),
             http_address=self._addresses.http or "",
             gateways=gateways,
+            scaling=self._scaling,
         )
 
     def _process_info(self, process: int) -> inference_pb2.GatewayProcessInfo:

@@ -42,6 +42,8 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
 | `security.tls_at_proxy` | needs a token, and no `security.tls_cert` |
+| targets of `scaling` | need `scaling.max_islands` and `metrics.enabled` |
+| `num_islands` | at most `scaling.max_islands`; at least `scaling.min_islands` where a target is set |
 | `model.max_model_len` | at most what the checkpoint takes |
 
 `tandem up` checks these rules, the checkpoint, the token file and the certificates before it starts a process. What it

@@ -367,7 +367,7 @@ class IslandInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., restarts: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address", "gateways")
+    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address", "gateways", "scaling")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +377,7 @@ class ClusterInfo(_message.Message):
     GATEWAY_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     queued: int
@@ -386,7 +387,20 @@ class ClusterInfo(_message.Message):
     gateway_restarts: int
     http_address: str
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayProcessInfo]
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayProcessInfo, _Mapping]]] = ...) -> None: ...
+    scaling: ScalingInfo
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayProcessInfo, _Mapping]]] = ..., scaling: _Optional[_Union[ScalingInfo, _Mapping]] = ...) -> None: ...
+
+class ScalingInfo(_message.Message):
+    __slots__ = ("min_islands", "max_islands", "wanted_islands", "waits_for")
+    MIN_ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    min_islands: int
+    max_islands: int
+    wanted_islands: int
+    waits_for: str
+    def __init__(self, min_islands: _Optional[int] = ..., max_islands: _Optional[int] = ..., wanted_islands: _Optional[int] = ..., waits_for: _Optional[str] = ...) -> None: ...
 
 class GatewayProcessInfo(_message.Message):
     __slots__ = ("process", "pid", "queued", "active", "calls", "restarts")

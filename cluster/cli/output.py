@@ -114,6 +114,11 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
         f"{info.active} active  {info.queued} queued  gateway restarts {info.gateway_restarts}"
         + (f"  http {info.http_address}" if info.http_address else "")
     )
+    if info.HasField("scaling"):
+        one = info.scaling
+        waits = f"; {one.waits_for}" if one.waits_for else ""
+        bounds = f"{one.min_islands} … {one.max_islands}"
+        console.print(f"{len(info.islands)} islands of {bounds}, the policy wants {one.wanted_islands}{waits}")
     if len(info.gateways) > 1:
         console.print(_gateways(info.gateways))
     for island in info.islands:

@@ -162,6 +162,37 @@ def test_the_pool_is_given_once() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["scaling.min_islands=3", "scaling.max_islands=2"], ["scaling is", "min_islands, here 3"]),
+        (["scaling.token_seconds=0.1"], ["must have max_islands where token_seconds is set"]),
+        (["num_islands=3", "scaling.max_islands=2"], ["num_islands is 3; it must be at most scaling.max_islands, 2"]),
+        (
+            ["scaling.min_islands=2", "scaling.max_islands=4", "scaling.queue_seconds=1", "scaling.token_seconds=1"],
+            ["num_islands is 1; it must be at least scaling.min_islands, 2, where scaling.queue_seconds or scal"],
+        ),
+        (
+            ["metrics.enabled=false", "scaling.max_islands=4", "scaling.queue_seconds=1"],
+            ["metrics.enabled is false; it must be true where scaling.queue_seconds is set"],
+        ),
+    ],
+)
+def test_a_scaling_policy_that_cannot_act_is_refused(overrides: list[str], parts: list[str]) -> None:
+    (line,) = refused(*overrides)
+    for part in parts:
+        assert part in line
+
+
+def test_a_scaling_policy_is_there_where_a_target_and_room_to_grow_are() -> None:
+    def is_automatic(*overrides: str) -> bool:
+        return load_config(None, overrides).scaling.is_automatic
+
+    assert is_automatic("scaling.max_islands=2", "scaling.queue_seconds=1")
+    assert not is_automatic("scaling.max_islands=2")
+    assert not is_automatic("scaling.max_islands=1", "scaling.queue_seconds=1")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_hosts_are_accepted(host: str) -> None:
     assert load_config(None, {"gateway.host": host}).gateway.host == host

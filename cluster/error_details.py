@@ -12,7 +12,8 @@ from tandem.proto import admin_pb2, inference_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "tandem"
-MAX_DETAILS_BYTES = 4096  # clients take 8 KiB of trailing metadata, the text included
+MAX_DETAILS_BYTES = 2048  # clients take 8 KiB of trailing metadata, where the text stands once more, escaped
+MAX_DESCRIPTION = 256  # characters
 REQUESTS = (inference_pb2.GenerateRequest.DESCRIPTOR, admin_pb2.ScaleRequest.DESCRIPTOR)
 PATH = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*")
 
@@ -28,7 +29,7 @@ def details_of(
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
     field = field_of(message) if is_invalid else ""
     if field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message[:MAX_DESCRIPTION])
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if retry_seconds is not None:
         retry = error_details_pb2.RetryInfo()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tandem.cache.plan.kv_scales import KVScales
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError, Unavailable
@@ -26,6 +25,7 @@ from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
+from tandem.cluster.frontends.model_info import model_info
 from tandem.cluster.frontends.reflection import enable_reflection
 from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
 from tandem.cluster.metrics.request_metrics import RequestMetrics
@@ -59,9 +59,7 @@ from tandem.cluster.tracing.exporter import otlp_exporter
 from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
-from tandem.workers.models.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
-from tandem.workers.runner.model_cache import kv_layout
 from tandem.workers.sampling.guided import Grammars
 
 if TYPE_CHECKING:
@@ -263,7 +261,8 @@ class Gateway:
             shared=settings.processes > 1,
             rejected=self._metrics.rejected_grpc,
         )
-        inference = Inference(self._requests, self._model_info(), self._account.info, self._metrics.rejected_grpc)
+        model = model_info(self._names, self._model, settings.config, self._limits.longest, self._tokenizer)
+        inference = Inference(self._requests, model, self._account.info, self._metrics.rejected_grpc)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -365,21 +364,3 @@ class Gateway:
     async def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
         """As Admin.answer."""
         self._admin.answer(number, outcome)
-
-    def _model_info(self) -> inference_pb2.ModelInfo:
-        model, settings = self._model, self._settings
-        # The scales do not change the size.
-        scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.config.cache.kv_cache_dtype, model) else None
-        return inference_pb2.ModelInfo(
-            name=self._names[0],
-            architecture=model.architecture,
-            dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=model.vocab_size,
-            max_model_len=self._limits.longest,
-            num_layers=model.num_layers,
-            page_size=settings.config.cache.page_size,
-            kv_bytes_per_token=kv_layout(model, settings.config.cache.page_size, scales).token_bytes,
-            eos_token_ids=model.eos_token_ids,
-            has_tokenizer=self._tokenizer is not None,
-            has_chat_template=self._tokenizer is not None and self._tokenizer.has_chat_template,
-        )

@@ -230,7 +230,7 @@ class ActiveRequests:
         tokens = None
         if self._validator.is_long(request):
             try:
-                tokens = await self._readers.tokens(host, request)
+                tokens = await self._readers.tokens(host, request, self._validator.most_kept(request))
             except (ChatTemplateError, TokenizerFailed) as error:
                 raise refused_prompt(request, error) from error
         # A template, a grammar or a text may take a while, and other requests must not wait for it.

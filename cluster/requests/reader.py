@@ -26,9 +26,10 @@ class Reader:
     def ready(self) -> None:
         """Returns once the constructor has."""
 
-    def tokens(self, message: inference_pb2.GenerateRequest) -> Int64Array:
-        """As prompt_tokens()."""
-        return prompt_tokens(self._tokenizer, message)
+    def tokens(self, message: inference_pb2.GenerateRequest, most: int | None = None) -> Int64Array:
+        """As prompt_tokens(); of more than `most` the last."""
+        ids = prompt_tokens(self._tokenizer, message)
+        return ids if most is None else ids[max(0, len(ids) - most) :]
 
     def run(self, function: Callable[..., T], *arguments: object) -> T:
         """function: of a module."""

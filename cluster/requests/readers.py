@@ -49,9 +49,9 @@ class Readers:
         if self._server is None:
             self._server = ForkServer(self._modules)
 
-    async def tokens(self, client: str, message: inference_pb2.GenerateRequest) -> Int64Array:
-        """As prompt_tokens(), and as run()."""
-        return await self._ask(client, "tokens", message)
+    async def tokens(self, client: str, message: inference_pb2.GenerateRequest, most: int | None = None) -> Int64Array:
+        """As prompt_tokens(), and as run(). Of more than `most` tokens the last."""
+        return await self._ask(client, "tokens", message, most)
 
     async def run(self, client: str, function: Callable[..., T], *arguments: object) -> T:
         """What a function of a module returns or raises. All travel between processes.

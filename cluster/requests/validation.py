@@ -153,6 +153,12 @@ class RequestValidator:
             or len(message.token_ids.ids) > QUICK_IDS
         )
 
+    def most_kept(self, message: inference_pb2.GenerateRequest) -> int | None:
+        """No more of the prompt's last tokens are kept; None where it is not truncated."""
+        if not message.HasField("truncate_prompt_tokens"):
+            return None
+        return message.truncate_prompt_tokens if message.truncate_prompt_tokens > 0 else self._limits.longest
+
     def validate(
         self,
         message: inference_pb2.GenerateRequest,
@@ -309,7 +315,7 @@ class RequestValidator:
             raise InvalidRequest(f"{name} is empty; at least one token{' id' * (kind == 'token_ids')} is needed")
         if kind in ("token_ids", "token_bytes"):
             self._check_vocabulary("token_ids.ids" if kind == "token_ids" else kind, token_ids)
-        return token_ids if kept is None else token_ids[max(0, len(token_ids) - kept) :]
+        return token_ids if kept is None else token_ids[max(0, len(token_ids) - kept) :].copy()  # without the rest
 
     def _check_vocabulary(self, field: str, ids: Int64Array) -> None:
         largest = int(ids.max(initial=0))

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from tandem.cluster.client import Client
-from tandem.cluster.error_details import field_of, reason_of
+from tandem.cluster.error_details import details_of, field_of, reason_of
 from tandem.cluster.errors import Superseded
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tests.cluster.open_gateway import PROMPT, OpenGateway, open_gateway
@@ -137,6 +137,15 @@ def test_clients_tell_errors_of_one_status_apart(model: Path) -> None:
 @pytest.mark.parametrize("text", ["", "the call has no request", "metrics.enabled is false", "sampling", "Sampling x"])
 def test_no_field_is_made_up(text: str) -> None:
     assert field_of(text) in ("", text)
+
+
+def test_long_texts_leave_room_for_what_clients_take() -> None:
+    """Which is 8 KiB of trailing metadata: the text, of which each byte may become three, and details in base64."""
+    for text in ("é" * 500, "x" * 1000, "語" * 500):
+        held = details_of(3, f"text {text}", "INVALID_REQUEST", is_invalid=True)
+        size = 3 * len(text.encode()) + sum(len(value) * 4 // 3 for _, value in held)
+        assert size < 7500
+        assert held or text[0] == "語"
 
 
 @pytest.mark.parametrize("packed", [b"\xff", b"", status_pb2.Status(code=3).SerializeToString()])

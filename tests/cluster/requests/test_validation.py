@@ -106,3 +106,21 @@ def test_an_open_end_takes_what_room_there_is(prompt: int, open_ended: int, most
 def test_an_open_end_makes_no_room() -> None:
     with pytest.raises(InvalidRequest, match="the prompt has 100 tokens"):
         validate(100, None, 50)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "kept"),
+    [
+        (1, 39),
+        (5, 35),
+        (20, 13),
+        (32, 1),
+    ],  # 13 + 20 - 1 reach 32, behind which all is rotated otherwise
+)
+def test_as_many_tokens_as_fit_on_one_side_of_where_positions_change(max_tokens: int, kept: int) -> None:
+    limits = ModelLimits(vocab_size=9, max_model_len=40, pool_tokens=100, rope_switch=32)
+    message = inference_pb2.GenerateRequest(token_bytes=b"\5\0\0\0" * 5000, truncate_prompt_tokens=-1)
+    message.sampling.max_tokens = max_tokens
+    token_ids = RequestValidator(limits, None).validate(message).token_ids
+    assert len(token_ids) == kept
+    assert token_ids.base is None  # the others are not held

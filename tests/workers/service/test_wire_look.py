@@ -52,7 +52,7 @@ def test_looks_at_no_more_parts_than_are_accepted(data: bytes) -> None:
 def test_stops_at_the_first_unknown_field() -> None:
     assert seen(b"\x98\x06\x01" * MANY)[0] == 0
     slices, error = seen(field(4, field(1, b"\x98\x06\x01") + field(1, b"") * (2 * SLICE_PARTS)))
-    assert (slices, error) == (0, "chat.messages has unknown field number 99; this version knows role, content")
+    assert (slices, error) == (0, "chat.messages has unknown field number 99; this version knows role, content, fields")
 
 
 def test_as_many_parts_as_are_accepted() -> None:

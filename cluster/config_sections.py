@@ -5,9 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationInfo,
@@ -16,44 +14,32 @@ from pydantic import (
 )
 
 from tandem.cluster.config_model import find_model, model_name
+from tandem.cluster.config_units import (
+    Calls,
+    Cpus,
+    Factor,
+    Fraction,
+    Islands,
+    Mebibytes,
+    Messages,
+    Pages,
+    Placements,
+    Port,
+    Positions,
+    Processes,
+    Requests,
+    Restarts,
+    Seconds,
+    Section,
+    Sequences,
+    Threads,
+    Tokens,
+    Workers,
+)
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
 from tandem.workers.logs import LogSettings
-
-# A number's unit stands in its type, for docs/configuration.md.
-Calls = Annotated[int, Field(ge=1, json_schema_extra={"unit": "calls"})]
-Cpus = Annotated[int, Field(ge=1, json_schema_extra={"unit": "CPUs"})]
-Factor = Annotated[float, Field(gt=0, json_schema_extra={"unit": "factor"})]
-Fraction = Annotated[float, Field(gt=0, le=1, json_schema_extra={"unit": "fraction"})]
-Islands = Annotated[int, Field(ge=1, json_schema_extra={"unit": "islands"})]
-Mebibytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "MiB"})]
-Messages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "messages/s"})]
-Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]
-Placements = Annotated[int, Field(ge=1, json_schema_extra={"unit": "placements"})]
-Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port"})]
-Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
-Processes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "processes"})]
-Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
-Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
-Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
-Sequences = Annotated[int, Field(ge=1, json_schema_extra={"unit": "sequences"})]
-Threads = Annotated[int, Field(ge=1, json_schema_extra={"unit": "threads"})]
-Tokens = Annotated[int, Field(ge=1, json_schema_extra={"unit": "tokens"})]
-Workers = Annotated[int, Field(ge=1, json_schema_extra={"unit": "workers"})]
-
-
-class Section(BaseModel):
-    """Frozen. It takes no unknown key and converts no type but int to float. Docstrings describe fields."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, protected_namespaces=(), use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty(cls, value: object) -> object:
-        return {} if value is None else value  # a section whose keys are all commented out
 
 
 def _resolve(path: str) -> str:
@@ -213,7 +199,7 @@ class GatewaySection(Section):
     """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
     routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
     """how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do"""
-    cors_origins: Origins = []
+    cors_origins: Origins = Field(default=[])
     """web pages that browsers let call the HTTP server, by their origins, such as https://chat.example and
     http://localhost:3000, in lower case and without a path; "*" stands for all"""
     processes: Processes | None = Field(default=None, le=64)

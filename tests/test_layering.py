@@ -50,7 +50,7 @@ FLOORS = {
         {"worker"},
     ),
     "cluster": (
-        {"config_errors", "config_model", "error_details", "errors", "scaling", "text"},
+        {"config_errors", "config_model", "config_units", "error_details", "errors", "scaling", "text"},
         {"config_file", "credentials", "peers", "protocol", "statuses"},
         {"client", "processes"},
         {"routing"},

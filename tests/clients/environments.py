@@ -65,7 +65,7 @@ class Environments:
         """Why a client is not there."""
         return self._failed.get(name, "not installed")
 
-    def run(self, name: str, script: Path, variables: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+    def run(self, name: str, script: Path, variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
         """Runs a script to its end. One that takes too long has the exit code 124."""
         if name == NODE:  # it looks for packages from the script's folder upwards
             command = [self._node, self._folder / NODE / script.name]

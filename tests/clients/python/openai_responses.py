@@ -62,15 +62,16 @@ def a_stream() -> None:
     numbers = [event.sequence_number for event in events]
     check(numbers == list(range(numbers[0], numbers[0] + len(numbers))), "numbers in their order", numbers)
     check(events[-1].response.output_text == text, "the last event has all of it", events[-1])
-    with client.responses.stream(**ASKED) as stream:
-        for _ in stream:
-            pass
-        check(stream.get_final_response().output_text == text, "the helper says the same")
 
 
 def a_schema() -> None:
     said = client.responses.parse(**ASKED | {"max_output_tokens": 600}, text_format=Answer)
     check(isinstance(said.output_parsed, Answer), "an object of the class", said)
+    with client.responses.stream(**ASKED | {"max_output_tokens": 600}, text_format=Answer) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    check("response.output_text.delta" in kinds, "the helper's events", kinds)
+    check(final.output_parsed == said.output_parsed, "a stream says the same", final, said)
 
 
 def a_function_call() -> None:

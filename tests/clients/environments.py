@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 REQUIREMENTS = {
     "python": "requirements.txt",
+    "openai-1": "requirements-openai-1.txt",
     "openai-3": "requirements-openai-3.txt",
     "guidellm": "requirements-guidellm.txt",
 }

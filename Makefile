@@ -5,7 +5,7 @@ PACKAGES := cache transfer workers cluster proto
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check format proto docs chaos explore fuzz bench clean
+.PHONY: help demo test test-fast check format proto docs chaos clients explore fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
@@ -16,6 +16,7 @@ help:
 	@echo "make proto   generate the protobuf modules"
 	@echo "make docs    generate docs/configuration.md, benchmarks' RESULTS.md and the index of decisions"
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
+	@echo "make clients published clients of OpenAI's API and of gRPC talk to a cluster; they are installed below build/"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
 	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
@@ -55,6 +56,9 @@ docs: .venv/.dev
 
 chaos: .venv/.dev
 	@$(BIN)/python -m tests.chaos
+
+clients: .venv/.dev
+	@$(BIN)/python -m tests.clients
 
 explore: .venv/.dev
 	@$(BIN)/python -m tests.protocol

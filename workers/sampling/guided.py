@@ -28,6 +28,7 @@ THREADS = max(2, min(16, (os.cpu_count() or 1) // 2))  # that compute masks besi
 MASK_SECONDS = 1.0  # a mask takes some ten microseconds; llguidance gives up one of some ten milliseconds
 COMPILE_FUEL = 1_000_000  # about 20 ms
 MOST_SYMBOLS = 100_000
+WHITESPACE = r"[ \t\r\n]{1,32}"  # between two tokens of JSON; without a bound some models write spaces for ever
 
 
 class InvalidGuide(ValueError):
@@ -93,7 +94,10 @@ class Grammars:
                 raise InvalidGuide(f"llguidance cannot use the checkpoint's tokenizer: {error}") from None
         text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
         try:
-            grammar = grammar_from(KINDS[guided.kind], text)
+            if guided.kind == "json_schema" and text.lstrip().startswith("{") and '"x-guidance"' not in text:
+                grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+            else:
+                grammar = grammar_from(KINDS[guided.kind], text)
         except ValueError as error:
             raise InvalidGuide(f"{guided.kind} cannot be read: {error}") from None
         limits = LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, max_grammar_size=MOST_SYMBOLS, verbose_errors=False)

@@ -99,6 +99,28 @@ def test_random_grammars(folder: Path, kind: str) -> None:
     assert ended > 0.95 * PROGRAMS
 
 
+def test_spaces_in_json_end(folder: Path) -> None:
+    """A model that likes spaces best writes the rest, too; one that asks for more of them by x-guidance gets them."""
+    tokenizer, grammars = Tokenizer.from_folder(folder), Grammars(folder, VOCAB, (EOS,))
+    assert tokenizer is not None
+    *_, space = tokenizer.encode(" ")
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], **NO_MORE}
+    for more in ({}, {"x-guidance": {"whitespace_pattern": " +"}}):
+        matcher, written = grammars.compile(Guided("json_schema", (json.dumps(schema | more),))), ""
+        while not matcher.is_stopped() and len(written) < ENOUGH:
+            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+            token = space if allowed[space] else int(np.flatnonzero(allowed)[0])
+            matcher.consume_tokens([token])
+            written += tokenizer.decode([token]) if token != EOS else ""
+        if more:
+            assert written.strip() == "{"
+        else:
+            assert json.loads(written) == {"a": 7}
+            assert max(map(len, re.findall(" +", written))) == 32
+    grammars.close()
+
+
 def test_no_more_grammars_are_kept_than_said(folder: Path) -> None:
     grammars = Grammars(folder, VOCAB, (EOS,))
     for number in range(MOST_CACHED + 5):

@@ -70,18 +70,17 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
-        keyed = self.security.token_file is not None or self.security.api_key is not None
-        guarded = keyed and self.security.tls_cert is not None
-        if not guarded and not is_loopback(self.gateway.host):
+        if not self.security.is_guarded and not is_loopback(self.gateway.host):
             raise ValueError(
                 f"gateway.host is {self.gateway.host!r}; it must be a loopback address, 127.0.0.1, ::1 or localhost, "
-                "unless there are a token and TLS: set security.token_file or api_key, tls_cert and tls_key"
+                "unless there are a token and TLS: set security.token_file or api_key, tls_cert and tls_key, or "
+                "tls_at_proxy where a proxy in front of it has them"
             )
         return self
 
     @model_validator(mode="after")
     def _are_counted(self) -> Self:
-        metrics, guarded = self.metrics, self.security.token_file is not None and self.security.tls_cert is not None
+        metrics, guarded = self.metrics, self.security.is_guarded
         if metrics.port is None:
             return self
         if not metrics.enabled:
@@ -91,8 +90,25 @@ class ClusterConfig(Section):
         if not (guarded or metrics.public or is_loopback(metrics.host)):
             raise ValueError(
                 f"metrics.host is {metrics.host!r}; it must be a loopback address unless metrics.public is true, or "
-                "security.token_file, tls_cert and tls_key are set"
+                "security has a token and TLS, as for gateway.host"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_scale(self) -> Self:
+        scaling, most = self.scaling, self.scaling.max_islands
+        if most is not None and self.num_islands > most:
+            raise ValueError(f"num_islands is {self.num_islands}; it must be at most scaling.max_islands, {most}")
+        if not scaling.is_automatic:
+            return self
+        if self.num_islands < scaling.min_islands:
+            raise ValueError(
+                f"num_islands is {self.num_islands}; it must be at least scaling.min_islands, {scaling.min_islands}, "
+                f"where scaling.{' or scaling.'.join(scaling.targets)} is set"
+            )
+        if not self.metrics.enabled:
+            named = " and ".join(f"scaling.{name}" for name in scaling.targets)
+            raise ValueError(f"metrics.enabled is false; it must be true where {named} is set: the policy reads them")
         return self
 
     @model_validator(mode="after")

@@ -84,6 +84,9 @@ class ModelSection(Section):
     """element type of weights and KV; auto takes the checkpoint's"""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """where weights come from; dummy draws them at random and needs config.json only"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """what requests get that name no temperature, top_p, top_k, min_p or repetition_penalty: with auto those that the
+    checkpoint's generation_config.json names; with none the protocol's defaults"""
     max_model_len: Positions | None = Field(default=None, le=1 << 24)
     """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit"""
 
@@ -172,7 +175,8 @@ class IslandSection(Section):
     node_labels: dict[str, str] = Field(default={}, max_length=64)
     """Ray's labels that a host must have for an island, and their values"""
     threads_per_worker: Threads | None = Field(default=None, le=1024)
-    """torch threads of one worker; null shares the machine's cores evenly"""
+    """threads of one worker; null shares the cores of its host evenly among the workers that num_islands, spread over
+    the hosts, bring there"""
 
     @field_validator("transport")
     @classmethod
@@ -196,6 +200,10 @@ class IslandSection(Section):
         return span_hosts
 
 
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/,*]+)$")]
+Origins = Annotated[list[Origin], Field(max_length=64, json_schema_extra={"accepted": "a list of texts"})]
+
+
 class GatewaySection(Section):
     host: str = "127.0.0.1"
     """address to listen on"""
@@ -205,6 +213,9 @@ class GatewaySection(Section):
     """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
     routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
     """how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do"""
+    cors_origins: Origins = []
+    """web pages that browsers let call the HTTP server, by their origins, such as https://chat.example and
+    http://localhost:3000, in lower case and without a path; "*" stands for all"""
     processes: Processes | None = Field(default=None, le=64)
     """gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 and at most 4"""
     max_queued: Requests = Field(default=1024, le=1 << 20)
@@ -224,6 +235,12 @@ class GatewaySection(Section):
     count, and one client's host may have half"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
+    tool_parser: Literal[
+        "auto", "none", "harmony", "tagged", "llama3_json", "mistral", "deepseek", "phi4_mini", "pythonic"
+    ] = "auto"
+    """how the model writes tool calls; auto finds it in the checkpoint's chat template"""
+    reasoning_parser: Literal["auto", "none", "harmony", "think", "mistral"] = "auto"
+    """how the model writes what it thinks before it answers; auto finds it in the checkpoint's chat template"""
     drain_seconds: Seconds = Field(default=0.0, ge=0, le=3600)
     """how long the gateway serves on once it is told to stop; meanwhile it says that it is not ready"""
     warm_up: bool | None = None
@@ -292,6 +309,9 @@ class SecuritySection(Section):
     """the key of tls_cert, PEM; only its owner may read it"""
     client_ca: ResolvedPath | None = None
     """PEM; clients must then show a certificate that it signed (mutual TLS)"""
+    tls_at_proxy: bool = False
+    """whether TLS ends at a proxy in front of the gateway: with a token it then listens on any address without TLS, and
+    only the proxy may reach it there"""
     salt_by_token: bool = False
     """whether callers share cached prefixes only with those of the same bearer token"""
 
@@ -299,7 +319,17 @@ class SecuritySection(Section):
     def server(self) -> ServerSecurity:
         """As the gateway takes it."""
         key = None if self.api_key is None else self.api_key.get_secret_value()
-        return ServerSecurity(**self.model_dump(exclude={"api_key"}), api_key=key)
+        return ServerSecurity(**self.model_dump(exclude={"api_key", "tls_at_proxy"}), api_key=key)
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether callers must show a token."""
+        return self.token_file is not None or self.api_key is not None
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the gateway may listen on a network."""
+        return self.is_keyed and (self.tls_cert is not None or self.tls_at_proxy)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -309,6 +339,10 @@ class SecuritySection(Section):
             raise ValueError("must have both tls_cert and tls_key, or neither")
         if self.client_ca is not None and self.tls_cert is None:
             raise ValueError("must have tls_cert and tls_key where client_ca is set")
+        if self.tls_at_proxy and self.tls_cert is not None:
+            raise ValueError("must have tls_at_proxy or tls_cert, not both: with tls_cert the gateway has TLS itself")
+        if self.tls_at_proxy and not self.is_keyed:
+            raise ValueError("must have token_file or api_key where tls_at_proxy is true")
         return self
 
 
@@ -327,8 +361,43 @@ class RecoverySection(Section):
 
 
 class ScalingSection(Section):
+    """The policy changes the number of islands where a target is given and max_islands is above min_islands."""
+
+    min_islands: Islands = Field(default=1, le=256)
+    """fewest islands that the scaling policy keeps"""
     max_islands: Islands | None = Field(default=None, le=256)
-    """most islands that `tandem scale --islands` may ask for; null is num_islands, at least 64"""
+    """most islands that the scaling policy or `tandem scale --islands` may ask for; null is num_islands, at least 64"""
+    queue_seconds: Seconds | None = Field(default=None, gt=0, le=3600)
+    """target: longest that requests should wait for room; more islands start where they wait longer; null is none"""
+    first_token_seconds: Seconds | None = Field(default=None, gt=0, le=80)
+    """target: nine first tokens in ten should come within so long; null is none"""
+    token_seconds: Seconds | None = Field(default=None, gt=0, le=10)
+    """target: nine gaps in ten between tokens should be at most so long; null is none"""
+    up_after_seconds: Seconds = Field(default=30.0, ge=1, le=3600)
+    """how long a target must be missed before islands start; figures are those of the last so many seconds"""
+    down_after_seconds: Seconds = Field(default=300.0, ge=1, le=86400)
+    """how long fewer islands must have been enough before islands end"""
+    cooldown_seconds: Seconds = Field(default=60.0, ge=0, le=86400)
+    """how long the policy leaves things as they are behind a change of the number of islands, its own or another"""
+
+    @property
+    def targets(self) -> dict[str, float]:
+        """Those that are given, by their keys."""
+        values = {name: getattr(self, name) for name in ("queue_seconds", "first_token_seconds", "token_seconds")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the policy acts."""
+        return bool(self.targets) and self.max_islands is not None and self.max_islands > self.min_islands
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> Self:
+        if self.max_islands is not None and self.max_islands < self.min_islands:
+            raise ValueError(f"must have min_islands, here {self.min_islands}, of at most max_islands")
+        if self.targets and self.max_islands is None:
+            raise ValueError(f"must have max_islands where {' or '.join(self.targets)} is set")
+        return self
 
 
 class RaySection(Section):

@@ -8,25 +8,26 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError, Unavailable
+from tandem.cluster.frontends.account import ClusterAccount
 from tandem.cluster.frontends.admin import Admin
 from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
-from tandem.cluster.frontends.openai.routes import openai_routes
+from tandem.cluster.frontends.reflection import enable_reflection
+from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
@@ -37,6 +38,7 @@ from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.requests.observer import Observe, all_of
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
@@ -49,7 +51,8 @@ from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
-from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
+from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tracing.access_log import AccessLog
 from tandem.cluster.tracing.exporter import otlp_exporter
@@ -64,7 +67,11 @@ from tandem.workers.sampling.guided import Grammars
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
-READ_BY = ("tandem.cluster.frontends.openai.tokenization",)  # whose functions read long requests
+READ_BY = (  # whose functions read long requests
+    "tandem.cluster.frontends.openai.tokenization",
+    "tandem.cluster.frontends.responses.body",
+    "tandem.cluster.frontends.anthropic.count",
+)
 LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -125,8 +132,9 @@ class Gateway:
         )
         self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
+        defaults = default_sampling(folder, settings.config.model.generation_config)
         self._validator = RequestValidator(
-            self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token
+            self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token, defaults=defaults
         )
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
@@ -149,6 +157,7 @@ class Gateway:
         self._islands = Islands(
             max_message_bytes(settings.max_model_len), policy, settings.config.cache.page_size, self._table
         )
+        self._account = ClusterAccount(settings.config, self._islands, self._table, self._started)
         self._links = PeerLinks(self._table, settings.peer_token)
         self._queue = AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table, self._links.give_way)
         self._router = Router(
@@ -190,6 +199,7 @@ class Gateway:
         address = open_port(self._server, section.host, settings.port, settings.security.credentials())
         http, monitor = [None if server is None else await server.start() for server in (self._http, self._monitor)]
         self._addresses = GatewayAddresses(address, http, monitor)
+        self._account.http_address = http or ""
         await self._tell_health()
         await self._server.start()
         return self._addresses
@@ -223,7 +233,7 @@ class Gateway:
             prefix_sharing=config.cache.prefix_sharing,
             adaptive=self._settings.token_seconds is not None,
         )
-        return Scrape(self._metrics, served, self._cluster_info, lambda: self._readiness.reason)
+        return Scrape(self._metrics, served, self._account.info, lambda: self._readiness.reason)
 
     async def _tell_health(self) -> None:
         """Inference, and the server as a whole, serve where requests would be served. Admin serves as long as the
@@ -253,11 +263,11 @@ class Gateway:
             shared=settings.processes > 1,
             rejected=self._metrics.rejected_grpc,
         )
-        inference = Inference(self._requests, self._model_info(), self._cluster_info, self._metrics.rejected_grpc)
+        inference = Inference(self._requests, self._model_info(), self._account.info, self._metrics.rejected_grpc)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        enable_reflection([INFERENCE, ADMIN, health.SERVICE_NAME], server)
         return server
 
     def _http_servers(self, scrape: Scrape | None) -> "tuple[HttpServer | None, HttpServer | None]":
@@ -269,23 +279,27 @@ class Gateway:
 
         common = {"limit": self._limit, "token": settings.security.token(), "rejected": self._metrics.rejected_http}
         on_http = scrape if settings.metrics_port is None else None
+        load = partial(self._table.total, Column.ACTIVE)
+        watched = partial(Monitoring, lambda: self._readiness.reason, public=metrics.public, load=load)
         shared, http, monitor = settings.processes > 1, None, None
         if settings.http_port is not None:
-            routes = openai_routes(
+            monitoring = watched(on_http)
+            routes = api_routes(
                 self._requests,
                 self._tokenizer,
+                OutputFormats(self._tokenizer, section.tool_parser, section.reasoning_parser),
                 names=self._names,
                 max_model_len=self._limits.longest,
                 max_bytes=self._max_bytes,
                 bodies=self._bodies,
                 readers=self._readers,
+                beside=monitoring.routes,
             )
-            monitoring = Monitoring(lambda: self._readiness.reason, on_http, public=metrics.public)
-            app = HttpApp(routes, monitoring, names=self._names, **common)
+            shapes = {"forms": ERROR_FORMS, "origins": section.cors_origins}
+            app = HttpApp(routes, monitoring, names=self._names, **shapes, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
-            monitoring = Monitoring(lambda: self._readiness.reason, scrape, public=metrics.public)
-            app, key = HttpApp({}, monitoring, **common), "metrics.port"
+            app, key = HttpApp({}, watched(scrape), **common), "metrics.port"
             monitor = HttpServer(app, metrics.host, settings.metrics_port, settings.security, shared=shared, key=key)
         return http, monitor
 
@@ -336,6 +350,10 @@ class Gateway:
             self._readiness.start()
         await self._tell_health()
 
+    async def update_scaling(self, state: ScalingState) -> None:
+        """What the scaling policy is about."""
+        self._account.scaling = inference_pb2.ScalingInfo(**asdict(state))
+
     async def placed_tokens(self, island: str) -> int:
         """Tokens of this process's requests that the island's workers have not yet ended."""
         return self._islands.placed_tokens(island)
@@ -347,29 +365,6 @@ class Gateway:
     async def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
         """As Admin.answer."""
         self._admin.answer(number, outcome)
-
-    async def _cluster_info(self) -> inference_pb2.ClusterInfo:
-        islands = await self._islands.info(self._settings.config.island.transport)
-        gateways = [self._process_info(process) for process in range(self._table.processes)]
-        return inference_pb2.ClusterInfo(
-            name=self._settings.config.name,
-            version=version("tandem"),
-            queued=sum(gateway.queued for gateway in gateways),
-            active=sum(gateway.active for gateway in gateways),
-            uptime_seconds=time.monotonic() - self._started,
-            islands=islands,
-            gateway_restarts=sum(gateway.restarts for gateway in gateways),
-            http_address=self._addresses.http or "",
-            gateways=gateways,
-        )
-
-    def _process_info(self, process: int) -> inference_pb2.GatewayProcessInfo:
-        """pid is 0 while it is started again."""
-        columns = (Column.PID, Column.QUEUED, Column.ACTIVE, Column.CALLS, Column.RESTARTS)
-        pid, queued, active, calls, restarts = (self._table.of(process, column) for column in columns)
-        return inference_pb2.GatewayProcessInfo(
-            process=process, pid=pid, queued=queued, active=active, calls=calls, restarts=restarts
-        )
 
     def _model_info(self) -> inference_pb2.ModelInfo:
         model, settings = self._model, self._settings

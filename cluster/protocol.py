@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from tandem.cluster.errors import InvalidRequest
 from tandem.proto import inference_pb2
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 CLIENT_ID_KEY = "client-id"
 MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
@@ -67,6 +67,24 @@ class Sampling(TypedDict, total=False):
     best_of: int
 
 
+class PromptOptions(TypedDict, total=False):
+    """What becomes of a prompt. The last three are of chats only."""
+
+    add_special_tokens: bool
+    truncate_prompt_tokens: int
+    return_prompt_token_ids: bool
+    template_kwargs: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+PROMPT_OPTIONS = tuple(PromptOptions.__annotations__)
+
+
+class Options(Sampling, PromptOptions, total=False):
+    """All that a client may say of one request, for type checkers."""
+
+
 def accepted_value(name: str) -> str:
     """The values that a sampling parameter's field can hold, in words. KeyError for an unknown parameter."""
     return ACCEPTED_BY_NAME.get(name) or ACCEPTED[inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].type]
@@ -75,7 +93,8 @@ def accepted_value(name: str) -> str:
 def build_request(
     prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str | None = None
 ) -> inference_pb2.GenerateRequest:
-    """prompt: text, token ids, or chat messages with role and content. Raises InvalidRequest."""
+    """prompt: text, token ids, or chat messages with role and content. sampling: by the names of Options. Raises
+    InvalidRequest."""
     request = inference_pb2.GenerateRequest()
     for field, text in (("request_id", request_id), ("cache_salt", cache_salt)):
         try:
@@ -85,10 +104,14 @@ def build_request(
     _set_prompt(request, prompt)
     known = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     for name, value in sampling.items():
+        if name in PROMPT_OPTIONS:
+            _set_option(request, name, value)
+            continue
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            names = (*known, *PROMPT_OPTIONS)
+            near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise InvalidRequest(f"unknown sampling parameter {name!r}; {hint}known: {', '.join(known)}")
+            raise InvalidRequest(f"unknown sampling parameter {name!r}; {hint}known: {', '.join(names)}")
         one: Any = [value] if name in TEXTS and isinstance(value, str) else value
         try:
             if name == "bad_words_ids":
@@ -102,6 +125,22 @@ def build_request(
     return request
 
 
+def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    """One of PROMPT_OPTIONS."""
+    holder: Any = request
+    if name not in request.DESCRIPTOR.fields_by_name:
+        if not request.HasField("chat"):
+            raise InvalidRequest(f"{name} is of use only with a chat; prompt is no list of messages")
+        holder = request.chat
+    try:
+        text = name == "template_kwargs" and isinstance(value, Mapping)
+        setattr(holder, name, json.dumps(dict(value)) if text else value)
+    except (TypeError, ValueError):
+        accepted = ACCEPTED[holder.DESCRIPTOR.fields_by_name[name].type]
+        accepted = "a mapping that JSON can hold" if name == "template_kwargs" else accepted
+        raise InvalidRequest(f"{name} is {value!r:.80}; it must be {accepted}") from None
+
+
 def _guided(value: Any) -> inference_pb2.Guided:
     """A schema may be a mapping, too."""
     ((kind, given),) = value.items()
@@ -113,13 +152,21 @@ def _guided(value: Any) -> inference_pb2.Guided:
     return inference_pb2.Guided(**{kind: content})
 
 
+def _message(turn: Mapping[str, Any]) -> inference_pb2.ChatMessage:
+    """Fields other than role and content are the template's: tool_calls, say."""
+    role, content = turn["role"], turn.get("content")
+    rest = {name: value for name, value in turn.items() if name not in ("role", "content")}
+    fields = json.dumps(rest) if rest else ""
+    return inference_pb2.ChatMessage(role=role, content="" if content is None and rest else content, fields=fields)
+
+
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     items: Any = prompt
     try:
         if isinstance(items, str):
             request.text = items
         elif len(items) and isinstance(items[0], Mapping):
-            request.chat.messages.extend(inference_pb2.ChatMessage(**turn) for turn in items)
+            request.chat.messages.extend(map(_message, items))
         else:
             request.token_bytes = struct.pack(f"<{len(items)}I", *items)
     except (TypeError, ValueError, KeyError, struct.error) as error:

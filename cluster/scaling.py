@@ -57,6 +57,16 @@ class ScaleOutcome:
     num_islands: int = 0
 
 
+@dataclass(frozen=True)
+class ScalingState:
+    """What the scaling policy is about. waits_for: in words, empty where it has what it wants."""
+
+    min_islands: int
+    max_islands: int
+    wanted_islands: int
+    waits_for: str = ""
+
+
 def keep_members(before: Sequence[Role], after: Sequence[Role]) -> list[int | None]:
     """For each PE of the next epoch the PE of this one whose process takes it; None for a new process.
 

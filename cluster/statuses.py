@@ -1,10 +1,11 @@
 """How errors travel: gRPC and HTTP status of each error, and the error of each status. No other file compares codes.
 
-RESOURCE_EXHAUSTED and 429 carry the header retry-after-ms.
+RESOURCE_EXHAUSTED and 429 carry the header retry-after-ms. Over gRPC errors have details for programs, too.
 """
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ import grpc
 import grpc.aio
 
 from tandem.cluster import errors
+from tandem.cluster.error_details import details_of, reason_of
 from tandem.cluster.errors import CallError, Overloaded, TandemError, WorkerCallError
 
 RETRY_AFTER_KEY = "retry-after-ms"
@@ -64,6 +66,11 @@ def grpc_status(error: TandemError) -> grpc.StatusCode:
     return next((code for kind, code, _ in STATUSES if kind is type(error)), Code.INTERNAL)
 
 
+def reason(kind: type[TandemError]) -> str:
+    """What an error says of itself to programs: UPPER_SNAKE_CASE."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).upper()
+
+
 def retry_after_ms(error: Overloaded) -> str:
     """The value of RETRY_AFTER_KEY."""
     return str(math.ceil(1000 * error.retry_after_seconds))
@@ -73,14 +80,24 @@ async def refuse(context: grpc.aio.ServicerContext, error: TandemError) -> NoRet
     """Ends a call with the error's status."""
     code = grpc_status(error)
     advice = ((RETRY_AFTER_KEY, retry_after_ms(error)),) if isinstance(error, Overloaded) else ()
-    await context.abort(code, str(error), trailing_metadata=advice)
+    number: Any = code.value
+    details = details_of(
+        number[0],
+        str(error),
+        reason(type(error)),
+        is_invalid=isinstance(error, errors.InvalidRequest),
+        retry_seconds=error.retry_after_seconds if isinstance(error, Overloaded) else None,
+    )
+    await context.abort(code, str(error), trailing_metadata=(*advice, *details))
     raise AssertionError("abort() raises")
 
 
 def error_of(error: grpc.RpcError) -> type[CallError]:
-    """The error that a call to a gateway failed with."""
+    """The error that a call to a gateway failed with: what its details say, or the first of its status."""
     code: Any = error.code()  # type: ignore[attr-defined]  # unseen by pyright
-    return ERROR_OF_GRPC.get(code, errors.ServerError)
+    said = reason_of(error.trailing_metadata())  # type: ignore[attr-defined]
+    named = (kind for kind, status, _ in STATUSES if said and status is code and reason(kind) == said)
+    return next(named, ERROR_OF_GRPC.get(code, errors.ServerError))
 
 
 @contextmanager

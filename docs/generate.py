@@ -37,9 +37,13 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `cache.k_scale`, `cache.v_scale` | must be null unless `cache.kv_cache_dtype` is fp8_e4m3 |
 | `island.transport` | must be shared_memory where `island.device` is cpu, and nvshmem where it is cuda |
 | `gateway.host` | must be a loopback address unless `security` has a token and TLS |
+| `metrics.host` | the same, unless `metrics.public` is true |
 | `gateway.http_port` | must differ from `gateway.port`; it needs `pip install 'tandem[http]'` |
 | `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
+| `security.tls_at_proxy` | needs a token, and no `security.tls_cert` |
+| targets of `scaling` | need `scaling.max_islands` and `metrics.enabled` |
+| `num_islands` | at most `scaling.max_islands`; at least `scaling.min_islands` where a target is set |
 | `model.max_model_len` | at most what the checkpoint takes |
 
 `tandem up` checks these rules, the checkpoint, the token file and the certificates before it starts a process. What it

@@ -57,6 +57,7 @@ class AdminServicer(object):
     def Scale(self, request, context):
         """With num_islands: starts islands, which serve when it answers, or ends the newest ones. What these have not finished
         within recovery.drain_seconds is placed on others. FAILED_PRECONDITION: there is no room; all serve on as they were.
+        Where there is a scaling policy the number holds until the policy has anew seen for long enough that it is wrong.
 
         Otherwise gives a running island another shape: its workers form the next epoch, those that stay without reading weights again.
         New ones are started and loaded while the island serves; then it takes no requests, finishes what it can within

@@ -36,27 +36,31 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "fields")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    fields: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., fields: _Optional[str] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "template_kwargs", "add_generation_prompt", "continue_final_message")
+    __slots__ = ("messages", "template_kwargs", "add_generation_prompt", "continue_final_message", "tools")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     template_kwargs: str
     add_generation_prompt: bool
     continue_final_message: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., template_kwargs: _Optional[str] = ..., add_generation_prompt: bool = ..., continue_final_message: bool = ...) -> None: ...
+    tools: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., template_kwargs: _Optional[str] = ..., add_generation_prompt: bool = ..., continue_final_message: bool = ..., tools: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "token_bytes", "sampling", "resume", "cache_salt")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "token_bytes", "sampling", "resume", "cache_salt", "add_special_tokens", "truncate_prompt_tokens", "return_prompt_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +69,9 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -73,7 +80,10 @@ class GenerateRequest(_message.Message):
     sampling: SamplingParams
     resume: Resume
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_bytes: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    add_special_tokens: bool
+    truncate_prompt_tokens: int
+    return_prompt_token_ids: bool
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_bytes: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., cache_salt: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: bool = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("token_ids", "answers")
@@ -219,7 +229,7 @@ class Timings(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ..., total_seconds: _Optional[float] = ..., pages: _Optional[int] = ..., attempts: _Optional[int] = ..., expected_first_token_seconds: _Optional[float] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "token_ids", "text", "finish_reason", "logprobs", "usage", "timings", "prompt_logprobs", "index", "stop_string", "stop_token_id")
+    __slots__ = ("request_id", "token_ids", "text", "finish_reason", "logprobs", "usage", "timings", "prompt_logprobs", "index", "stop_string", "stop_token_id", "prompt_token_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +241,7 @@ class GenerateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -242,7 +253,8 @@ class GenerateResponse(_message.Message):
     index: int
     stop_string: str
     stop_token_id: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+    prompt_token_bytes: bytes
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., prompt_token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
@@ -355,7 +367,7 @@ class IslandInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., restarts: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address", "gateways")
+    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address", "gateways", "scaling")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +377,7 @@ class ClusterInfo(_message.Message):
     GATEWAY_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     queued: int
@@ -374,7 +387,20 @@ class ClusterInfo(_message.Message):
     gateway_restarts: int
     http_address: str
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayProcessInfo]
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayProcessInfo, _Mapping]]] = ...) -> None: ...
+    scaling: ScalingInfo
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayProcessInfo, _Mapping]]] = ..., scaling: _Optional[_Union[ScalingInfo, _Mapping]] = ...) -> None: ...
+
+class ScalingInfo(_message.Message):
+    __slots__ = ("min_islands", "max_islands", "wanted_islands", "waits_for")
+    MIN_ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    min_islands: int
+    max_islands: int
+    wanted_islands: int
+    waits_for: str
+    def __init__(self, min_islands: _Optional[int] = ..., max_islands: _Optional[int] = ..., wanted_islands: _Optional[int] = ..., waits_for: _Optional[str] = ...) -> None: ...
 
 class GatewayProcessInfo(_message.Message):
     __slots__ = ("process", "pid", "queued", "active", "calls", "restarts")

@@ -4,13 +4,17 @@ import re
 
 import pytest
 
+from tandem.cluster.frontends.anthropic.body import MessagesBody
 from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.completions import CompletionBody
 from tandem.cluster.frontends.openai.other_fields import HARMLESS, ONLY
+from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.responses.body import ResponsesBody
 from tandem.proto import inference_pb2
 from tests.test_docs import ROOT
 
 PAGE = (ROOT / "docs/http-and-grpc.md").read_text(encoding="utf-8")
+NAMED = set(re.findall(r"`(\w+)`", PAGE))
 ROWS = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
 BODIES = {"completion": set(CompletionBody.model_fields), "chat": set(ChatBody.model_fields)}
 
@@ -18,6 +22,11 @@ BODIES = {"completion": set(CompletionBody.model_fields), "chat": set(ChatBody.m
 @pytest.mark.parametrize("fields", [*BODIES.values(), {*inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name}])
 def test_each_field_has_a_row(fields: set[str]) -> None:
     assert fields - ROWS == set()
+
+
+@pytest.mark.parametrize("body", [ResponsesBody, MessagesBody])
+def test_the_fields_of_other_apis_are_named(body: type[Part]) -> None:
+    assert set(body.model_fields) - NAMED == set()
 
 
 def test_the_table_of_bodies_has_no_other_fields() -> None:

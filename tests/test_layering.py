@@ -50,7 +50,7 @@ FLOORS = {
         {"worker"},
     ),
     "cluster": (
-        {"config_errors", "config_model", "errors", "scaling", "text"},
+        {"config_errors", "config_model", "error_details", "errors", "scaling", "text"},
         {"config_file", "credentials", "peers", "protocol", "statuses"},
         {"client", "processes"},
         {"routing"},
@@ -92,6 +92,7 @@ HOMES = {
         "cluster/frontends/admin.py",
         "cluster/frontends/grpc_server.py",
         "cluster/frontends/inference.py",
+        "cluster/frontends/reflection.py",
         "cluster/gateway.py",
         "cluster/peers/claims.py",
         "cluster/peers/links.py",

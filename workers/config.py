@@ -21,8 +21,9 @@ class WorkerConfig:
     lease_seconds: how long a decode worker keeps a reservation that nobody starts, and how long a connection may be
     silent before its calls count as gone. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None
     takes the checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE.
-    token: what every call to the worker must carry. threads None leaves torch's own choice. threads_alone: of a decode
-    worker while no prompt is on its way to it; None is as many as otherwise.
+    token: what every call to the worker must carry. threads None takes an even part of its host's cores, which
+    `workers_on_host` share, or leaves torch's own choice where that is None, too. decode_workers: of the island, where
+    it is one: they share all threads of the island while no prompt is on its way to them.
 
     role: what the worker is mainly for. It computes prompts and decodes whatever its role is. adaptive: it is asked for
     both often, so that what captures CUDA graphs captures those of both. token_seconds: how long a sequence may wait
@@ -52,7 +53,8 @@ class WorkerConfig:
     lease_seconds: float = 30.0
     verify_kv: bool = False
     threads: int | None = None
-    threads_alone: int | None = None
+    workers_on_host: int | None = None
+    decode_workers: int | None = None
     max_stream_messages_per_second: float = math.inf
     adaptive: bool = False
     token_seconds: float | None = None

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, Protocol
 
 LOGGER = "tandem"
 FILE_BYTES = 64 << 20  # then a file is renamed, and a new one begins; one old one is kept
@@ -121,6 +121,19 @@ def close_log(handler: logging.Handler | None) -> None:
 def with_fields(**fields: object) -> dict[str, object]:
     """`extra` of a log call: what a JSON line has as keys, and a text line as key=value behind the message."""
     return {"fields": fields}
+
+
+class Named(Protocol):
+    @property
+    def request_id(self) -> str: ...
+
+
+def of_requests(*requests: Named) -> dict[str, object]:
+    """`extra` of a log call that speaks of these requests: request_id of one, request_ids of several, none without."""
+    names = [request.request_id[:MAX_FIELD] for request in requests]
+    if not names:
+        return with_fields()
+    return with_fields(request_id=names[0]) if len(names) == 1 else with_fields(request_ids=names)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -22,7 +22,7 @@ from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_bytes
 from tandem.workers.connections import lenient_options
-from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import LONGEST_APPEND
 from tandem.workers.models.kv_scales import choose_scales
@@ -229,11 +229,11 @@ class Worker:
             self._events.stop()
 
     def _set_threads(self) -> None:
-        config = self.config
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        crew = load_crew() if config.device == "cpu" else None
-        self._threads = KernelThreads(crew, config.threads, config.threads_alone)
+        own, alone = threads_of(self.config)
+        if own is not None:
+            torch.set_num_threads(own)
+        crew = load_crew() if self.config.device == "cpu" else None
+        self._threads = KernelThreads(crew, own, alone)
 
     @property
     def _transport(self) -> Transport:

@@ -163,11 +163,12 @@ def generate(
     token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids, "1,2,3".')] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Sends it as a user's message, by the chat template.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Most output tokens; 16 when left out.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1 when left out.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the model's, or 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keeps the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keeps this many of the likeliest tokens.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Keeps tokens this likely, relative to the likeliest.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Answers to the prompt; 1 when left out.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Alternatives to report for each token, with --json.")] = None,
     prompt_logprobs: Annotated[
         int | None, typer.Option(help="Alternatives to report for each prompt token, with --json.")
@@ -187,10 +188,10 @@ def generate(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stream the answer to one prompt; with --json print its tokens and timings at the end."""
+    """Stream the answers to one prompt; with --json print their tokens and timings at the end."""
     given = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     given |= dict(logprobs=logprobs, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos or None)
-    given |= dict(prompt_logprobs=prompt_logprobs)
+    given |= dict(prompt_logprobs=prompt_logprobs, n=n)
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
 
     from tandem.cluster.cli.input import open_client, read_prompt
@@ -199,7 +200,7 @@ def generate(
     wanted = read_prompt(prompt, file, token_ids, chat=chat)
     with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
         updates = client.generate(wanted, request_id=request_id, cache_salt=cache_salt, timeout=timeout, **sampling)
-        (print_json if as_json else print_stream)(updates)
+        (print_json if as_json else print_stream)(updates, max(1, n or 1))
 
 
 @app.command()

@@ -5,49 +5,92 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
 from tandem.cluster.cli.doctor import Finding
-from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.client.client_messages import GenerateUpdate, Usage
 from tandem.proto import admin_pb2, inference_pb2
 
 PIPE_WIDTH = 140  # columns of a table that no terminal shows
 
 
-def print_stream(updates: Iterable[GenerateUpdate]) -> None:
-    """Prints the text as it comes; token ids for a checkpoint without a tokenizer. Ends the line before an error."""
-    written = False
-    token_ids: list[int] = []
+def print_stream(updates: Iterable[GenerateUpdate], count: int = 1) -> None:
+    """Prints the text as it comes; token ids for a checkpoint without a tokenizer. Ends the line before an error.
+
+    count: answers. Of several each has a line with its index in front, and waits until those before it have ended.
+    """
+    answers = [_Shown(f"[{index}] " if count > 1 else "") for index in range(count)]
+    turn = 0
     try:
         for update in updates:
-            token_ids += update.token_ids
-            written |= bool(update.text)
-            sys.stdout.write(update.text)
-            sys.stdout.flush()
+            answers[update.index].add(update)
+            while turn < count and answers[turn].show():
+                answers[turn].end()
+                turn += 1
     finally:
-        if not written:
-            sys.stdout.write(" ".join(map(str, token_ids)))
-        if token_ids:
+        if turn < count:
+            answers[turn].end()
+
+
+class _Shown:
+    """One answer on stdout. It holds what it may not show yet."""
+
+    def __init__(self, head: str) -> None:
+        self._head = head
+        self._held = ""
+        self._written = self._finished = False
+        self._token_ids: list[int] = []
+
+    def add(self, update: GenerateUpdate) -> None:
+        self._held += update.text
+        self._token_ids += update.token_ids
+        self._finished |= update.finish_reason is not None
+
+    def show(self) -> bool:
+        """Whether it has ended."""
+        if self._held:
+            sys.stdout.write(self._head + self._held)
+            sys.stdout.flush()
+            self._head = self._held = ""
+            self._written = True
+        return self._finished
+
+    def end(self) -> None:
+        """Of its line."""
+        if not self._written:
+            sys.stdout.write(self._head * bool(self._token_ids) + " ".join(map(str, self._token_ids)))
+        if self._token_ids:
             sys.stdout.write("\n")
             sys.stdout.flush()
 
 
-def print_json(updates: Iterable[GenerateUpdate]) -> None:
-    """Prints one object. token_seconds: each token's arrival here, in seconds from the call."""
+def print_json(updates: Iterable[GenerateUpdate], count: int = 1) -> None:
+    """Prints one object. token_seconds: each token's arrival here, in seconds from the call. count: answers; of several
+    the object has a list."""
     start = time.perf_counter()
-    parts: list[GenerateUpdate] = []
-    seconds: list[float] = []
+    parts: list[list[GenerateUpdate]] = [[] for _ in range(count)]
+    seconds: list[list[float]] = [[] for _ in range(count)]
+    usage: Usage | None = None
     for update in updates:
-        parts.append(update)
-        seconds += [round(time.perf_counter() - start, 6)] * len(update.token_ids)
+        usage = update.usage or usage
+        parts[update.index].append(update)
+        seconds[update.index] += [round(time.perf_counter() - start, 6)] * len(update.token_ids)
+    answers = [_whole(*one) for one in zip(parts, seconds, strict=True)]
+    several = {"answers": answers, "usage": None if usage is None else asdict(usage)}
+    print(json.dumps(answers[0] if count == 1 else several))  # ASCII: whole in any encoding
+
+
+def _whole(parts: list[GenerateUpdate], seconds: list[float]) -> dict[str, Any]:
+    """One answer."""
     result = asdict(parts[-1]) if parts else {}
     result["text"] = "".join(part.text for part in parts)
-    for name in ("token_ids", "logprobs", "prompt_logprobs"):
+    for name in ("token_ids", "logprobs", "prompt_logprobs", "prompt_token_ids"):
         result[name] = [item for part in map(asdict, parts) for item in part[name]]
-    print(json.dumps(result | {"token_seconds": seconds}))  # ASCII: whole in any encoding
+    return result | {"token_seconds": seconds}
 
 
 def print_findings(findings: Iterable[Finding]) -> list[Finding]:
@@ -71,6 +114,11 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
         f"{info.active} active  {info.queued} queued  gateway restarts {info.gateway_restarts}"
         + (f"  http {info.http_address}" if info.http_address else "")
     )
+    if info.HasField("scaling"):
+        one = info.scaling
+        waits = f"; {one.waits_for}" if one.waits_for else ""
+        bounds = f"{one.min_islands} … {one.max_islands}"
+        console.print(f"{len(info.islands)} islands of {bounds}, the policy wants {one.wanted_islands}{waits}")
     if len(info.gateways) > 1:
         console.print(_gateways(info.gateways))
     for island in info.islands:

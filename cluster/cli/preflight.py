@@ -13,6 +13,7 @@ from tandem.cache.kernels.build.nvml import Driver, read_driver
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.config_model import download_hint
 from tandem.cluster.config_sections import ModelSection
+from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.supervision.shared_ports import check_ports
 
@@ -42,7 +43,8 @@ def check_host(config: ClusterConfig, *, own_ray: bool) -> list[str]:
     lacking = [*_check_files(limit), *(_check_room(config) if own_ray else ())]
     if lacking:
         raise StartFailed("\n".join(lacking))
-    return [*_warn_of_files(config, limit), *(_warn_of_shm() if own_ray else ()), *_warn_of_load()]
+    warnings = [*_warn_of_plain_text(config), *_warn_of_files(config, limit)]
+    return [*warnings, *(_warn_of_shm() if own_ray else ()), *_warn_of_load()]
 
 
 def require_model(config: ClusterConfig) -> None:
@@ -122,6 +124,17 @@ def _check_files(limit: int) -> Iterator[str]:
             f"the limit of open files is {limit}; at least {FILES} are needed: raise it with `ulimit -n {MOST_FILES}`, "
             "LimitNOFILE= in a systemd unit, or --ulimit nofile= of a container"
         )
+
+
+def _warn_of_plain_text(config: ClusterConfig) -> Iterator[str]:
+    section = config.gateway
+    for key, host in (("gateway.host", section.host), ("metrics.host", config.metrics.host)):
+        used = key == "gateway.host" or config.metrics.port is not None
+        if config.security.tls_at_proxy and used and not is_loopback(host):
+            yield (
+                f"security.tls_at_proxy is true, and {key} is {host!r}: tokens, prompts and answers pass there without "
+                "TLS; let nobody but the proxy reach these ports"
+            )
 
 
 def _warn_of_files(config: ClusterConfig, limit: int) -> Iterator[str]:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.cluster.metrics.quantile import quantile
+
 
 class Samples:
     """All samples of one scrape."""
@@ -65,19 +67,3 @@ class Interval(NamedTuple):
         if not any(counts.values()):
             return []
         return [quantile(counts, fraction) for fraction in fractions]
-
-
-def quantile(counts: dict[float, float], fraction: float) -> float:
-    """As PromQL's histogram_quantile: linear within a bucket, and the last bound for what lies behind it.
-
-    counts: of values up to each bound, in the order of the bounds, the last infinite; not all 0.
-    """
-    bounds = list(counts)
-    wanted = fraction * counts[bounds[-1]]
-    low, below = 0.0, 0.0
-    for bound in bounds[:-1]:
-        if counts[bound] >= wanted:
-            inside = counts[bound] - below
-            return low + (bound - low) * ((wanted - below) / inside if inside else 0.0)
-        low, below = bound, counts[bound]
-    return low

@@ -67,6 +67,9 @@ class ClusterView:
     moves: int
     rejected: int
     away: list[str]  # islands that are started again
+    islands: int
+    wanted_islands: int | None  # by the scaling policy; None without one
+    waits_for: str  # why there are not as many
     workers: list[WorkerView]
 
 
@@ -131,6 +134,9 @@ def view_of(info: inference_pb2.ClusterInfo, interval: Interval) -> ClusterView:
         moves=int(after.total("tandem:moves_total")),
         rejected=int(after.total("tandem:rejected_total")),
         away=[island.name for island in info.islands if not island.workers],
+        islands=len(info.islands),
+        wanted_islands=info.scaling.wanted_islands if info.HasField("scaling") else None,
+        waits_for=info.scaling.waits_for,
         workers=[_worker(island, worker, interval) for island in info.islands for worker in island.workers],
     )
 
@@ -144,6 +150,7 @@ def render(view: ClusterView) -> RenderableType:
         f"restarts {view.island_restarts} (gateway {view.gateway_restarts})  replays {view.replays}  "
         f"moves {view.moves}  rejected {view.rejected}",
         (f"  {', '.join(view.away)} away" if view.away else "", "bold red"),
+        _scaling(view),
     )  # fmt: skip
     rates = Text(
         f"{view.requests:.1f} requests/s  {view.prompt_tokens:.0f} prompt tokens/s  {view.output_tokens:.0f} output "
@@ -151,6 +158,12 @@ def render(view: ClusterView) -> RenderableType:
         f"gap {_milliseconds(view.gap_seconds)}"
     )
     return Group(head, rates, _table(view.workers))
+
+
+def _scaling(view: ClusterView) -> str:
+    if view.wanted_islands in (None, view.islands):
+        return ""
+    return f"  {view.islands} islands of {view.wanted_islands} wanted: {view.waits_for}"
 
 
 def _table(workers: list[WorkerView]) -> Table:

@@ -25,7 +25,7 @@ from tandem.cluster.client.client_messages import (
 )
 from tandem.cluster.client.resumption import Resumption
 from tandem.cluster.credentials import ClientSecurity
-from tandem.cluster.protocol import Prompt, Sampling, build_request
+from tandem.cluster.protocol import Options, Prompt, build_request
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 GENERATE_SECONDS = 600.0
@@ -77,7 +77,7 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         request_id: str | None = None,
         cache_salt: str | None = None,
         timeout: float = GENERATE_SECONDS,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[Options],
     ) -> UpdatesT:
         """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
 

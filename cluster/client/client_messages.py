@@ -1,5 +1,6 @@
 """Python values of the gateway's responses, and errors of failed calls, for both clients."""
 
+import struct
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,7 @@ class GenerateUpdate:
     index: int = 0  # of the answer, less than n
     stop_reason: str | int | None = None  # the stop string or the id in stop_token_ids that ended the answer
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # before the first token; None for the prompt's first one
+    prompt_token_ids: tuple[int, ...] = ()  # with the first message, where they were asked for
 
 
 def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:
@@ -105,6 +107,7 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
         ),
         index=message.index,
         stop_reason=None if stop is None else getattr(message, stop),
+        prompt_token_ids=struct.unpack(f"<{len(message.prompt_token_bytes) // 4}I", message.prompt_token_bytes),
     )
 
 

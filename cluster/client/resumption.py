@@ -38,6 +38,7 @@ class Resumption:
         self._ended: set[int] = set()
         self._num_prompt_logprobs = 0
         self._repeated = 0  # those to come that are there already
+        self._has_prompt = False
         self._reached = False
         self.finished = False  # the last message has come; an error behind it does not count
         request.request_id = request.request_id or uuid.uuid4().hex
@@ -54,6 +55,9 @@ class Resumption:
         del message.prompt_logprobs[:again]
         self._repeated -= again
         self._num_prompt_logprobs += len(message.prompt_logprobs)
+        if self._has_prompt:
+            message.ClearField("prompt_token_bytes")
+        self._has_prompt |= bool(message.prompt_token_bytes)
         if message.token_ids or message.finish_reason:
             self._tokens[message.index] += message.token_ids
         if message.finish_reason:

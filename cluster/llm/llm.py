@@ -9,7 +9,7 @@ from tandem.cluster.client.client import GENERATE_SECONDS, AsyncClient, Client
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.llm.outputs import Output, output_of
-from tandem.cluster.protocol import Prompt, Sampling
+from tandem.cluster.protocol import Options, Prompt
 from tandem.workers.event_loop import EventLoopThread
 
 NO_SECURITY = ClientSecurity()
@@ -28,7 +28,7 @@ class AsyncLLM:
         self._end = end
 
     async def generate(
-        self, prompts: Prompts, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Sampling]
+        self, prompts: Prompts, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Options]
     ) -> list[Output]:
         """One output for each prompt, in their order. A prompt is text, token ids, or a list of messages (a chat).
 
@@ -54,14 +54,14 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, str]],
         *,
         timeout: float = GENERATE_SECONDS,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[Options],
     ) -> Output:
         """The answer to one chat: messages with role and content."""
         (output,) = await self.generate([messages], timeout=timeout, **sampling)
         return output
 
     def stream(
-        self, prompt: Prompt, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Sampling]
+        self, prompt: Prompt, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Options]
     ) -> AsyncGenerator[GenerateUpdate, None]:
         """The answer to one prompt as it comes."""
         return self.client.generate(prompt, timeout=timeout, **sampling)
@@ -91,7 +91,7 @@ class LLM:
         self._inner = self._events.run(_made(address, security), timeout=10)
 
     def generate(
-        self, prompts: Prompts, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Sampling]
+        self, prompts: Prompts, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Options]
     ) -> list[Output]:
         many = as_list(prompts)
         rounds = -(-len(many) // AT_ONCE) + 1
@@ -102,13 +102,13 @@ class LLM:
         messages: Sequence[Mapping[str, str]],
         *,
         timeout: float = GENERATE_SECONDS,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[Options],
     ) -> Output:
         (output,) = self.generate([messages], timeout=timeout, **sampling)
         return output
 
     def stream(
-        self, prompt: Prompt, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Sampling]
+        self, prompt: Prompt, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Options]
     ) -> Generator[GenerateUpdate, None, None]:
         return self.client.generate(prompt, timeout=timeout, **sampling)
 

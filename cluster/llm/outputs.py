@@ -27,6 +27,7 @@ class Output:
     answers: tuple[Answer, ...]
     usage: Usage  # of all answers
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # where they were asked for; None for the first token
+    prompt_token_ids: tuple[int, ...] = ()  # where they were asked for
 
     @property
     def text(self) -> str:
@@ -50,12 +51,15 @@ def output_of(prompt: Prompt, updates: Iterable[GenerateUpdate]) -> Output:
     parts: dict[int, list[GenerateUpdate]] = {}
     prompt_logprobs: list[TokenLogprobs | None] = []
     usage: Usage | None = None
+    token_ids: tuple[int, ...] = ()
     for one in updates:
+        token_ids = token_ids or one.prompt_token_ids
         parts.setdefault(one.index, []).append(one)
         prompt_logprobs += one.prompt_logprobs
         usage = one.usage or usage
     assert usage is not None, "the last message has it"
-    return Output(prompt, tuple(_answer(parts[index]) for index in sorted(parts)), usage, tuple(prompt_logprobs))
+    answers = tuple(_answer(parts[index]) for index in sorted(parts))
+    return Output(prompt, answers, usage, tuple(prompt_logprobs), token_ids)
 
 
 def _answer(parts: list[GenerateUpdate]) -> Answer:

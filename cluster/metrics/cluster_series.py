@@ -23,6 +23,9 @@ def gateway_families(info: inference_pb2.ClusterInfo) -> list[Metric]:
         _gauge("tandem:gateway_calls", "Calls under way, through gRPC and HTTP.", (),
                [((), sum(one.calls for one in there))]),
         _counter("tandem:gateway_restarts", "Restarts of gateway processes.", (), [((), info.gateway_restarts)]),
+        _gauge("tandem:islands", "Islands, those that are started again included.", (), [((), len(info.islands))]),
+        _gauge("tandem:wanted_islands", "Islands that the scaling policy wants.", (),
+               [((), info.scaling.wanted_islands)] if info.HasField("scaling") else []),
     ]  # fmt: skip
 
 

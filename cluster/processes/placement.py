@@ -77,6 +77,13 @@ def could_have_room(nodes: Sequence[Node], need: Resources) -> bool:
     return any(_has(node.total, need) for node in nodes)
 
 
+def places(nodes: Sequence[Node], need: Resources) -> int:
+    """How often `need` is free, on all nodes together."""
+    return sum(
+        int(min((node.free.get(name, 0) + 1e-6) / amount for name, amount in need.items() if amount)) for node in nodes
+    )
+
+
 def in_words(nodes: Sequence[Node]) -> str:
     """What is free on each node."""
     return "; ".join(

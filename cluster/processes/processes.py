@@ -100,9 +100,23 @@ class Processes(ABC):
         """After start(): the addresses of all hosts that there are now."""
         return (LOOPBACK_HOST,)
 
+    def hosts_for(self, where: Where) -> Sequence[str]:
+        """Those of `hosts` that a group may go to, with room or without."""
+        return self.hosts
+
     @abstractmethod
     def check_room(self, processes: int, *, gpus: int) -> None:
         """StartFailed if there can never be so many processes at a time, with `gpus` GPUs each."""
+
+    def free_places(self, most: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> int:
+        """How many groups of so many processes, `most` at most, hosts have room for now. It may be gone a moment later.
+        Raises StartFailed where there is no host any more."""
+        return most
+
+    def ask_for_places(self, groups: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> None:
+        """Asks for hosts that have room for so many groups in all, those that run included; 0 takes the wish back.
+        Hosts come later, or never."""
+        return None
 
     @abstractmethod
     def start_group(

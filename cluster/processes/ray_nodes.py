@@ -11,7 +11,15 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from tandem.cluster.errors import StartFailed
-from tandem.cluster.processes.placement import Node, Where, could_have_room, in_words, nodes_with_room, spread_over
+from tandem.cluster.processes.placement import (
+    Node,
+    Where,
+    could_have_room,
+    in_words,
+    nodes_with_room,
+    places,
+    spread_over,
+)
 
 CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
 NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
@@ -85,6 +93,22 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
         if time.monotonic() >= deadline:
             raise StartFailed(f"Ray has no node with {text} free: {in_words(fitting)}")
         time.sleep(POLL_SECONDS)
+
+
+def free_places(need: dict[str, float], where: Where) -> int:
+    """How many groups that need so much on one node could be placed now."""
+    here = own_address()
+    return places([node for node in alive_nodes() if where.fits(node, here)], need)
+
+
+def request_nodes(groups: int, need: dict[str, float], where: Where) -> None:
+    """Tells Ray's autoscaler, and so KubeRay's, that so many groups should fit, those that run included. It holds until
+    it is called again: 0 groups take the request back. Without an autoscaler nothing comes of it."""
+    from ray.autoscaler.sdk import request_resources
+
+    marks = {name: min(amount, NODE_FRACTION) for name, amount in where.resources.items()}  # nodes that have them
+    bundle = {name: amount for name, amount in need.items() if amount} | marks
+    request_resources(bundles=[bundle] * groups, bundle_label_selectors=[dict(where.labels)] * groups)
 
 
 def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: float) -> list[PlacementGroup]:

@@ -36,9 +36,13 @@ from tandem.cluster.processes.ray_nodes import (
     alive_nodes,
     check_there,
     choose_nodes,
+    free_places,
     on_node,
+    own_address,
     place,
     process_resources,
+    request_nodes,
+    sum_of,
 )
 
 NAMESPACE = "tandem"
@@ -98,8 +102,20 @@ class RayProcesses(Processes):
     def hosts(self) -> Sequence[str]:
         return [node.address for node in alive_nodes()]
 
+    def hosts_for(self, where: Where) -> Sequence[str]:
+        here = own_address()
+        return [node.address for node in alive_nodes() if where.fits(node, here)]
+
     def check_room(self, processes: int, *, gpus: int) -> None:
         check_there([process_resources(gpus)] * processes)
+
+    def free_places(self, most: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> int:
+        self._loss.check()
+        return min(most, free_places(sum_of([process_resources(gpus)] * processes), where))
+
+    def ask_for_places(self, groups: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> None:
+        self._loss.check()
+        request_nodes(groups, sum_of([process_resources(gpus)] * processes), where)
 
     def start_group(
         self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE

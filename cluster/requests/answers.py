@@ -12,6 +12,7 @@ from tandem.cluster.requests.whole_message import WholeMessage
 from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.router import Router
 from tandem.proto import inference_pb2
+from tandem.workers.wire.messages import prompt_to_bytes
 
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 NOTHING = Received()
@@ -35,6 +36,7 @@ class Answers:
         self._drafts = {index: Draft(keep=params.logprobs is not None) for index in indices} if self._ranked else {}
         self._unfinished = sum(not received.ended for received in self._received)
         self._turn = asyncio.Lock()  # one message at a time
+        self._tells = request.returns_prompt and not self._received[0].token_ids  # until the client has the prompt
 
     @property
     def generations(self) -> Sequence[Generation]:
@@ -55,7 +57,8 @@ class Answers:
         """Gives all messages to `write`. An answer that fails ends the others. Raises as Replay.run."""
         if self._request.params.num_answers == 1:
             (only,) = self._generations.values()
-            await _pass_on(Replay(router, only, client, max_attempts).run(deadline), write)
+            told = partial(self._write_told, write) if self._tells else write
+            await _pass_on(Replay(router, only, client, max_attempts).run(deadline), told)
             return
         landed = asyncio.Event()
         (first, lead), *others = self._generations.items()
@@ -84,7 +87,13 @@ class Answers:
                 message.ClearField("usage")
                 if not self._unfinished:
                     message.usage.CopyFrom(self.usage)
-            await write(message)
+            await (write(message) if index else self._write_told(write, message))
+
+    async def _write_told(self, write: Write, message: inference_pb2.GenerateResponse) -> None:
+        """A message of index 0. The first one has the prompt, where the client wants it."""
+        if self._tells:
+            self._tells, message.prompt_token_bytes = False, prompt_to_bytes(self._request.token_ids)
+        await write(message)
 
     async def _write_best(self, write: Write) -> None:
         """The highest means first, and of equal ones the lowest index."""

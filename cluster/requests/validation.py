@@ -2,7 +2,9 @@
 
 import secrets
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.protocol import MAX_MESSAGES
 from tandem.cluster.requests.cache_salt import worker_salt
+from tandem.cluster.requests.default_sampling import with_defaults
 from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
@@ -69,6 +72,7 @@ class ValidRequest:
     received: tuple[Received, ...] = ()  # of each answer that the client gets; none where there was no earlier call
     resumes: bool = False
     salt: bytes = b""  # what workers share prefixes by
+    returns_prompt: bool = False  # the client gets token_ids
 
     def answer(self, index: int) -> "ValidRequest":
         """One answer as a request of its own. As in vLLM its seed is the request's plus its index."""
@@ -98,8 +102,11 @@ class RequestValidator:
         grammars: Grammars | None = None,
         *,
         salt_by_token: bool = False,
+        defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """grammars: None refuses all. salt_by_token: callers with unlike credentials share no prefixes."""
+        """grammars: None refuses all. salt_by_token: callers with unlike credentials share no prefixes. defaults: what
+        requests get that do not name these parameters, see default_sampling()."""
+        self._defaults = defaults
         self._grammars = grammars
         self._limits = limits
         self._salt_by_token = salt_by_token
@@ -122,6 +129,9 @@ class RequestValidator:
         self._check_received("resume.token_ids", len(message.resume.token_ids))
         for index, answer in enumerate(message.resume.answers[:MAX_ANSWERS]):
             self._check_received(f"resume.answers[{index}].token_ids", len(answer.token_ids))
+        kept = message.truncate_prompt_tokens
+        if message.HasField("truncate_prompt_tokens") and kept < 1 and kept != -1:
+            raise InvalidRequest(f"truncate_prompt_tokens is {kept}; it must be at least 1, or -1 for as many as fit")
         kind = message.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input is missing; set text, token_ids, token_bytes or chat")
@@ -129,7 +139,8 @@ class RequestValidator:
             ids = (
                 len(message.token_ids.ids) if kind == "token_ids" else len(message.token_bytes) // PROMPT_DTYPE.itemsize
             )
-            self._check_length(ids, 1)
+            if not message.HasField("truncate_prompt_tokens"):
+                self._check_length(ids, 1)
         else:
             self._check_text(kind, message)
 
@@ -153,7 +164,7 @@ class RequestValidator:
         default of SamplingParams. credential: what the caller showed to be let in, empty for nothing. tokens: the
         prompt's, int64 [n], where they are known."""
         self.check(message)
-        params = sampling_from_proto(message.sampling)
+        params = with_defaults(sampling_from_proto(message.sampling), message.sampling, self._defaults)
         ends_anywhere = open_ended is not None and not message.sampling.HasField("max_tokens")
         if ends_anywhere:
             params = replace(params, max_tokens=max(params.max_tokens, params.min_tokens))
@@ -166,7 +177,8 @@ class RequestValidator:
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
         salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
-        token_ids = self._prompt(message, tokens)
+        kept = self._kept(message, params, open_ended if ends_anywhere else None)
+        token_ids = self._prompt(message, tokens, kept)
         if open_ended is not None and ends_anywhere:
             params = replace(params, max_tokens=max(1, params.min_tokens, min(open_ended, self._room(len(token_ids)))))
         self._check_length(len(token_ids), params.max_tokens)
@@ -176,7 +188,8 @@ class RequestValidator:
         if resumes and not message.request_id:
             raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
         received = self._received(message.resume, params)
-        return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes, salt)
+        request_id, tells = message.request_id or uuid.uuid4().hex, message.return_prompt_token_ids
+        return ValidRequest(request_id, token_ids, params, received, resumes, salt, tells)
 
     def _received(self, resume: inference_pb2.Resume, params: SamplingParams) -> tuple[Received, ...]:
         count = len(resume.answers)
@@ -252,14 +265,35 @@ class RequestValidator:
         size = len(message.text) or message.chat.ByteSize()
         most = self._limits.max_model_len * self._longest_token
         if kind == "chat" and size > most:  # which counts more than the characters
-            size = sum(len(turn.role) + len(turn.content) for turn in message.chat.messages)
-        if size > most:  # found out before it is tokenized, which takes seconds for millions of characters
+            size = len(message.chat.tools) + sum(
+                len(turn.role) + len(turn.content) + len(turn.fields) for turn in message.chat.messages
+            )
+        # Found out before it is tokenized, which takes seconds for millions of characters.
+        if size > most and not message.HasField("truncate_prompt_tokens"):
             raise InvalidRequest(
                 f"{kind} has {size} characters; at most {most} are accepted, which {self._limits.max_model_len} of the "
                 "model's longest tokens would make"
             )
 
-    def _prompt(self, message: inference_pb2.GenerateRequest, tokens: Int64Array | None) -> Int64Array:
+    def _kept(
+        self, message: inference_pb2.GenerateRequest, params: SamplingParams, open_ended: int | None
+    ) -> int | None:
+        """The most tokens that are left of a prompt; None leaves all. open_ended: None where max_tokens is named. Else
+        the prompt leaves it half of the context, if it may be so long."""
+        if not message.HasField("truncate_prompt_tokens"):
+            return None
+        if message.truncate_prompt_tokens > 0:
+            return message.truncate_prompt_tokens
+        longest, switch = self._limits.longest, self._limits.rope_switch
+        output = params.max_tokens if open_ended is None else max(params.min_tokens, min(open_ended, longest // 2))
+        fits = longest - max(1, output)
+        if switch is not None and fits <= switch < fits + output - 1:
+            fits = switch + 1 - output
+        return max(1, fits)
+
+    def _prompt(
+        self, message: inference_pb2.GenerateRequest, tokens: Int64Array | None, kept: int | None
+    ) -> Int64Array:
         kind = str(message.WhichOneof("input"))
         try:
             if kind == "token_bytes":
@@ -275,7 +309,7 @@ class RequestValidator:
             raise InvalidRequest(f"{name} is empty; at least one token{' id' * (kind == 'token_ids')} is needed")
         if kind in ("token_ids", "token_bytes"):
             self._check_vocabulary("token_ids.ids" if kind == "token_ids" else kind, token_ids)
-        return token_ids
+        return token_ids if kept is None else token_ids[max(0, len(token_ids) - kept) :]
 
     def _check_vocabulary(self, field: str, ids: Int64Array) -> None:
         largest = int(ids.max(initial=0))

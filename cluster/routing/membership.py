@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.cluster.processes.processes import ActorProcess
 from tandem.cluster.routing.worker_link import WorkerAddress
+from tandem.cluster.scaling import ScalingState
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Membership:
         self._lock = threading.Lock()
         self._states: dict[str, IslandState] = {}
         self._gateways: list[ActorProcess] = []
+        self._scaling: ScalingState | None = None
 
     def update(
         self, name: str, epoch: int, restarts: int, workers: tuple[WorkerAddress, ...], host: str = ""
@@ -43,6 +45,13 @@ class Membership:
             version, number = (1, len(self._states)) if before is None else (before.version + 1, before.number)
             state = self._states[name] = IslandState(name, epoch, restarts, workers, version, number, host)
             return [gateway.call("update_island", state) for gateway in self._gateways]
+
+    def update_scaling(self, state: ScalingState) -> None:
+        """Tells all what the scaling policy is about."""
+        with self._lock:
+            self._scaling = state
+            for gateway in self._gateways:
+                gateway.call("update_scaling", state)
 
     def remove(self, name: str) -> None:
         """Tells all that the island is gone. Another one may take its name and number later."""
@@ -58,6 +67,8 @@ class Membership:
         """From now on this process is told, too; the calls that tell it all that is known."""
         with self._lock:
             self._gateways.append(gateway)
+            if self._scaling is not None:
+                gateway.call("update_scaling", self._scaling)
             return [gateway.call("update_island", state) for state in self._states.values()]
 
     def detach(self, gateway: ActorProcess) -> None:

@@ -46,6 +46,10 @@ class PrefixView(Generic[Holder]):
     that many hold takes the memory of one. A worker's keys are as many as its cache has pages.
 
         0x5bd1…  ──►  0b0101     workers 0 and 2 hold this page
+
+    The bits of workers that are gone stay in the masks, and match nothing, until there are as many of them as of
+    others. One look at all keys then takes them out. So a worker's end costs as much as its own keys, however many
+    others there are.
     """
 
     def __init__(self) -> None:
@@ -53,9 +57,10 @@ class PrefixView(Generic[Holder]):
         self._bits: dict[Holder, int] = {}
         self._holders: dict[int, Holder] = {}
         self._groups: dict[int, tuple[Holder, ...]] = {}  # of masks that were met of late
+        self._gone = 0  # the bits of workers that were dropped
 
     def __len__(self) -> int:
-        """Distinct keys."""
+        """Distinct keys, those that only workers held that are gone included."""
         return len(self._masks)
 
     def apply(self, holder: Holder, report: Report) -> None:
@@ -74,9 +79,11 @@ class PrefixView(Generic[Holder]):
         """Forgets a worker. Idempotent."""
         bit = self._bits.pop(holder, None)
         if bit is not None:
-            self._remove([key for key, mask in self._masks.items() if mask & bit], bit)
             del self._holders[bit]
             self._groups.clear()
+            self._gone |= bit
+            if self._gone.bit_count() >= len(self._holders):
+                self._sweep()
 
     def match(self, prompt: PromptKeys) -> dict[Holder, int]:
         """Tokens at the prompt's beginning whose KV each worker holds; workers that hold none are left out.
@@ -85,7 +92,7 @@ class PrefixView(Generic[Holder]):
         """
         masks = self._masks
         keys = prompt.first(1)
-        mask = masks.get(keys[0], 0) if keys and masks else 0
+        mask = masks.get(keys[0], 0) & ~self._gone if keys and masks else 0
         found: dict[Holder, int] = {}
         pages = 1  # that `mask` holds
         while mask:
@@ -122,9 +129,15 @@ class PrefixView(Generic[Holder]):
     def _bit(self, holder: Holder) -> int:
         bit = self._bits.get(holder)
         if bit is None:
-            bit = next(one for one in _powers() if one not in self._holders)
+            bit = next(one for one in _powers() if one not in self._holders and not one & self._gone)
             self._bits[holder], self._holders[bit] = bit, holder
         return bit
+
+    def _sweep(self) -> None:
+        """Takes the bits of all that are gone out of all masks."""
+        stays = ~self._gone
+        self._masks = {key: left for key, mask in self._masks.items() if (left := mask & stays)}
+        self._gone = 0
 
     def _remove(self, keys: list[int], bit: int) -> None:
         masks = self._masks

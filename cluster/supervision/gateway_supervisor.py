@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from tandem.cluster.config_sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings, attempt_prefix
-from tandem.cluster.peers.table import GatewayFile
+from tandem.cluster.peers.table import GatewayFile, GatewayTable
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tandem.cluster.routing.membership import Membership
@@ -90,6 +90,11 @@ class GatewaySupervisor(Supervisor):
         self.addresses = GatewayAddresses("")
         self._drain_seconds = settings.config.gateway.drain_seconds
         self._join_seconds += self._drain_seconds
+
+    @property
+    def table(self) -> GatewayTable:
+        """What the gateway's processes count, read here. Valid until the end."""
+        return self._file.table
 
     def _begin(self) -> None:
         if not self._gateways:

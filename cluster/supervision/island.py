@@ -56,10 +56,10 @@ class Island:
     ) -> None:
         """network: None is loopback."""
         self._processes = processes
-        self._network = network or Network(config, ())
+        self._network = network or Network(config)
         self._config = config
         self._max_model_len = max_model_len
-        self._workers = worker_configs(config, max_model_len, name, epoch)
+        self._workers = worker_configs(config, max_model_len, name, epoch, self._network.num_hosts)
         self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
         self._members: list[ActorProcess] = []  # in the order of their PEs
         self.shape = Shape(config.island.num_prefill, config.island.num_decode)

@@ -47,6 +47,15 @@ class IslandSet:
         return list(self._supervisors.values())
 
     @property
+    def count(self) -> int:
+        return len(self._supervisors)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether their number is."""
+        return self._changing.locked()
+
+    @property
     def num_pages(self) -> int:
         """Of each worker, at least."""
         return min(supervisor.num_pages for supervisor in self.all)

@@ -14,11 +14,14 @@ from tandem.cluster.errors import ConfigError, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
+from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import Shape
+from tandem.cluster.supervision.autoscaler import Autoscaler, IslandRoom
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
+from tandem.cluster.supervision.load_meter import LoadMeter
 from tandem.cluster.supervision.network import Network
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
@@ -62,6 +65,7 @@ class Cluster:
         self._membership = Membership()
         self._islands: IslandSet | None = None
         self._gateway: GatewaySupervisor | None = None
+        self._autoscaler: Autoscaler | None = None
         self._failure: Future[None] = Future()
         self.grpc_address = ""
         self.http_address: str | None = None
@@ -84,7 +88,7 @@ class Cluster:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
             self._processes.watch(self._fail)
-            network = Network(self._config, self._processes.hosts)
+            network = Network(self._config, self._processes)
             islands = self._start_islands(max_model_len, network)
             self._wait_until_ready(islands.all, lambda: progress and progress(islands.progress()))
             clocks = [island.island.clock for island in islands.all]
@@ -93,6 +97,7 @@ class Cluster:
                 addresses = self._start_gateway(islands, max_model_len)
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
                 self.metrics_address = addresses.metrics
+            self._start_autoscaler(islands, network)
         except BaseException:
             self.stop()
             raise
@@ -104,13 +109,15 @@ class Cluster:
 
     def stop(self, grace: float = 1.0) -> None:
         """Ends the gateway, whose calls under way have `grace` seconds, then the islands, then what placed them."""
+        if self._autoscaler is not None:
+            self._autoscaler.stop()
         if self._gateway is not None:
             self._gateway.grace = grace
             self._gateway.stop()
             self._gateway.join()
         if self._islands is not None:
             self._islands.stop()
-        self._gateway, self._islands = None, None
+        self._autoscaler, self._gateway, self._islands = None, None, None
         self._processes.stop()
 
     @property
@@ -129,6 +136,7 @@ class Cluster:
             scales = choose_scales(worker_configs(self._config, model.max_length)[0], model)
             layout = kv_layout(model, self._config.cache.page_size, scales)
             Tokenizer.from_folder(folder)
+            default_sampling(folder, self._config.model.generation_config)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
         except InvalidArgument as error:
@@ -184,6 +192,16 @@ class Cluster:
         self._gateway.start()
         self._wait_until_ready([self._gateway], lambda: None)
         return self._gateway.addresses
+
+    def _start_autoscaler(self, islands: IslandSet, network: Network) -> None:
+        assert self._gateway is not None, "it has the numbers"
+        section = self._config.scaling
+        if not section.is_automatic:
+            return
+        meter = LoadMeter(self._gateway.table, section.up_after_seconds)
+        room = IslandRoom(self._processes, self._config, network.where)
+        self._autoscaler = Autoscaler(self._config, islands, meter, room, self._membership.update_scaling)
+        self._autoscaler.start()
 
     def _wait_until_ready(self, parts: Sequence[Supervisor], look: Callable[[], object]) -> None:
         """look: called while they are not ready."""

@@ -1,11 +1,11 @@
 """How the gateway reaches workers, and workers each other: over loopback, or between hosts by mutual TLS."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.processes.placement import Where
-from tandem.cluster.processes.processes import LOOPBACK_HOST
+from tandem.cluster.processes.processes import LOOPBACK_HOST, Processes
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.workers.tls import Identity
@@ -14,12 +14,15 @@ from tandem.workers.tls import Identity
 class Network:
     """Of one run of one cluster. Certificates are made in memory, and travel to processes as their arguments do."""
 
-    def __init__(self, config: ClusterConfig, hosts: Sequence[str]) -> None:
-        """hosts: the addresses of all there are."""
-        island = config.island
-        self.spans_hosts = len(hosts) > 1 if island.network == "auto" else island.network == "node"
+    def __init__(self, config: ClusterConfig, processes: Processes | None = None) -> None:
+        """processes: after their start; None is this host."""
+        island, hosts = config.island, 1 if processes is None else len(processes.hosts)
+        self.spans_hosts = hosts > 1 if island.network == "auto" else island.network == "node"
         self.where = Where(not self.spans_hosts, island.node_resources, island.node_labels, island.span_hosts)
         """Where islands may go."""
+        fitting = processes.hosts_for(self.where) if self.spans_hosts and processes is not None else ()
+        self.num_hosts = max(1, len(fitting))
+        """On which they may go now."""
         self._worker: Identity | None = None
         self._gateway: Identity | None = None
         self._issue_pages: Callable[[str], Endpoint] | None = None

@@ -35,9 +35,9 @@ def max_islands(config: ClusterConfig) -> int:
 
 
 def worker_configs(
-    config: ClusterConfig, max_model_len: int, island: str | None = None, epoch: int = FIRST_EPOCH
+    config: ClusterConfig, max_model_len: int, island: str | None = None, epoch: int = FIRST_EPOCH, hosts: int = 1
 ) -> list[WorkerConfig]:
-    """One for each PE of the island (by default the first), prefill workers first.
+    """One for each PE of the island (by default the first), prefill workers first. hosts: on which islands may be.
 
     They get a token of their own, which is written nowhere.
     """
@@ -67,8 +67,9 @@ def worker_configs(
             num_signals=config.island.num_signals or max_sequences(config),
             lease_seconds=config.island.lease_seconds,
             verify_kv=config.island.verify_kv,
-            threads=threads_per_worker(config),
-            threads_alone=threads_alone(config) if role == Role.DECODE else None,
+            threads=config.island.threads_per_worker,
+            workers_on_host=workers_on_host(config, hosts),
+            decode_workers=config.island.num_decode if role == Role.DECODE else None,
             max_stream_messages_per_second=stream_messages_per_second(config),
             token_seconds=token_seconds(config),
             adaptive=is_adaptive(config),
@@ -106,16 +107,10 @@ def token_seconds(config: ClusterConfig) -> float | None:
     return config.scheduler.token_seconds or (GPU_TOKEN_SECONDS if config.island.device == "cuda" else None)
 
 
-def threads_per_worker(config: ClusterConfig) -> int:
-    """As configured, or an even share of this machine's cores: with more threads, workers wait for each other."""
-    workers = config.num_islands * (config.island.num_prefill + config.island.num_decode)
-    return config.island.threads_per_worker or max(1, (os.cpu_count() or 1) // workers)
-
-
-def threads_alone(config: ClusterConfig) -> int:
-    """Of a decode worker while prefill workers idle: it has their threads then, shared with other decode workers."""
-    workers = config.island.num_prefill + config.island.num_decode
-    return threads_per_worker(config) * workers // config.island.num_decode
+def workers_on_host(config: ClusterConfig, hosts: int) -> int:
+    """The most there are where islands are spread evenly over so many hosts. With more threads than a host has cores,
+    its workers wait for each other."""
+    return math.ceil(config.num_islands / hosts) * (config.island.num_prefill + config.island.num_decode)
 
 
 def utilization_to_fill(config: ClusterConfig) -> float | None:

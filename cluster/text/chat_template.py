@@ -40,6 +40,7 @@ class ChatTemplate:
         environment.add_filter("tojson", to_json)
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = strftime_now
+        self.source = source
         self._environment = environment
         self._special_tokens = dict(special_tokens)
         try:
@@ -51,28 +52,54 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt for `messages` (each with role and content), up to the model's answer.
+        """The prompt for `messages` (each with role and content, perhaps tool_calls), up to the model's answer.
 
-        variables: further ones of the template. continue_final_message: the prompt ends in the last message.
-        ChatTemplateError when the template refuses them, fails, or runs for more than RENDER_SECONDS.
+        The arguments of tool calls are JSON texts. Templates get them as objects; one that fails on these gets the
+        texts. tools: what the model may call, as OpenAI describes functions. variables: further ones of the template.
+        continue_final_message: the prompt ends in the last message. ChatTemplateError when the template refuses them,
+        fails, or runs for more than RENDER_SECONDS.
         """
         turns = [dict(message) for message in messages]
         if continue_final_message and turns:
             turns[-1]["content"] += GOES_ON
-        given = {"tools": None, "documents": None} | self._special_tokens | dict(variables or {})
-        given |= {"messages": turns, "add_generation_prompt": add_generation_prompt}
+        given = {"documents": None} | self._special_tokens | dict(variables or {})
+        given |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        objects = [_with_objects(turn) if turn.get("tool_calls") else turn for turn in turns]
+        try:
+            rendered = self._render(given | {"messages": objects})
+        except ChatTemplateError:
+            if objects == turns:
+                raise
+            rendered = self._render(given | {"messages": turns})
+        return _before_mark(rendered) if continue_final_message else rendered
+
+    def _render(self, given: Mapping[str, Any]) -> str:
         try:
             with _time_limit(RENDER_SECONDS), self._environment.metered():
-                rendered = self._template.render(given)
+                return self._template.render(given)
         except Exception as error:  # a template may raise anything; for the caller all of it is the template's refusal
             raise ChatTemplateError(f"the chat template refuses these messages: {error!s:.{MOST_SAID}}") from error
-        return _before_mark(rendered) if continue_final_message else rendered
+
+
+def _with_objects(turn: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have objects as arguments, where the texts are objects."""
+    return turn | {"tool_calls": [_with_object(call) for call in turn["tool_calls"]]}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _before_mark(rendered: str) -> str:

@@ -24,12 +24,17 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
         return np.array(message.token_ids.ids[:], np.int64)
     assert tokenizer is not None, "the validator refuses text without one"
     if message.HasField("text"):
-        return np.array(tokenizer.encode(message.text), np.int64)
-    messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
+        special = message.add_special_tokens or not message.HasField("add_special_tokens")
+        return np.array(tokenizer.encode(message.text, add_special_tokens=special), np.int64)
     chat = message.chat
+    messages = [_turn(index, turn) for index, turn in enumerate(chat.messages)]
+    if "developer" not in tokenizer.template_source:
+        messages = [turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in messages]
     begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
     ids = tokenizer.encode_chat(
         messages,
+        tools=_tools(chat),
+        add_special_tokens=message.add_special_tokens,
         variables=template_variables(chat),
         add_generation_prompt=begins,
         continue_final_message=chat.continue_final_message,
@@ -53,3 +58,46 @@ def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
     if own:
         raise ChatTemplateError(f"template_kwargs has {own[0]}, which is a field of its own")
     return variables
+
+
+def _turn(index: int, message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    """A message as templates take it. Raises ChatTemplateError, which names the field."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if not message.fields:
+        return turn
+    name = f"messages[{index}].fields"
+    fields = _json(name, message.fields, dict, "a JSON object")
+    if own := [field for field in turn if field in fields]:
+        raise ChatTemplateError(f"{name} has {own[0]}, which is a field of its own")
+    calls = fields.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise ChatTemplateError(
+            f"{name}.tool_calls is {calls!r:.80}; a list of calls is accepted, each with a function that has a name "
+            "and arguments as texts"
+        )
+    return turn | fields
+
+
+def _is_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and all(isinstance(function.get(name), str) for name in ("name", "arguments"))
+
+
+def _tools(chat: inference_pb2.Chat) -> list[dict[str, Any]] | None:
+    """Raises ChatTemplateError, which names the field."""
+    if not chat.tools:
+        return None
+    tools = _json("tools", chat.tools, list, "a JSON list of objects")
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise ChatTemplateError(f"tools is {chat.tools!r:.80}; a JSON list of objects is accepted")
+    return tools or None
+
+
+def _json(name: str, text: str, kind: type, accepted: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise ChatTemplateError(f"{name} is {text!r:.80}; {accepted} is accepted")
+    return value

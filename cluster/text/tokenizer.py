@@ -29,6 +29,7 @@ class Tokenizer:
         self._chat_template = chat_template
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -51,6 +52,11 @@ class Tokenizer:
         return self._chat_template is not None
 
     @property
+    def template_source(self) -> str:
+        """The chat template as the checkpoint has it; empty for none."""
+        return "" if self._chat_template is None else self._chat_template.source
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids with a text, added tokens included. The model's vocabulary may be larger."""
         return self._inner.get_vocab_size()
@@ -71,11 +77,17 @@ class Tokenizer:
             raise
         return encoding.ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
         """options: see ChatTemplate.render. ChatTemplateError when there is no template or it refuses the messages."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=add_special_tokens)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt's text. options and errors as those of encode_chat()."""
         if self._chat_template is None:
             raise ChatTemplateError("the checkpoint has no chat template; send text or token ids")
-        return self.encode(self._chat_template.render(messages, **options), add_special_tokens=False)
+        return self._chat_template.render(messages, **options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -5,6 +5,7 @@ a token a step. Rounds of the same clients go to one and to the other in turns. 
 5 s, which is three times as often as Prometheus does.
 
     loop_us         CPU time of the event loop a message, in microseconds
+    process_us      the same of all its threads
     tokens_s        tokens a second that came to clients
     gap_p50_ms      between two messages of a stream
     ratios          with metrics ÷ without, the median over pairs of rounds
@@ -12,8 +13,8 @@ a token a step. Rounds of the same clients go to one and to the other in turns. 
 
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from urllib.request import urlopen
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config_sections import MetricsSection
-from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
 from tests.benchmarks.frontends import PROCESSES, costs_of, one_gateway, process_of, serve_gateway, serve_worker
 from tests.benchmarks.load import LoadProcesses, Share
 from tests.benchmarks.measured import Measured
@@ -29,7 +30,7 @@ from tests.benchmarks.options import Budget, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_least, at_most, print_result
 
 SCRAPE_SECONDS = 5.0
-SHOWN = ("loop_us", "tokens_s", "gap_p50_ms")
+SHOWN = ("loop_us", "process_us", "tokens_s", "gap_p50_ms")
 MODES = ("with", "without")
 MOST = 0.02  # the part that metrics may cost
 
@@ -60,14 +61,27 @@ def scraped(address: str) -> Iterator[None]:
 
 
 def measure(clients: int, output: int, steps: float, rounds: int, budget: Budget) -> dict[str, Any]:
+    return compare(settings, lambda addresses: scraped(addresses.http or ""), clients, output, steps, rounds, budget)
+
+
+def compare(
+    settings_of: Callable[[str, str], GatewaySettings],
+    beside: Callable[[GatewayAddresses], AbstractContextManager[None]],
+    clients: int,
+    output: int,
+    steps: float,
+    rounds: int,
+    budget: Budget,
+) -> dict[str, Any]:
+    """settings_of: of a model's folder and each of MODES. beside: what goes on while clients of `with` are served."""
     rows: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as folder, LoadProcesses(PROCESSES) as processes:
         make_checkpoint(Path(folder), arch="llama", size="tiny")
         with process_of(serve_worker, steps) as worker:
             island = worker.recv()
             with (
-                process_of(serve_gateway, settings(folder, "with"), island) as one,
-                process_of(serve_gateway, settings(folder, "without"), island) as other,
+                process_of(serve_gateway, settings_of(folder, "with"), island) as one,
+                process_of(serve_gateway, settings_of(folder, "without"), island) as other,
             ):
                 gateways = {"with": one, "without": other}
                 addresses = {mode: gateway.recv() for mode, gateway in gateways.items()}
@@ -79,10 +93,7 @@ def measure(clients: int, output: int, steps: float, rounds: int, budget: Budget
                         gateway = gateways[mode]
                         gateway.send(True)
                         before = gateway.recv()
-                        if mode == "with":
-                            with scraped(addresses[mode].http):
-                                outcome = processes.run(shares)
-                        else:
+                        with beside(addresses[mode]) if mode == "with" else nullcontext():
                             outcome = processes.run(shares)
                         gateway.send(True)
                         rows[mode].append(costs_of(outcome, before, gateway.recv()))

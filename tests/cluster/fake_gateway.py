@@ -13,7 +13,9 @@ from tandem.proto import inference_pb2, inference_pb2_grpc
 
 @dataclass
 class FakeGateway(inference_pb2_grpc.InferenceServicer):
-    """Streams one word a message and `stop` at the end; with `fails` set, ends with that status after `words`."""
+    """Streams one word a message and `stop` at the end; with `fails` set, ends with that status after `words`.
+
+    Words of further answers have their index at the end. The first answer ends last."""
 
     words: tuple[str, ...] = ("one", " two")
     fails: tuple[grpc.StatusCode, str] | None = None
@@ -30,18 +32,24 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer):
         self.peers.append(context.peer())
         self.client_ids += [str(value) for key, value in context.invocation_metadata() if key == "client-id"]
         context.add_callback(self.cancelled.set)
-        for index, word in enumerate(self.words):
-            yield inference_pb2.GenerateResponse(request_id="r", token_ids=[index], text=word)
+        indices = range(request.sampling.n or 1)
+        for token, word in enumerate(self.words):
+            for index in indices:
+                text = f"{word}{index or ''}" if word else ""
+                yield inference_pb2.GenerateResponse(request_id="r", token_ids=[token], text=text, index=index)
         if self.hangs:
             self.cancelled.wait(10)
         if self.fails is not None:
             context.abort(*self.fails)
-        yield inference_pb2.GenerateResponse(
-            request_id="r",
-            finish_reason=inference_pb2.FINISH_REASON_STOP,
-            usage=inference_pb2.Usage(prompt_tokens=3, output_tokens=len(self.words)),
-            timings=inference_pb2.Timings(bytes_pushed=7, total_seconds=0.5),
-        )
+        for index in reversed(indices):
+            usage = inference_pb2.Usage(prompt_tokens=3, output_tokens=len(self.words) * len(indices))
+            yield inference_pb2.GenerateResponse(
+                request_id="r",
+                finish_reason=inference_pb2.FINISH_REASON_STOP,
+                usage=None if index else usage,
+                timings=inference_pb2.Timings(bytes_pushed=7, total_seconds=0.5),
+                index=index,
+            )
 
     def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: grpc.ServicerContext

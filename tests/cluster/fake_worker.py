@@ -38,6 +38,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     room: asyncio.Event | None = None  # what PrepareReceive waits for
     address: str = ""
     step_seconds: float = 0.0
+    stop_token: int | None = None  # ends a request, but as its first two tokens
     pe: int | None = None  # of a worker of its own: prompts that it is to write itself it computes itself
     local: list[str] = field(default_factory=list)  # requests with such prompts
     packed: list[worker_pb2.PackedLogprobs] = field(default_factory=list)  # what PromptLogprobs brings
@@ -102,6 +103,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await self._maybe_fail("StartGenerate", context)
             await asyncio.sleep(self.step_seconds)
             sequence.append(self.say(sequence))
+            if sequence[-1] == self.stop_token:
+                stop: Any = 1
+                yield worker_pb2.GeneratedTokens(token_ids=sequence[-1:], finish_reason=stop, fed=fed)
+                return
             if feed is None:
                 yield worker_pb2.GeneratedTokens(token_ids=sequence[-1:])
             else:

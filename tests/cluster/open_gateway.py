@@ -10,7 +10,7 @@ from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.workers.event_loop import EventLoopThread
-from tests.cluster.fake_worker import FakeWorker
+from tests.cluster.fake_worker import FakeWorker, Say
 
 PROMPT = [5, 6, 7]
 TOKENS = [(8 * 3 + number * 5) % 100 for number in range(6)]
@@ -45,12 +45,18 @@ class OpenGateway:
 
 @contextmanager
 def open_gateway(
-    model: Path, options: dict[str, Any] | None = None, fails: dict[str, list[str]] | None = None, alone: bool = False
+    model: Path,
+    options: dict[str, Any] | None = None,
+    fails: dict[str, list[str]] | None = None,
+    alone: bool = False,
+    say: Say = say,
+    stop_token: int | None = None,
+    max_model_len: int = 256,
 ) -> Iterator[OpenGateway]:
-    """A gateway in this process; fails is FakeWorker's. alone: it knows no island yet."""
-    events, worker = EventLoopThread("gateway"), FakeWorker(say, fails or {})
+    """A gateway in this process; fails, say and stop_token are FakeWorker's. alone: it knows no island yet."""
+    events, worker = EventLoopThread("gateway"), FakeWorker(say, fails or {}, stop_token=stop_token)
     overrides = {"model.path": str(model), "gateway.port": 0, "gateway.http_port": 0, **(options or {})}
-    gateway = Gateway(gateway_settings(load_config(None, overrides), 256, 64))
+    gateway = Gateway(gateway_settings(load_config(None, overrides), max_model_len, max_model_len // 4))
     opened = OpenGateway(gateway, worker, events)
     try:
         events.run(worker.start(), timeout=10)

@@ -1,6 +1,7 @@
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -162,6 +163,37 @@ def test_the_pool_is_given_once() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["scaling.min_islands=3", "scaling.max_islands=2"], ["scaling is", "min_islands, here 3"]),
+        (["scaling.token_seconds=0.1"], ["must have max_islands where token_seconds is set"]),
+        (["num_islands=3", "scaling.max_islands=2"], ["num_islands is 3; it must be at most scaling.max_islands, 2"]),
+        (
+            ["scaling.min_islands=2", "scaling.max_islands=4", "scaling.queue_seconds=1", "scaling.token_seconds=1"],
+            ["num_islands is 1; it must be at least scaling.min_islands, 2, where scaling.queue_seconds or scal"],
+        ),
+        (
+            ["metrics.enabled=false", "scaling.max_islands=4", "scaling.queue_seconds=1"],
+            ["metrics.enabled is false; it must be true where scaling.queue_seconds is set"],
+        ),
+    ],
+)
+def test_a_scaling_policy_that_cannot_act_is_refused(overrides: list[str], parts: list[str]) -> None:
+    (line,) = refused(*overrides)
+    for part in parts:
+        assert part in line
+
+
+def test_a_scaling_policy_is_there_where_a_target_and_room_to_grow_are() -> None:
+    def is_automatic(*overrides: str) -> bool:
+        return load_config(None, overrides).scaling.is_automatic
+
+    assert is_automatic("scaling.max_islands=2", "scaling.queue_seconds=1")
+    assert not is_automatic("scaling.max_islands=2")
+    assert not is_automatic("scaling.max_islands=1", "scaling.queue_seconds=1")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_hosts_are_accepted(host: str) -> None:
     assert load_config(None, {"gateway.host": host}).gateway.host == host
@@ -172,6 +204,20 @@ def test_any_host_is_accepted_with_a_token_and_tls() -> None:
     assert load_config(None, guards | {"gateway.host": "0.0.0.0"}).gateway.host == "0.0.0.0"
     with pytest.raises(ConfigError, match=r"gateway\.host is '0\.0\.0\.0'"):
         load_config(None, {"gateway.host": "0.0.0.0", "security.token_file": "t"})
+
+
+@pytest.mark.parametrize("token", ["security.token_file", "security.api_key"])
+@pytest.mark.parametrize("tls", [{"security.tls_cert": "c", "security.tls_key": "k"}, {"security.tls_at_proxy": True}])
+def test_any_host_is_accepted_with_either_token_and_tls_here_or_at_a_proxy(token: str, tls: dict[str, Any]) -> None:
+    hosts = {"gateway.host": "0.0.0.0", "metrics.host": "0.0.0.0", "metrics.port": 0}
+    assert load_config(None, hosts | tls | {token: "t" * 16}).metrics.host == "0.0.0.0"
+
+
+def test_tls_at_a_proxy_needs_a_token_and_no_certificate() -> None:
+    (keyless,) = refused("security.tls_at_proxy=true", "gateway.host=0.0.0.0")
+    assert "must have token_file or api_key where tls_at_proxy is true" in keyless
+    keys = [f"security.{name}" for name in ("api_key=" + "k" * 16, "tls_cert=c", "tls_key=k", "tls_at_proxy=true")]
+    assert "must have tls_at_proxy or tls_cert, not both" in refused(*keys)[0]
 
 
 def test_all_findings_come_at_once() -> None:

@@ -19,8 +19,10 @@ from tandem.cluster.credentials import ClientSecurity, ServerSecurity, read_toke
 from tandem.cluster.errors import ConfigError, Unauthenticated, Unavailable
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import HEADER, authorized
+from tests.cluster.open_gateway import open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY
+from tests.support.http_client import get as http_get
 from tests.support.http_client import refused as http_refused
 from tests.support.island import Island, running_island
 
@@ -225,6 +227,16 @@ def test_a_gateway_that_listens_everywhere_is_found_by_a_name(
             main(["status", "--token-file", token_file, "--tls-ca", servers.ca])
     assert ended.value.code == 0
     assert "prefill" in capsys.readouterr().out
+
+
+def test_behind_a_proxy_a_gateway_serves_plainly_and_asks_for_its_token(checkpoint: Path) -> None:
+    options = {"gateway.host": "0.0.0.0", "security.api_key": TOKEN, "security.tls_at_proxy": True}
+    with open_gateway(checkpoint, options) as opened:
+        address = opened.http.replace("0.0.0.0", "127.0.0.1")
+        host = {"host": "tandem.example"}  # which the proxy passes on
+        http_refused(http_get(address, "/v1/models", headers=host), 401)
+        headers = host | {"authorization": f"Bearer {TOKEN}"}
+        assert http_get(address, "/v1/models", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Outputs that follow grammars, through the gateway: valid, and the tokens of masks on transformers' logits."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.e2e.test_adaptive import ADAPTIVE, CHOICES, choosing, in_graphs
 from tests.support.client_requests import complete, text_of, tokens_of
+from tests.support.http_client import CHATS, answer, chunks
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
@@ -75,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def island(folder: Path) -> Iterator[Island]:
-    with running_island(folder, {"model.max_model_len": 512}) as island:
+    with running_island(folder, {"model.max_model_len": 512, "gateway.http_port": 0}) as island:
         yield island
 
 
@@ -192,3 +194,37 @@ def test_what_cannot_be_followed_is_refused(island: Island, given: dict[str, Any
     with pytest.raises(InvalidRequest) as caught:
         complete(island.address, "The cache", **given)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_tool_calls_follow_the_schemas(island: Island, stream: bool) -> None:
+    """Of functions whose schemas refer to parts of their own, by the same names."""
+    sizes = {"small": {"const": "s"}, "large": {"const": "l"}}
+    schemas: dict[str, Any] = {
+        name: {
+            "type": "object",
+            "properties": {"size": {"$ref": "#/$defs/size"}, "count": {"enum": [1, 2]}},
+            "required": ["size", "count"],
+            "additionalProperties": False,
+            "x-guidance": {"whitespace_flexible": False},
+            "$defs": {"size": size},
+        }
+        for name, size in sizes.items()
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": one}} for name, one in schemas.items()]
+    body = {"messages": [{"role": "user", "content": "?"}], "tools": tools, "max_tokens": 400}
+    named = {"type": "function", "function": {"name": "large"}}
+    seen = set[str]()
+    for seed, choice in itertools.product(range(4), ("required", named)):
+        asked = {**body, "tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
+        if stream:
+            deltas = [event["choices"][0]["delta"] for event in chunks(island.http, CHATS, **asked)]
+            parts = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+            name, arguments = parts[0]["name"], "".join(part["arguments"] for part in parts)
+        else:
+            (call,) = answer(island.http, CHATS, **asked)["choices"][0]["message"]["tool_calls"]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+        jsonschema.validate(json.loads(arguments), schemas[name])
+        assert choice == "required" or name == "large"
+        seen.add(name)
+    assert seen == {"small", "large"}

@@ -114,7 +114,8 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
         "security.token_file": paths["token"],
         "security.tls_cert": paths["cert.pem"],
         "security.tls_key": paths["key.pem"],
-    } | dict(settings)
+        **settings,
+    }
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0", "--address", made.ray]
     for key, value in together.items():
         command += ["--set", f"{key}={value}"]

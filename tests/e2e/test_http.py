@@ -352,7 +352,6 @@ def test_log_probabilities_of_the_prompt(island: Island, path: str) -> None:
     [
         ({"stream": True, "echo": True}, "echo"),
         ({"n": 2, "echo": True}, "echo"),
-        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )

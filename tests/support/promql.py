@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tandem.cluster.cli.samples import Samples, quantile
+from tandem.cluster.cli.samples import Samples
+from tandem.cluster.metrics.quantile import quantile
 
 TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<name>[a-zA-Z_:][\w:]*)|(?P<text>\"[^\"]*\")|(?P<sign>=~|[-+*/(){}=,>])"

@@ -12,6 +12,7 @@ from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
 from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, received_tokens
+from tandem.workers.logs import of_requests
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
@@ -30,7 +31,6 @@ from tandem.workers.wire.lease import Clock
 from tandem.workers.wire.reservation import Reservation
 
 log = logging.getLogger(__name__)
-
 KV_POLL_SECONDS = 0.0003  # of awaited KV
 IDLE_POLL_SECONDS = 0.00003  # of awaited KV where a device computes, and leaves this thread a core of its own
 STEP_POLL_SECONDS = 0.0001
@@ -252,7 +252,7 @@ class Decodes:
                 reason = self._receive(request, mailbox)
             except Exception as error:
                 if not isinstance(error, CorruptKV | LogitsNotFinite):
-                    log.exception("receiving KV failed")
+                    log.exception("receiving KV failed", extra=of_requests(request))
                     error = ForwardFailed(f"receiving KV of {request.request_id!r} failed: {error}")
                 self._fail(request, error)
                 continue
@@ -355,7 +355,8 @@ class Decodes:
 
     def _fail_all(self, error: Exception) -> float:
         """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""
-        log.error("a decode forward failed", exc_info=error)
+        requests = [request for request in self._reservations.decoded() if request not in self._joining]
+        log.error("a decode forward failed", exc_info=error, extra=of_requests(*requests))
         unread = [step for step in (self._reading, self._next) if step is not None]
         self._reading = self._next = None
         try:
@@ -364,7 +365,6 @@ class Decodes:
             log.exception("the step in flight failed, too")
         for step in unread:
             self._release(step.released)
-        requests = [request for request in self._reservations.decoded() if request not in self._joining]
         self._rows.leave(requests)
         for request in requests:
             request.output.clear()

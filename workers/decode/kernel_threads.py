@@ -1,8 +1,21 @@
 """How many threads a worker's native kernels use."""
 
+import os
+
 import torch
 
 from tandem.cache.kernels.native.crew import Crew
+from tandem.workers.config import WorkerConfig
+
+
+def threads_of(config: WorkerConfig) -> tuple[int | None, int | None]:
+    """A worker's threads on this host, and those that it has while no prompt is computed for it. See WorkerConfig."""
+    own = config.threads
+    if own is None and config.workers_on_host is not None:
+        own = max(1, len(os.sched_getaffinity(0)) // config.workers_on_host)
+    if own is None or config.decode_workers is None:
+        return own, own
+    return own, own * config.num_pes // config.decode_workers
 
 
 class KernelThreads:

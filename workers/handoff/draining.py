@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.errors import WriterNotQuiet
+from tandem.workers.logs import of_requests
 from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.wire.lease import Clock
 
@@ -44,7 +45,7 @@ class DrainingWrites:
             return True
         if not self.overdue and self._clock() >= self._deadline:
             self.overdue = True
-            log.error("%s", self._not_quiet())
+            log.error("%s", self._not_quiet(), extra=of_requests(self.request))
             self._give_up()
         return False
 

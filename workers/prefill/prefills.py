@@ -17,6 +17,7 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
+from tandem.workers.logs import of_requests
 from tandem.workers.prefill.forwards import PromptForward, PromptForwards
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
@@ -249,7 +250,7 @@ class Prefills:
         try:
             work()
         except Exception as error:
-            log.exception("a prefill forward failed")
+            log.exception("a prefill forward failed", extra=of_requests(*prompts))
             self._fail([prompt for prompt in prompts if self._scheduler.is_running(prompt)], error)
 
     def _checked_map(self, token_ids: Int64Array, reservation: Reservation) -> PositionMap:
@@ -341,7 +342,7 @@ class Prefills:
         try:
             samples = sampling.pending.wait()
         except Exception as error:
-            log.exception("the sampling of first tokens failed")
+            log.exception("the sampling of first tokens failed", extra=of_requests(*sampling.prompts))
             self._fail(sampling.prompts, error)
             return
         for row, prompt in enumerate(sampling.prompts):

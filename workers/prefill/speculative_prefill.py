@@ -9,6 +9,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.handoff.retired import RetiredSequences
+from tandem.workers.logs import of_requests
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import SpeculativePrompt
 from tandem.workers.requests.sequence_ids import SequenceIds
@@ -68,7 +69,7 @@ class SpeculativePrefill:
             cache.reserve(prompt.sequence_id, len(token_ids), self._max_batch_tokens)
             self._compute(prompt)
         except Exception:
-            log.exception("the speculative prefill of %r failed", prompt.request_id)
+            log.exception("a speculative prefill failed", extra=of_requests(prompt))
             self.drop()
         return prompt.first_token
 

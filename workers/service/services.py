@@ -33,7 +33,7 @@ from tandem.workers.service.call_checks import (
     check_sampling,
 )
 from tandem.workers.service.reports import Reports
-from tandem.workers.service.status import outcome, refuse
+from tandem.workers.service.status import call_of, outcome, refuse
 from tandem.workers.step_loop import StepLoop
 from tandem.workers.step_thread import StepThread
 from tandem.workers.wire.lease import Lease
@@ -105,6 +105,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
+        call_of.set(request)
+
         def abort() -> list[Future[bool]]:
             check_request_id(request.request_id)
             return self._loop.abort(request.request_id, request.writer_quiet)
@@ -155,6 +157,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def RemoteSend(
         self, request: worker_pb2.RemoteSendRequest, context: Context
     ) -> worker_pb2.RemoteSendResponse:
+        call_of.set(request)
         wanted = request.sampling.HasField("prompt_logprobs")
         with self._prompt_logprobs.filled(request.request_id, wanted=wanted) as stream:
             return await self._send(request, context, stream)
@@ -195,6 +198,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.RemoteSendResponse(**fields)
 
     async def PromptLogprobs(self, request: worker_pb2.PromptLogprobsRequest, context: Context) -> None:
+        call_of.set(request)
         await self._on_step_thread(context, request.epoch, lambda: check_request_id(request.request_id))
         with self._prompt_logprobs.opened(request.request_id) as stream:
             if stream is None:
@@ -208,6 +212,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def PrepareReceive(
         self, request: worker_pb2.PrepareReceiveRequest, context: Context
     ) -> worker_pb2.Reservation:
+        call_of.set(request)
         decodes = self._loop.decodes
 
         def prepare() -> tuple[Reservation, Future[None] | None]:
@@ -224,6 +229,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return reservation_to_proto(reservation, self._config.token)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:
+        call_of.set(request)
         wanted = request.sampling.HasField("prompt_logprobs")
         with self._prompt_logprobs.filled(request.request_id, wanted=wanted) as stream:
             await self._generate(request, context, stream)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from concurrent.futures import Future
+from contextvars import ContextVar
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -22,9 +23,12 @@ from tandem.workers.errors import (
     WriterNotQuiet,
 )
 from tandem.workers.event_loop import unwatched
+from tandem.workers.logs import Named, of_requests
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+call_of: "ContextVar[Named | None]" = ContextVar("call_of", default=None)
+"""The message that began this call, where it is about a request."""
 
 STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -46,7 +50,8 @@ async def refuse(context: grpc.aio.ServicerContext, error: Exception) -> NoRetur
     for kind, status in STATUS_OF_ERROR:
         if isinstance(error, kind):
             await context.abort(status, str(error))
-    log.exception("a call failed", exc_info=error)
+    messages = [message for message in (call_of.get(),) if message is not None]
+    log.exception("a call failed", exc_info=error, extra=of_requests(*messages))
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import CallError, Unauthenticated
-from tandem.cluster.frontends.http.caller import ClientGone, header
+from tandem.cluster.frontends.http.caller import ClientGone, credentials_of, header
+from tandem.cluster.frontends.http.cors import Cors
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.monitoring import Monitoring
-from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
+from tandem.cluster.frontends.http.reply import ErrorForm, Receive, Reply, Scope, Send
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.origin import (
     REQUEST_ID_KEY,
@@ -20,7 +22,7 @@ from tandem.cluster.requests.origin import (
     current_origin,
     own_id,
 )
-from tandem.workers.authentication import HEADER, BearerToken
+from tandem.workers.authentication import BearerToken
 
 MODELS = "/v1/models"
 
@@ -41,22 +43,30 @@ class HttpApp:
         token: str | None,
         rejected: Callable[[int], None],
         names: Sequence[str] = (),
+        forms: Mapping[str, ErrorForm] = MappingProxyType({}),
+        origins: Sequence[str] = (),
     ) -> None:
         """routes: beside those of monitoring, with their methods. limit: bounds calls, monitors' apart. token: None
-        admits everybody. rejected: hears of each error's status. names: those that /v1/models has."""
+        admits everybody. rejected: hears of each error's status. names: those that /v1/models has. forms: of errors,
+        for paths whose APIs have one of their own. origins: of web pages that may call, see Cors."""
+        self._forms = forms
         self._routes: Routes = {**monitoring.routes, **routes}
         self._monitoring = monitoring
         self._limit = limit
         self._token = None if token is None else BearerToken(token)
         self._rejected = rejected
         self._names = names
+        self._cors = Cors(origins)
         self._calls: set[asyncio.Task[object]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = asyncio.current_task()
         assert call is not None, "ASGI calls its application in a task"
-        reply = Reply(send)
+        reply = Reply(send, self._forms.get(scope["path"]))
+        reply.headers |= self._cors.headers(scope)
         try:
+            if self._cors.is_question(scope):
+                return await self._cors.answer(scope, reply)
             if scope["path"] not in self._monitoring.routes:
                 self._name(scope, reply)
             route = self._route(scope)
@@ -113,7 +123,7 @@ class HttpApp:
 
     def _check_caller(self, scope: Scope) -> None:
         """Without a token only this machine is served, and no browser that a foreign name has led here."""
-        if self._token is not None and not self._token.admits(header(scope, HEADER)):
+        if self._token is not None and not self._token.admits(credentials_of(scope)):
             raise Unauthenticated("a valid bearer token is needed")
         foreign = [host for host in header(scope, "host") if not _is_local(host)]
         if self._token is None and foreign:

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from tandem.cluster.frontends.http.reply import Receive, Scope
 from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.workers.authentication import HEADER
 from tandem.workers.event_loop import unwatched
 
 T = TypeVar("T")
@@ -18,6 +19,11 @@ def header(scope: Scope, name: str) -> list[str]:
     """The values of a request's header, whose name is in lower case."""
     wanted = name.encode("latin-1")
     return [value.decode("latin-1") for key, value in scope["headers"] if key == wanted]
+
+
+def credentials_of(scope: Scope) -> list[str]:
+    """What the caller shows to be let in: as Authorization has it, or Anthropic's clients' own header."""
+    return header(scope, HEADER) or [f"Bearer {key}" for key in header(scope, "x-api-key")]
 
 
 def client_of(scope: Scope) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP routes that monitors ask for: /health, /ready, /ping and /metrics."""
+"""The HTTP routes that monitors ask for: /health, /ready, /ping, /load and /metrics."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,21 @@ HEALTH = "/health"
 READY = "/ready"
 PING = "/ping"  # as SageMaker asks
 METRICS = "/metrics"
+LOAD = "/load"
 READS = ("GET", "HEAD")
 
 
 class Monitoring:
     """Answers them however many calls are under way. Load balancers ask for the first three without a token."""
 
-    def __init__(self, unready: Callable[[], str], scrape: Scrape | None, *, public: bool) -> None:
-        """unready: see Readiness.reason. scrape: None serves no /metrics. public: /metrics needs no token."""
+    def __init__(
+        self, unready: Callable[[], str], scrape: Scrape | None, *, public: bool, load: Callable[[], int] | None = None
+    ) -> None:
+        """unready: see Readiness.reason. scrape: None serves no /metrics. public: /metrics needs no token. load:
+        requests that run or wait; None serves no /load."""
         self._unready = unready
         self._scrape = scrape
+        self._load = load
         self.routes = {
             HEALTH: (READS, self._health),
             READY: (READS, self._ready),
@@ -26,6 +31,8 @@ class Monitoring:
         }
         if scrape is not None:
             self.routes[METRICS] = (READS, self._metrics)
+        if load is not None:
+            self.routes[LOAD] = (READS, self._count)
         self.open = {HEALTH, READY, PING, *((METRICS,) if public else ())}
 
     async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
@@ -38,6 +45,10 @@ class Monitoring:
             await reply.whole(503, {"status": "not ready", "reason": reason})
         else:
             await reply.whole(200, {"status": "ready"})
+
+    async def _count(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        assert self._load is not None, "there is such a route"
+        await reply.whole(200, {"server_load": self._load()})
 
     async def _metrics(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         assert self._scrape is not None, "there is such a route"

@@ -20,12 +20,26 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class Reply:
-    """The answer to one call: a JSON object, or server-sent events and [DONE]. An error may replace the rest."""
+class ErrorForm:
+    """An error in the form of OpenAI's API."""
 
-    def __init__(self, send: Send) -> None:
+    def body(self, error: HttpError) -> dict[str, Any]:
+        """The JSON of an error that is the whole answer."""
+        return error.body
+
+    def event(self, error: HttpError) -> str:
+        """The last event of a stream that fails."""
+        return f"data: {encode(self.body(error))}\n\n"
+
+
+class Reply:
+    """The answer to one call: a JSON object, or server-sent events. An error may replace the rest."""
+
+    def __init__(self, send: Send, form: ErrorForm | None = None) -> None:
+        """form: of errors; None: OpenAI's."""
         self._send = send
         self.headers: dict[str, str] = {}  # of whatever is answered
+        self._form = form or ErrorForm()
         self._begun = self._ended = False
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
@@ -40,26 +54,26 @@ class Reply:
             await self._begin(status, media_type, {"content-length": str(len(content)), **(headers or {})})
             await self._write(content, last=True)
 
-    async def event(self, data: str) -> None:
-        """Sends one line of data. Waits without bound for a client that does not read."""
+    async def events(self, text: str) -> None:
+        """Sends server-sent events. Waits without bound for a client that does not read."""
         if not self._begun:
             # The headers keep proxies from holding events back.
             await self._begin(200, EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
-        await self._write(_event(data))
+        await self._write(text.encode())
 
-    async def done(self, data: str | None = None) -> None:
-        """Ends a stream, after one more event if there is data. TimeoutError as whole()."""
+    async def end(self, text: str) -> None:
+        """Sends the last events of a stream. TimeoutError as whole()."""
         async with asyncio.timeout(LAST_SECONDS):
-            await self._write((b"" if data is None else _event(data)) + b"data: [DONE]\n\n", last=True)
+            await self._write(text.encode(), last=True)
 
     async def error(self, error: HttpError) -> None:
-        """Sends an error. In a stream that has begun it is the last event, without [DONE]."""
+        """Sends an error. In a stream that has begun it is the last event."""
         with suppress(TimeoutError):
             if not self._begun:
-                await self.whole(error.status, error.body, error.headers)
+                await self.whole(error.status, self._form.body(error), error.headers)
             elif not self._ended:
                 async with asyncio.timeout(1):
-                    await self._write(_event(encode(error.body)), last=True)
+                    await self._write(self._form.event(error).encode(), last=True)
 
     async def _begin(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self._begun = True
@@ -70,7 +84,3 @@ class Reply:
     async def _write(self, content: bytes, last: bool = False) -> None:
         self._ended = last
         await self._send({"type": "http.response.body", "body": content, "more_body": not last})
-
-
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()

@@ -10,6 +10,7 @@ from tandem.cluster.frontends.http.reply import encode
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
+from tandem.workers.wire.messages import PROMPT_DTYPE, prompt_from_bytes
 
 FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; the API's own word for "very unlikely"
@@ -38,7 +39,27 @@ class Frame:
         return f"{self.before}{encode(message.text)}{self.between}{token_ids}{self.behind}"
 
 
-class Answer(ABC):
+class AnyAnswer(ABC):
+    """One answer of any API, in the order of its messages: events of a stream, or a choice of the whole."""
+
+    @abstractmethod
+    def events(self, message: inference_pb2.GenerateResponse) -> str:
+        """One message of a stream, as server-sent events; empty for none."""
+
+    @abstractmethod
+    def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
+        """The events behind the last message of a stream. Of several answers it is asked of the first."""
+
+    @abstractmethod
+    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """The answer of all its messages, merged into one."""
+
+    @abstractmethod
+    def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
+        """All that is answered to a call. Of several answers it is asked of the first."""
+
+
+class Answer(AnyAnswer):
     """The objects of one answer, in the order of its messages: chunks of a stream, or a choice of the whole."""
 
     prefix: ClassVar[str]
@@ -53,10 +74,21 @@ class Answer(ABC):
         self._tokenizer = None if body.return_tokens_as_token_ids else tokenizer
         self._created = int(time.time())
         self._frame: Frame | None = None  # of the chunks between the first and the last one
+        self._prompt_tokens = self._output_tokens = 0  # so far, where chunks tell them
+
+    def events(self, message: inference_pb2.GenerateResponse) -> str:
+        self._count(message)
+        return event(self.chunk(message))
+
+    def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
+        last = ""
+        if self._body.includes_usage:
+            last = event(encode(self._object(self.chunk_object, request_id, []) | {"usage": _usage(usage)}))
+        return last + event("[DONE]")
 
     def chunk(self, message: inference_pb2.GenerateResponse) -> str:
         """One message of a stream, in JSON."""
-        if message.finish_reason or self._body.num_logprobs is not None:
+        if message.finish_reason or self._body.num_logprobs is not None or self._body.tells_usage:
             return encode(self._chunk(message))
         if self._frame is not None:
             return self._frame.chunk(message)
@@ -65,20 +97,21 @@ class Answer(ABC):
         self._frame = Frame.of(self._chunk(blank))
         return first
 
-    def usage_chunk(self, request_id: str, usage: inference_pb2.Usage) -> str:
-        """The chunk behind the last one where include_usage is set."""
-        return encode(self._object(self.chunk_object, request_id, []) | {"usage": _usage(usage)})
+    def _count(self, message: inference_pb2.GenerateResponse) -> None:
+        if self._body.tells_usage:
+            self._prompt_tokens += len(message.prompt_token_bytes) // PROMPT_DTYPE.itemsize
+            self._output_tokens += len(message.token_ids)
 
     def _chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        usage = {"usage": None} if self._body.includes_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+        if self._body.tells_usage:
+            usage = {"usage": _counts(self._prompt_tokens, self._output_tokens)}
         return self._object(self.chunk_object, message.request_id, [self._choice(message, is_chunk=True)]) | usage
 
     def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """The answer of all its messages, merged into one."""
         return self._choice(message, is_chunk=False)
 
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
-        """All that is answered to a call."""
         return self._object(self.whole_object, request_id, choices) | {"usage": _usage(usage)}
 
     def _object(self, kind: str, request_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,14 +121,16 @@ class Answer(ABC):
     def _choice(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         choice = {
             "index": message.index,
-            **self._content(message.text, is_chunk),
+            **self._content(message, is_chunk),
             "logprobs": None if self._body.num_logprobs is None else self._logprobs(message.logprobs),
-            "finish_reason": FINISH_REASONS.get(message.finish_reason),
+            "finish_reason": self._finish_reason(message),
             "stop_reason": _stop_reason(message),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(message.token_ids)
-        if self._body.prompt_logprobs is not None and not is_chunk:
+        if self._body.return_token_ids and message.prompt_token_bytes:
+            choice["prompt_token_ids"] = prompt_from_bytes(message.prompt_token_bytes).tolist()
+        if self._body.prompt_logprobs is not None and (message.prompt_logprobs or not is_chunk):
             choice["prompt_logprobs"] = self._prompt_logprobs(message.prompt_logprobs)
         return choice
 
@@ -120,12 +155,20 @@ class Answer(ABC):
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
+    def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
+        return FINISH_REASONS.get(message.finish_reason)
+
     @abstractmethod
-    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
+    def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         """The fields of a choice that hold the text of a chunk or of a whole answer."""
 
     @abstractmethod
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]: ...
+
+
+def event(data: str) -> str:
+    """A server-sent event of one line of data."""
+    return f"data: {data}\n\n"
 
 
 def logprob_value(token: inference_pb2.TokenLogprob) -> float:
@@ -138,9 +181,10 @@ def _stop_reason(message: inference_pb2.GenerateResponse) -> str | int | None:
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.output_tokens,
-        "total_tokens": usage.prompt_tokens + usage.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+    counts = _counts(usage.prompt_tokens, usage.output_tokens)
+    return counts | {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+
+
+def _counts(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    total = prompt_tokens + output_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens, "total_tokens": total}

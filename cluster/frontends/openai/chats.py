@@ -1,51 +1,21 @@
-"""/v1/chat/completions: its body and its answer."""
+"""/v1/chat/completions: its body."""
 
 import json
-from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import FailFast, Field, model_validator
-from typing_extensions import TypeAliasType
+from pydantic import Field, model_validator
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.openai.answer import Answer, logprob_value
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
-from tandem.cluster.frontends.openai.part import Part
-from tandem.cluster.protocol import MAX_MESSAGES, Prompt
-from tandem.cluster.text.tokenizer import REPLACEMENT
+from tandem.cluster.frontends.openai.messages import MESSAGES, Messages
+from tandem.cluster.frontends.openai.tool_fields import ToolFields
+from tandem.cluster.protocol import Prompt
 from tandem.proto import inference_pb2
 
 
-class TextPart(Part):
-    type: Literal["text"] = Field(description="'text'")
-    text: str = Field(description="text")
-
-
-Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
-
-
-class Message(Part):
-    refused = frozenset({"audio", "function_call", "tool_call_id", "tool_calls"})
-
-    role: str = Field(description="text")
-    content: str | Parts = Field(description="text, or a list of parts of type text")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _silent(cls, value: Any) -> Any:
-        """An assistant that says nothing has null, or no content."""
-        silent = isinstance(value, dict) and value.get("role") == "assistant" and value.get("content") is None
-        return value | {"content": ""} if silent else value
-
-    @property
-    def text(self) -> str:
-        """Parts are joined as vLLM joins them for templates that take strings."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-
-
-class ChatBody(GenerationBody):
+class ChatBody(ToolFields, GenerationBody):
     """POST /v1/chat/completions."""
 
     renamed = MappingProxyType(
@@ -60,11 +30,7 @@ class ChatBody(GenerationBody):
     # A request holds pages for all that it may say: the whole context for each chat would leave room for few.
     open_ended = 4096
 
-    messages: Annotated[list[Message], FailFast()] = Field(
-        min_length=1,
-        max_length=MAX_MESSAGES,
-        description=f"a list of 1 to {MAX_MESSAGES} messages with role and content",
-    )
+    messages: Messages = Field(description=MESSAGES)
     max_completion_tokens: int | None = Field(default=None, description="an integer of at least 1")
     logprobs: bool = Field(default=False, description="true or false")
     top_logprobs: int | None = Field(default=None, description="an integer")
@@ -72,6 +38,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     continue_final_message: bool = Field(default=False, description="true or false")
+    include_reasoning: bool = Field(default=True, description="true or false")
 
     @model_validator(mode="after")
     def _of_logprobs(self) -> Self:
@@ -81,7 +48,7 @@ class ChatBody(GenerationBody):
 
     @property
     def prompts(self) -> list[Prompt]:
-        return [[{"role": message.role, "content": message.text} for message in self.messages]]
+        return [[message.turn for message in self.messages]]
 
     def requests(self) -> list[inference_pb2.GenerateRequest]:
         requests = super().requests()
@@ -91,7 +58,17 @@ class ChatBody(GenerationBody):
             chat.add_generation_prompt = self.add_generation_prompt
         if self.chat_template_kwargs:
             chat.template_kwargs = json.dumps(self.chat_template_kwargs)
+        chat.tools = self.template_tools
         return requests
+
+    def _guides(self) -> list[tuple[str, dict[str, Any]]]:
+        forced = self.tool_guide
+        return super()._guides() + ([] if forced is None else [("tool_choice", forced)])
+
+    @property
+    def begins(self) -> bool:
+        """Whether the prompt ends in the begin of an answer."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
 
     @property
     def num_logprobs(self) -> int | None:
@@ -107,32 +84,3 @@ class ChatBody(GenerationBody):
             name = "max_completion_tokens"
             return HttpError(400, name + str(said).removeprefix("max_tokens"), param=name)
         return said
-
-
-class ChatAnswer(Answer):
-    """To POST /v1/chat/completions."""
-
-    prefix = "chatcmpl"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-    _begun = False
-
-    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
-        if not is_chunk:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        role = {} if self._begun else {"role": "assistant"}
-        self._begun = True
-        return {"delta": role | {"content": text}}
-
-    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-        content = [
-            self._entry(token.chosen) | {"top_logprobs": [self._entry(other) for other in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: inference_pb2.TokenLogprob) -> dict[str, Any]:
-        """bytes is null for a token that is only a part of a character."""
-        text = self._token(token.token_id)
-        encoded = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": logprob_value(token), "bytes": encoded}

@@ -9,8 +9,10 @@ from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.answer import Answer, logprob_value
+from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, too_long
 from tandem.cluster.protocol import Prompt
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.sampling.sampling_params import MAX_ANSWERS
 
@@ -64,6 +66,8 @@ class CompletionBody(GenerationBody):
     def _echoes(self) -> Self:
         if self.echo and (self.stream or max(self.n or 1, self.best_of or 1) > 1):
             raise ValueError("echo is true; with stream: true, n or best_of above 1 only false is accepted")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise ValueError("echo is true; with truncate_prompt_tokens only false is accepted")
         return self
 
     def without_prompt(self) -> Self:
@@ -73,6 +77,8 @@ class CompletionBody(GenerationBody):
     def check_length(self, max_tokens: int) -> None:
         for index, prompt in enumerate(self.prompts):
             if isinstance(prompt, str) or 0 < len(prompt) < max_tokens:
+                continue
+            if prompt and self.truncate_prompt_tokens is not None:
                 continue
             name = f"prompt[{index}]" if len(self.prompts) > 1 else "prompt"
             reason = f"{name} has {len(prompt)} token ids; 1 to {max_tokens - 1} are accepted"
@@ -92,6 +98,20 @@ class CompletionBody(GenerationBody):
     def num_prompt_logprobs(self) -> int | None:
         asked = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
         return max(asked, default=None)
+
+
+class CompletionAnswers:
+    """Makes the answers of one gateway's completions."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
+        """model: the name to answer with."""
+        self._model = model
+        self._tokenizer = tokenizer
+
+    async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "CompletionAnswer":
+        """The answer to a completion."""
+        assert isinstance(body, CompletionBody)
+        return CompletionAnswer(body, self._model, self._tokenizer)
 
 
 class CompletionAnswer(Answer):
@@ -130,13 +150,14 @@ class CompletionAnswer(Answer):
     def _first_token(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
             assert self._texts is not None, "a text was refused without a tokenizer"
-            return self._token(self._texts.encode(prompt)[0])
+            special = self._body.add_special_tokens is not False
+            return self._token(self._texts.encode(prompt, add_special_tokens=special)[0])
         (first, *_) = prompt
         assert isinstance(first, int)
         return self._token(first)
 
-    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
-        return {"text": text}
+    def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
+        return {"text": message.text}
 
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
         names, values, tops, offsets = [], [], [], []

@@ -1,17 +1,17 @@
 """The common part of bodies that ask for text."""
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.guided_fields import GuidedFields
-from tandem.cluster.frontends.openai.other_fields import ignored_header
 from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.sampling_fields import MAX_LISTED, SAMPLING, SamplingFields
 from tandem.cluster.protocol import Prompt, accepted_value, build_request
@@ -47,21 +47,20 @@ class StreamOptions(Part):
     refused = frozenset()
 
     include_usage: bool = Field(default=False, description="true or false")
+    continuous_usage_stats: bool = Field(default=False, description="true or false")
 
 
-class GenerationBody(GuidedFields, SamplingFields, ABC):
+class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     """The common part of completions and chats. The request validator checks limits."""
 
     renamed: ClassVar[Mapping[str, str]]
     """This body's name for each field that the gateway's messages name otherwise."""
-    open_ended: ClassVar[int | None] = None
-    """See RequestValidator.validate."""
     prompt_field: ClassVar[str]
     """What may be large: see without_prompt()."""
 
-    model: str | None = Field(default=None, description="the served model's name")
-    stream: bool = Field(default=False, description="true or false")
-    stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
+    stream_options: StreamOptions | None = Field(
+        default=None, description="an object with include_usage and continuous_usage_stats"
+    )
     max_tokens: int | None = Field(default=None, description="an integer of at least 1")
     cache_salt: str | None = Field(
         default=None,
@@ -75,6 +74,8 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
     best_of: int | None = Field(default=None, description=accepted_value("best_of"))
     prompt_logprobs: int | None = Field(default=None, description=accepted_value("prompt_logprobs"))
     return_token_ids: bool = Field(default=False, description="true or false")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
+    truncate_prompt_tokens: int | None = Field(default=None, description="an integer of at least 1, or -1")
     request_id: str | None = Field(
         default=None,
         max_length=MAX_REQUEST_ID,
@@ -82,59 +83,53 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
     )
     return_tokens_as_token_ids: bool = Field(default=False, description="true or false")
 
-    _headers: dict[str, str] = PrivateAttr(default_factory=dict)
-
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is of use only with stream: true")
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
-        if self.stream and self.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs}; with stream: true only null is accepted")
-        return self
-
-    def ignoring(self, names: list[str]) -> Self:
-        """This body, which was sent with other fields that are ignored."""
-        self._headers = ignored_header(names)
         return self
 
     @property
-    def headers(self) -> dict[str, str]:
-        """Of its answer."""
-        return self._headers
+    def num_answers(self) -> int:
+        """To each prompt."""
+        return self.n or 1
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def tells_usage(self) -> bool:
+        """Whether each chunk has usage, as in vLLM only beside include_usage."""
+        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer needs the prompt's token ids, or their number."""
+        return self.return_token_ids or self.tells_usage
+
     def requests(self) -> list[inference_pb2.GenerateRequest]:
-        """The gateway's requests, one for each prompt. Raises InvalidRequest, with the gateway's names: see blame()."""
+        """See AskingBody."""
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens, "guided": self.guided}
         sampling |= {"logit_bias": self.logit_bias, "bad_words_ids": self.bad_words_ids}
         sampling["prompt_logprobs"] = self.num_prompt_logprobs
+        sampling |= {"add_special_tokens": self.add_special_tokens, "return_prompt_token_ids": self.tells_prompt}
+        sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given = {name: value for name, value in sampling.items() if value is not None}
         prompts = self.prompts
         name = self.request_id if len(prompts) == 1 else None  # each prompt is a request of its own
         return [build_request(prompt, given, name, self.cache_salt or "") for prompt in prompts]
 
-    def check_length(self, max_tokens: int) -> None:
-        """Refuses a prompt whose length is known and that no request of so many tokens has room for, before it
-        travels. Raises HttpError."""
-
     def without_prompt(self) -> Self:
-        """The body as far as its answer needs it, once there is a request()."""
+        """See AskingBody."""
         return self.model_copy(update={self.prompt_field: None, "stop": None, "stop_token_ids": None})
 
     @property
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]: ...
-
-    @property
-    @abstractmethod
-    def num_logprobs(self) -> int | None:
-        """As SamplingParams.logprobs."""
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -146,7 +141,7 @@ class GenerationBody(GuidedFields, SamplingFields, ABC):
         return self.max_tokens
 
     def blame(self, error: InvalidRequest) -> HttpError:
-        """The gateway's refusal in the words of this body."""
+        """See AskingBody."""
         long = TOO_LONG.search(str(error))
         if long is not None:
             longest = int(long["most"]) + 1 if long["most"] else int(long["all"] or long["text"])

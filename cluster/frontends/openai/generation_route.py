@@ -7,12 +7,12 @@ from functools import partial
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.body import read_body_of
-from tandem.cluster.frontends.http.caller import client_of, header, host_of, unless_gone
+from tandem.cluster.frontends.http.caller import client_of, credentials_of, host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
-from tandem.cluster.frontends.openai.answer import Answer
+from tandem.cluster.frontends.openai.answer import AnyAnswer
+from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.choices import Choices
-from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.frontends.openai.read_body import read_requests
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.answers import Write
@@ -20,11 +20,12 @@ from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.origin import current_origin, own_id
 from tandem.cluster.requests.readers import Readers
-from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
-from tandem.workers.authentication import HEADER
 
 WriteOf = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]  # an answer to the prompt of that index
+MakeAnswer = Callable[[AskingBody, list[inference_pb2.GenerateRequest]], Awaitable[AnyAnswer]]
+"""Makes what answers a body, before its requests are sent. It may change these. Raises HttpError."""
+
 LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
 
 
@@ -32,11 +33,10 @@ LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
 class GenerationRoute:
     """POST of one kind of body."""
 
-    body: type[GenerationBody]
-    answer: type[Answer]
+    body: type[AskingBody]
+    answer: MakeAnswer
     requests: ActiveRequests
     model: str  # the name in answers
-    tokenizer: Tokenizer | None
     max_bytes: int  # of a body
     max_tokens: int  # of a prompt with its output
     turns: FairTurns  # many requests may come at once
@@ -65,7 +65,7 @@ class GenerationRoute:
 
     async def _body(
         self, scope: Scope, receive: Receive, held: Body
-    ) -> tuple[GenerationBody, list[inference_pb2.GenerateRequest]]:
+    ) -> tuple[AskingBody, list[inference_pb2.GenerateRequest]]:
         """Without its prompts, and the requests that it makes."""
         data = await read_body_of(scope, receive, held, self.max_bytes)
         await self.turns.take()
@@ -75,20 +75,28 @@ class GenerationRoute:
         return read_requests(self.body, data, self.max_tokens)
 
     async def _generate(
-        self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, reply: Reply
+        self, body: AskingBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, reply: Reply
     ) -> None:
         """Takes the requests out of their list: they may be large, and the call long."""
         count, turn = len(requests), asyncio.Lock()
-        choices = Choices(self.answer(body, self.model, self.tokenizer), count, body.n or 1)
+        choices = Choices(await self.answer(body, requests), count, body.num_answers)
+
+        async def send(events: str) -> None:
+            if events:
+                await reply.events(events)
 
         async def write(prompt: int, message: inference_pb2.GenerateResponse) -> None:
             if not body.stream:
                 choices.keep(prompt, message)
+            elif body.num_prompt_logprobs is not None:  # which take long in the first chunk, as below
+                async with turn:
+                    if not choices.holds(prompt, message):
+                        await send(await asyncio.to_thread(choices.events, prompt, message))
             elif count == 1:
-                await reply.event(choices.chunk(prompt, message))
+                await send(choices.events(prompt, message))
             else:
                 async with turn:
-                    await reply.event(choices.chunk(prompt, message))
+                    await send(choices.events(prompt, message))
 
         if count == 1:
             await self._serve(body, requests.pop(), scope, partial(write, 0))
@@ -99,10 +107,10 @@ class GenerationRoute:
             aside = body.num_logprobs is not None or body.num_prompt_logprobs is not None
             await reply.whole(200, await asyncio.to_thread(choices.whole) if aside else choices.whole())
         else:
-            await reply.done(choices.usage_chunk() if body.includes_usage else None)
+            await reply.end(choices.end())
 
     async def _serve_all(
-        self, body: GenerationBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, write: WriteOf
+        self, body: AskingBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, write: WriteOf
     ) -> None:
         """All at once. One that fails ends the others; what it says of its prompt names that."""
 
@@ -121,7 +129,7 @@ class GenerationRoute:
             raise errors.exceptions[0] from None
 
     async def _serve(
-        self, body: GenerationBody, request: inference_pb2.GenerateRequest, scope: Scope, write: Write
+        self, body: AskingBody, request: inference_pb2.GenerateRequest, scope: Scope, write: Write
     ) -> None:
         try:
             serving = self.requests.serve(
@@ -129,7 +137,7 @@ class GenerationRoute:
                 client_of(scope),
                 write,
                 host=host_of(scope),
-                credential=next(iter(header(scope, HEADER)), ""),
+                credential=next(iter(credentials_of(scope)), ""),
                 open_ended=body.open_ended,
             )
             del request  # which may be large, and the call long

@@ -14,7 +14,6 @@ HARMLESS = frozenset(
     {
         "guided_decoding_backend",
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "reasoning_effort",
@@ -30,7 +29,6 @@ HARMLESS = frozenset(
 ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "add_generation_prompt": (True,),
-        "add_special_tokens": (True,),
         "audio": (),
         "chat_template": (),
         "chat_template_kwargs": ({},),
@@ -54,6 +52,7 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "no_repeat_ngram_size": (0,),
+        "parallel_tool_calls": (True, False),
         "num_beams": (1,),
         "prediction": (),
         "priority": (0,),

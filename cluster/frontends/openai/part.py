@@ -2,7 +2,9 @@
 
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 MAX_FIELDS = 100  # of an object
 
@@ -14,6 +16,14 @@ class Part(BaseModel):
 
     refused: ClassVar[frozenset[str] | None] = None
     """Unknown fields that are refused, unless they are empty. All others are ignored. None: all are refused."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """It allows unknown fields where they are not all refused."""
+        made = handler(schema)
+        if cls.refused is not None:
+            handler.resolve_ref_schema(made).pop("additionalProperties", None)
+        return made
 
     @model_validator(mode="before")
     @classmethod
@@ -27,3 +37,8 @@ class Part(BaseModel):
             return held
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return {name: one for name, one in held.items() if name in known or (name in cls.refused and one)}
+
+
+def text_or_list(value: object) -> str:
+    """The tag of what a field that takes either has got: so errors are about that one alone. No field is named so."""
+    return "a list" if isinstance(value, list) else "a text"

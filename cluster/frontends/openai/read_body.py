@@ -2,21 +2,20 @@
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core import from_json
+from typing_extensions import TypeAliasType
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.openai.chats import Message, TextPart
-from tandem.cluster.frontends.openai.generation_body import GenerationBody, StreamOptions
-from tandem.cluster.frontends.openai.guided_fields import JsonSchema, ResponseFormat, StructuredOutputs
+from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.other_fields import LONGEST_NAME, take_out
 from tandem.cluster.frontends.openai.part import MAX_FIELDS, Part
 from tandem.proto import inference_pb2
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=AskingBody)
 PartT = TypeVar("PartT", bound=Part)
 
 
@@ -30,7 +29,8 @@ def read_requests(
     body = read_body(kind, data)
     body.check_length(max_tokens)
     try:
-        return body.without_prompt(), body.requests()
+        requests = body.requests()
+        return body.without_prompt(), requests
     except InvalidRequest as error:
         raise body.blame(error) from error
 
@@ -52,11 +52,13 @@ def read_part(kind: type[PartT], data: bytes | bytearray) -> tuple[PartT, list[s
     if len(values) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(values)} fields; at most {MAX_FIELDS} are accepted")
     ignored = take_out(values, kind.model_fields)
-    options = values.get("stream_options")
-    if isinstance(options, dict) and options.get("continuous_usage_stats"):
-        ignored.append("stream_options.continuous_usage_stats")
+    return checked(kind, values), ignored
+
+
+def checked(kind: type[PartT], values: dict[str, Any]) -> PartT:
+    """A body of these fields. Raises HttpError, as read_body()."""
     try:
-        return kind.model_validate(values), ignored
+        return kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(kind, error.errors()[0]) from None
 
@@ -66,25 +68,41 @@ def _refusal(kind: type[Part], finding: Any) -> HttpError:
     reason = finding["msg"].removeprefix("Value error, ")
     if not finding["loc"]:  # of the whole body: the message names its field itself
         return HttpError(400, reason, param=reason.partition(" ")[0])
-    *place, last = finding["loc"]
     if finding["type"] == "extra_forbidden":
-        name = _dotted([*place, last])[:LONGEST_NAME]
+        *place, last = finding["loc"]
+        name = _dotted([*_described(kind, place)[0], last])[:LONGEST_NAME]
         return HttpError(400, f"{name} is not supported; null is accepted", param=name, code="unknown_parameter")
-    # Branches of a union stand in its place too, and mean nothing to a client.
-    described = _descriptions(kind)
-    names = [part for part in finding["loc"] if isinstance(part, int) or part in described]
-    name, accepted = _dotted(names), described[next(part for part in reversed(names) if isinstance(part, str))]
+    names, accepted = _described(kind, finding["loc"])
+    name = _dotted(names)
     if finding["type"] == "value_error":
         return HttpError(400, f"{name} {reason}", param=name)
     received = "missing" if finding["type"] == "missing" else reprlib.repr(finding["input"])
     return HttpError(400, f"{name} is {received}; it must be {accepted}", param=name)
 
 
-def _descriptions(kind: type[Part]) -> dict[str, str]:
-    """What each field of a body and of its parts accepts."""
-    parts = (Message, TextPart, StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, kind)
-    fields = [one for part in parts for one in part.model_fields.items()]
-    return {field.alias or name: field.description or "" for name, field in fields}
+def _described(kind: type[Part], place: Sequence[str | int]) -> tuple[list[str | int], str]:
+    """The fields and indices of a place in a body, and what the last field accepts.
+
+    Branches of a union stand in pydantic's places too, and mean nothing to a client.
+    """
+    parts, names, accepted = [kind], list[str | int](), ""
+    for step in place:
+        fields = [field for part in parts for name, field in part.model_fields.items() if step == (field.alias or name)]
+        if fields:
+            accepted = fields[0].description or ""
+            parts = [part for field in fields for part in _parts_of(field.annotation)]
+        if fields or isinstance(step, int):
+            names.append(step)
+    return names, accepted
+
+
+def _parts_of(annotation: Any) -> list[type[Part]]:
+    """The parts that a field may hold, also in lists."""
+    if isinstance(annotation, TypeAliasType):
+        return _parts_of(annotation.__value__)
+    if isinstance(annotation, type) and issubclass(annotation, Part):
+        return [annotation]
+    return [part for one in get_args(annotation) for part in _parts_of(one)]
 
 
 def _dotted(place: Sequence[str | int]) -> str:

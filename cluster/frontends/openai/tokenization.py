@@ -13,19 +13,19 @@ from tandem.cluster.frontends.http.body import read_body_of
 from tandem.cluster.frontends.http.caller import host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
-from tandem.cluster.frontends.openai.chats import Message
 from tandem.cluster.frontends.openai.generation_route import LONG_BODY
+from tandem.cluster.frontends.openai.messages import Messages
 from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.read_body import read_part
 from tandem.cluster.protocol import MAX_MESSAGES, build_request
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.readers import Readers
+from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.prompt_tokens import prompt_tokens
-from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
 
 MAX_TOKENS = 1 << 16  # of a body, and that are named
-Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)])
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast(), Field(max_length=MAX_TOKENS)])
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ class TokenizeBody(Part):
     prompt: str | None = Field(default=None, description="text")
     messages: Messages | None = Field(default=None, description=f"a list of 1 to {MAX_MESSAGES} messages")
     return_token_strs: bool = Field(default=False, description="true or false")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
 
 
 class DetokenizeBody(Part):
@@ -60,20 +61,36 @@ class Tokenization:
     async def tokenize(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         tokenizer = self._required()
         (named, message), is_long = await self._read(scope, receive, read_tokenize)
-        try:
-            if is_long:
-                reading = self.readers.tokens(host_of(scope), message)
-                ids = (await unless_gone(receive, asyncio.ensure_future(reading))).tolist()
-            else:
-                ids = prompt_tokens(tokenizer, message).tolist()
-        except InvalidRequest as error:
-            raise HttpError(400, str(error)) from error
+        ids = await self._tokens(scope, receive, message, is_long)
         if named and len(ids) > MAX_TOKENS:
             reason = f"return_token_strs is true for {len(ids)} tokens; at most {MAX_TOKENS} are named"
             raise HttpError(400, reason, param="return_token_strs")
         names = await asyncio.to_thread(list, map(tokenizer.token_text, ids)) if named else None
         answer = {"count": len(ids), "max_model_len": self.max_tokens, "tokens": ids, "token_strs": names}
         await reply.whole(200, answer)
+
+    async def count(
+        self,
+        read: Callable[[bytes | bytearray, tuple[str, ...]], inference_pb2.GenerateRequest],
+        scope: Scope,
+        receive: Receive,
+        reply: Reply,
+    ) -> None:
+        """/v1/messages/count_tokens. read: gives the request of a body with these names of the model."""
+        self._required()
+        message, is_long = await self._read(scope, receive, read)
+        await reply.whole(200, {"input_tokens": len(await self._tokens(scope, receive, message, is_long))})
+
+    async def _tokens(
+        self, scope: Scope, receive: Receive, message: inference_pb2.GenerateRequest, is_long: bool
+    ) -> list[int]:
+        try:
+            if is_long:
+                reading = self.readers.tokens(host_of(scope), message)
+                return (await unless_gone(receive, asyncio.ensure_future(reading))).tolist()
+            return prompt_tokens(self.tokenizer, message).tolist()
+        except (ChatTemplateError, TokenizerFailed, InvalidRequest) as error:
+            raise HttpError(400, str(error)) from error
 
     async def detokenize(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         tokenizer = self._required()
@@ -109,12 +126,13 @@ class Tokenization:
 def read_tokenize(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[bool, inference_pb2.GenerateRequest]:
     """Whether tokens are to be named, and a request that has this prompt. Raises HttpError."""
     body, _ = read_part(TokenizeBody, data)
-    _check_model(body.model, names)
+    check_model(body.model, names)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "prompt and messages are there, or neither is; give one of them", param="prompt")
-    chat = [{"role": one.role, "content": one.text} for one in body.messages or ()]
+    chat = [one.turn for one in body.messages or ()]
     try:
-        return body.return_token_strs, build_request(chat if body.prompt is None else body.prompt, {}, None, "")
+        options = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
+        return body.return_token_strs, build_request(chat if body.prompt is None else body.prompt, options, None, "")
     except InvalidRequest as error:
         raise HttpError(400, str(error)) from error
 
@@ -122,10 +140,11 @@ def read_tokenize(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[bool
 def read_detokenize(data: bytes | bytearray, names: tuple[str, ...]) -> list[int]:
     """The token ids. Raises HttpError."""
     body, _ = read_part(DetokenizeBody, data)
-    _check_model(body.model, names)
+    check_model(body.model, names)
     return body.tokens
 
 
-def _check_model(asked: str | None, names: tuple[str, ...]) -> None:
+def check_model(asked: str | None, names: tuple[str, ...]) -> None:
+    """Raises HttpError for another model's name."""
     if asked not in (None, *names):
         raise HttpError.other_model(asked or "", names)

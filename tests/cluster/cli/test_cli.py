@@ -178,6 +178,22 @@ class TestGenerate:
         assert printed["timings"]["bytes_pushed"] == 7
         assert len(printed["token_seconds"]) == 2
 
+    def test_several_answers_stand_one_behind_the_other(self, capsys: Capture) -> None:
+        gateway = FakeGateway()
+        with serving(gateway) as address:
+            assert run("generate", "x", "--n", "3", "--address", address) == 0
+            assert capsys.readouterr().out == "[0] one two\n[1] one1 two1\n[2] one2 two2\n"
+            assert run("generate", "x", "--n", "2", "--json", "--address", address) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert [request.sampling.n for request in gateway.requests] == [3, 2]
+        assert [one["text"] for one in printed["answers"]] == ["one two", "one1 two1"]
+        assert [one["token_ids"] for one in printed["answers"]] == [[0, 1], [0, 1]]
+        assert printed["usage"]["output_tokens"] == 4
+        gateway = FakeGateway(words=("", ""))
+        with serving(gateway) as address:
+            assert run("generate", "--token-ids", "1", "--n", "2", "--address", address) == 0
+        assert capsys.readouterr().out == "[0] 0 1\n[1] 0 1\n"
+
     def test_prompts_from_file_and_stdin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gateway = FakeGateway()
         path = tmp_path / "prompt.txt"
@@ -218,6 +234,7 @@ class TestGenerate:
             (("--token-ids", "1", "--chat"), "--chat needs text"),
             (("--file", "/nonexistent"), "--file /nonexistent"),
             (("--token-ids", "-1", "--address", "127.0.0.1:1"), "-1"),
+            (("x", "--n", "-1", "--address", "127.0.0.1:1"), "sampling.n is -1"),
             (("x", "--seed", "-1", "--address", "127.0.0.1:1"), "sampling.seed is -1"),
         ],
     )

@@ -71,6 +71,15 @@ def test_a_good_host_has_only_warnings(model: Path, monkeypatch: pytest.MonkeyPa
     assert busy.startswith("this host is busy, a load of 99 on ")
 
 
+@pytest.mark.parametrize("key", ["gateway.host", "metrics.host"])
+def test_plain_text_on_a_network_is_warned_of(model: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(preflight, "check_ports", lambda *_: None)
+    keys = {"security.api_key": "k" * 16, "security.tls_at_proxy": True, "metrics.port": 0}
+    for host in ("127.0.0.1", "0.0.0.0"):
+        warnings = check_host(config_of(model, **keys, **{key: host}), own_ray=True)
+        assert any(f"{key} is '{host}': tokens, prompts" in line for line in warnings) == (host == "0.0.0.0")
+
+
 def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "there is no such folder: give the folder of a Hugging Face checkpoint" in refused(config_of(tmp_path / "x"))

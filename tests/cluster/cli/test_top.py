@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
 from tandem.cluster.cli import commands as cli
-from tandem.cluster.cli.samples import Interval, Samples, quantile
+from tandem.cluster.cli.samples import Interval, Samples
+from tandem.cluster.metrics.quantile import quantile
+from tandem.cluster.scaling import ScalingState
 from tests.cluster.open_gateway import PROMPT, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import complete
@@ -48,6 +50,7 @@ def test_once_in_json(gateway: OpenGateway, capsys: pytest.CaptureFixture[str]) 
     assert (view["queued"], view["in_prefill"], view["in_decode"], view["rejected"]) == (0, 0, 0, 0)
     assert len(view["first_token_seconds"]) == len(view["gap_seconds"]) == 3
     assert [(one["alive"], one["pages"], one["used_pages"]) for one in view["workers"]] == [(True, 64, 32)] * 2
+    assert [one["host"] for one in view["workers"]] == ["127.0.0.1"] * 2
 
 
 def test_once_as_a_table(gateway: OpenGateway, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +59,15 @@ def test_once_as_a_table(gateway: OpenGateway, capsys: pytest.CaptureFixture[str
     assert "ready" in out
     assert "32/64" in out
     assert "output tokens/s" in out.replace("\n", " ")
+
+
+def test_what_the_scaling_policy_waits_for(gateway: OpenGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*state: object) -> str:
+        gateway.events.run(gateway.gateway.update_scaling(ScalingState(1, 4, *state)), timeout=10)  # type: ignore[arg-type]
+        return " ".join(top(capsys, "--once", "--address", gateway.grpc)[1].split())
+
+    assert "1 islands of 3 wanted: waiting for hosts" in told(3, "waiting for hosts with room for 2 of them")
+    assert "wanted" not in told(1)
 
 
 def test_clusters_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:

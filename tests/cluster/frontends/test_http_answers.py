@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tandem.cluster.frontends.openai.answer import Answer
-from tandem.cluster.frontends.openai.chats import ChatAnswer, ChatBody
+from tandem.cluster.frontends.openai.chat_answer import ChatAnswer
+from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.completions import CompletionAnswer, CompletionBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.frontends.openai.read_body import read_body
@@ -14,7 +15,7 @@ from tandem.proto import inference_pb2
 
 MODEL = 'a "model": \\ "token_ids":[] \u00e9'
 TEXTS = ("first", '"quoted", \\ and "token_ids":[]', "\0", "", "\u2028 \U0001f600\n\n", "data: [DONE]", "last")
-KINDS: list[tuple[type[Answer], type[GenerationBody], dict[str, Any]]] = [
+KINDS: list[tuple[Any, type[GenerationBody], dict[str, Any]]] = [
     (CompletionAnswer, CompletionBody, {"prompt": [5]}),
     (ChatAnswer, ChatBody, {"messages": [{"role": "user", "content": "x"}]}),
 ]
@@ -44,15 +45,15 @@ def expected(kind: type[Answer], index: int, text: str, token_ids: bool) -> dict
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("token_ids", [False, True])
 @pytest.mark.parametrize(("answer", "body", "prompt"), KINDS, ids=["completion", "chat"])
-def test_chunks(
-    answer: type[Answer], body: type[GenerationBody], prompt: dict[str, Any], token_ids: bool, usage: bool
-) -> None:
+def test_chunks(answer: Any, body: type[GenerationBody], prompt: dict[str, Any], token_ids: bool, usage: bool) -> None:
     wanted = {**prompt, "stream": True, "stream_options": {"include_usage": usage}, "return_token_ids": token_ids}
-    stream = answer(read_body(body, json.dumps(wanted).encode()), MODEL, None)
+    given = [lambda: None] if answer is ChatAnswer else []
+    read: Any = read_body(body, json.dumps(wanted).encode())
+    stream = answer(read, MODEL, None, *given)
     chunks = [stream.chunk(message) for message in messages(TEXTS)]
     assert all(chunk.isascii() and "\n" not in chunk for chunk in chunks)
-    first, *_ = read = [json.loads(chunk) for chunk in chunks]
-    for index, (chunk, text) in enumerate(zip(read, TEXTS, strict=True)):
+    first, *_ = objects = [json.loads(chunk) for chunk in chunks]
+    for index, (chunk, text) in enumerate(zip(objects, TEXTS, strict=True)):
         assert chunk["choices"] == [expected(answer, index, text, token_ids)]
         assert list(chunk) == ["id", "object", "created", "model", "choices", *(["usage"] if usage else [])]
         assert {**chunk, "choices": None} == {**first, "choices": None}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.frontends.http.reply import Reply
-from tandem.cluster.frontends.openai.completions import CompletionAnswer, CompletionBody
+from tandem.cluster.frontends.openai.completions import CompletionAnswers, CompletionBody
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.fair_turns import FairTurns
@@ -41,7 +41,15 @@ def test_so_many_a_round() -> None:
         bodies, readers = BodyBudget(1 << 20, 1 << 20), Readers(Path(), ())
         turns = FairTurns(A_ROUND)
         route = GenerationRoute(
-            CompletionBody, CompletionAnswer, requests, "m", None, 1 << 20, 1 << 10, turns, bodies, readers
+            CompletionBody,
+            CompletionAnswers("m", None).make,
+            requests,
+            "m",
+            1 << 20,
+            1 << 10,
+            turns,
+            bodies,
+            readers,
         )
         requests.look()
         return await asyncio.gather(*(one(route) for _ in range(size)))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,25 @@ def test_who_may_read_them(model: Path, token_file: str, public: bool) -> None:
         assert get(address, "/metrics", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
         assert get(address, "/ready").status_code == 200
         assert get(gateway.http, "/v1/models").status_code == 401
+
+
+def test_the_load_counts_requests_that_wait_and_that_run(model: Path) -> None:
+    with open_gateway(model, {"metrics.port": 0}, alone=True) as gateway:
+        monitor = gateway.gateway._addresses.metrics or ""
+        assert get(gateway.http, "/load").json() == {"server_load": 0}
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(answer, gateway.http, COMPLETIONS, **BODY) for _ in range(2)]
+            until(lambda: get(gateway.http, "/load").json() == {"server_load": 2})
+            assert get(monitor, "/load").json() == {"server_load": 2}
+            gateway.island_comes()
+            assert [one.result(60)["choices"][0]["token_ids"] for one in asked] == [TOKENS] * 2
+        until(lambda: get(gateway.http, "/load").json() == {"server_load": 0})
+
+
+def test_the_load_needs_a_token(model: Path) -> None:
+    with open_gateway(model, {"security.api_key": TOKEN}) as gateway:
+        assert get(gateway.http, "/load").status_code == 401
+        assert get(gateway.http, "/load", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
 @pytest.mark.parametrize(("public", "status"), [(False, 421), (True, 200)])

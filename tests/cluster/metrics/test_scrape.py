@@ -1,5 +1,6 @@
 """What /metrics says of requests through both frontends of a gateway whose workers answer as the test says."""
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,14 @@ from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.errors import CallError, InvalidRequest, ServerError
+from tandem.cluster.scaling import ScalingState
 from tests.cluster.open_gateway import BODY, PROMPT, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import complete
 from tests.support.http_client import COMPLETIONS, answer, chunks, get, post
 from tests.support.waiting import until
 
+ROOT = Path(__file__).resolve().parents[3]
 # The names of vLLM's V1 engine, as its documentation lists them, without those of features that are not here.
 GAUGES = (
     "num_requests_running",
@@ -81,6 +84,18 @@ def test_all_of_vllms_names_are_there_before_the_first_request(gateway: OpenGate
     for name in wanted:
         for labels, _ in found.series(name):
             assert labels.items() >= {"model_name": gateway.gateway._names[0], "engine": "0"}.items()
+
+
+def test_what_the_guide_says_to_watch_is_there(gateway: OpenGateway) -> None:
+    guide = (ROOT / "docs/deploy.md").read_text().partition("## Operating")[2]
+    named = set(re.findall(r"`((?:vllm|tandem):\w+)`", guide))
+    assert len(named) > 12
+    gateway.events.run(gateway.gateway.update_scaling(ScalingState(1, 4, 3, "waiting")), timeout=10)
+    found = scrape(gateway)
+    assert named <= {re.sub("_(total|bucket)$", "", name) for name in found.names}
+    assert (found.total("tandem:islands"), found.total("tandem:wanted_islands")) == (1, 3)
+    with Client(gateway.grpc) as client:
+        assert client.cluster_info().scaling.waits_for == "waiting"
 
 
 def test_requests_through_both_frontends_count(gateway: OpenGateway) -> None:

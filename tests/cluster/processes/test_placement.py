@@ -11,6 +11,7 @@ from tandem.cluster.processes.placement import (
     could_have_room,
     in_words,
     nodes_with_room,
+    places,
     spread_over,
 )
 
@@ -53,6 +54,13 @@ def test_members_of_a_group_are_spread_as_far_as_there_is_room(
 def test_rounding_of_fractions_costs_no_room() -> None:
     node = Node("a", {"CPU": 0.3}, {"CPU": 0.29999999}, {})
     assert nodes_with_room([node], {"CPU": 0.3}, Counter()) == [node]
+
+
+@pytest.mark.parametrize(
+    ("need", "found"), [({"CPU": 0.2, "GPU": 2}, 3), ({"CPU": 1.5, "GPU": 0}, 8), ({"CPU": 0.1, "GPU": 5}, 0)]
+)
+def test_places_are_counted_node_by_node(need: dict[str, float], found: int) -> None:
+    assert places(NODES, need) == found
 
 
 def test_room_of_two_nodes_is_not_one_nodes() -> None:

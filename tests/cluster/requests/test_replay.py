@@ -64,7 +64,7 @@ async def ask(client: AsyncClient, *, with_logprobs: bool = False) -> list[Gener
     sampling: Sampling = {"max_tokens": len(TOKENS), "temperature": 0}
     if with_logprobs:
         sampling["logprobs"] = 0
-    stream = client.generate(PROMPT, timeout=20, **sampling)
+    stream = client.generate(PROMPT, timeout=100, **sampling)
     return [update async for update in stream]
 
 
@@ -107,7 +107,7 @@ def test_workers_get_longer_messages_than_clients_may_send(tmp_path: Path) -> No
     make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)
 
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
-        async for _ in client.generate("\U0001f600" * 66_000, max_tokens=1, timeout=20):
+        async for _ in client.generate("\U0001f600" * 66_000, max_tokens=1, timeout=100):
             pass
         assert len(worker.prompts[0]) * 4 > 1 << 20
 
@@ -203,7 +203,8 @@ def test_a_request_that_no_island_takes_in_time_is_told(model: Path) -> None:
             await ask(client)
         assert not worker.prompts
 
-    with_gateway(model, FakeWorker(say), body, **{"gateway.queue_seconds": 0.3})
+    options: dict[str, Any] = {"gateway.queue_seconds": 0.3}
+    with_gateway(model, FakeWorker(say), body, **options)
 
 
 def test_no_island_takes_requests_for_a_while(model: Path) -> None:

@@ -42,9 +42,9 @@ def link(gateway: Gateway, pe: int) -> WorkerLink:
     return gateway._islands.links()["i", pe]
 
 
-def with_gateway(model: Path, body: Body) -> None:
+def with_gateway(model: Path, body: Body, **options: object) -> None:
     """Runs body beside a gateway with a prefill worker, PE 0, and a decode worker, PE 1."""
-    config = load_config(None, {"model.path": str(model), "gateway.port": 0, **ADAPTIVE})
+    config = load_config(None, {"model.path": str(model), "gateway.port": 0, **ADAPTIVE, **options})
 
     async def run() -> None:
         prefill, decode = FakeWorker(say, pe=0, feeds=True), FakeWorker(say, pe=1, feeds=True)

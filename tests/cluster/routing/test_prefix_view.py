@@ -89,4 +89,20 @@ def test_any_reports_leave_what_they_say(program: list[tuple[int, str, list[int]
         model[worker] = (before - set(removed)) | set(added)
     found = {worker: {key for key, mask in view._masks.items() if mask & bit} for worker, bit in view._bits.items()}
     assert {worker: keys for worker, keys in found.items() if keys} == {w: keys for w, keys in model.items() if keys}
-    assert len(view) == len(set().union(*model.values()))  # nothing is kept for workers that are gone
+    assert view._gone.bit_count() < max(1, len(view._bits))  # little is kept for workers that are gone
+    kept = [key for key, mask in view._masks.items() if mask & ~view._gone]
+    assert len(kept) == len(set().union(*model.values()))
+    for worker in list(view._bits):
+        view.drop(worker)
+    assert len(view) == 0
+
+
+def test_a_worker_that_takes_the_place_of_one_that_is_gone_holds_none_of_its_pages() -> None:
+    tokens = list(range(9))
+    view: PrefixView[str] = PrefixView()
+    for worker in "abcd":
+        view.apply(worker, report(keys_of(tokens, 4)))
+    for worker in "ae":
+        view.drop("a")
+        view.apply(worker, report(keys_of(tokens, 1)))
+        assert view.match(PromptKeys(np.array(tokens), PAGE)) == {"b": 8, "c": 8, "d": 8, worker: 2}

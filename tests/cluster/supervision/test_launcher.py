@@ -1,13 +1,17 @@
 """What a cluster finds out before it starts anything."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.processes.placement import Where
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.workers.config import WorkerConfig
 from tests.cluster.fake_processes import FakeProcesses
 from tests.support.waiting import until
 
@@ -56,3 +60,33 @@ def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
         assert gateway.argument.num_pages == 77  # type: ignore[attr-defined]
     finally:
         cluster.stop()
+
+
+class TwoHosts(FakeProcesses):
+    """And a third, where no island may go."""
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return "10.0.0.1", "10.0.0.2", "10.0.0.3"
+
+    def hosts_for(self, where: Where) -> Sequence[str]:
+        return self.hosts if where.labels != {"zone": "north"} else self.hosts[:2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [({}, 4), ({"island.node_labels": {"zone": "north"}}, 6), ({"island.network": "loopback"}, 10)],
+)
+def test_workers_share_the_cores_of_their_own_host(tmp_path: Path, settings: dict[str, Any], workers: int) -> None:
+    """None of them is told how many cores the launcher's host has."""
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "num_islands": 5, "gateway.port": 0, "gateway.processes": 1}
+    processes = TwoHosts()
+    cluster = Cluster(load_config(None, values | settings), processes)
+    cluster.start()
+    try:
+        told = [spec.argument for specs in processes.specs for spec in specs if "/gateway." not in spec.name]
+    finally:
+        cluster.stop()
+    assert len(told) == 10
+    assert {(one.threads, one.workers_on_host) for one in told if isinstance(one, WorkerConfig)} == {(None, workers)}

@@ -222,7 +222,7 @@ TURNS = """
     ],
 )
 def test_options_of_templates_are_those_of_transformers(
-    folder: Path, tmp_path: Path, variables: dict[str, Any], options: dict[str, bool], said: str, content: str
+    folder: Path, tmp_path: Path, variables: dict[str, Any], options: dict[str, Any], said: str, content: str
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     template = TURNS.replace("CONTENT", content)
@@ -235,6 +235,29 @@ def test_options_of_templates_are_those_of_transformers(
     assert load(tmp_path).encode_chat(turns, variables=variables, **options) == load(folder).encode(
         expected, add_special_tokens=False
     )
+
+
+def test_tools_and_calls_of_templates_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+    """Of templates that take a call's arguments as an object, and of those that take its text."""
+    shows = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1, "é"]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "a"},
+    ]
+    as_text = json.loads(json.dumps(turns))
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = json.dumps({"x": [1, "é"]})
+    ends = "{% endfor %}{{ m.tool_call_id }}{% endfor %}"
+    for shown, sent in (("c.function.arguments | tojson", turns), ("'(' + c.function.arguments", as_text)):
+        template = shows + "{% for c in m.tool_calls or [] %}{{ c.id }}{{ " + shown + " }}" + ends
+        (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        expected = theirs.apply_chat_template(sent, tools=tools, tokenize=False)
+        assert ChatTemplate(template, {}).render(as_text, tools=tools, add_generation_prompt=False) == expected
 
 
 def test_a_template_without_the_last_message_cannot_continue_it() -> None:

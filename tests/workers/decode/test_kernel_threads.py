@@ -1,12 +1,16 @@
 """Cores that prefill workers leave idle go to decode, and back."""
 
+import os
 import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from tandem.cache.kernels.native.crew import Crew, load_crew
 from tandem.cluster.client import Client
-from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY
 from tests.support.island import running_island
@@ -48,3 +52,31 @@ def test_decode_has_all_cores_only_while_no_prompt_is_on_its_way(tmp_path: Path)
 
 def test_without_native_kernels_nothing_is_set() -> None:
     KernelThreads(None, own=2, alone=4).use(alone=True)
+
+
+@pytest.mark.parametrize(
+    ("threads", "workers_on_host", "decode_workers", "own", "alone"),
+    [
+        (None, 4, 1, 4, 12),
+        (None, 4, None, 4, 4),
+        (None, 40, 1, 1, 3),
+        (2, 4, 1, 2, 6),
+        (None, None, None, None, None),
+    ],
+)
+def test_a_worker_shares_the_cores_of_the_host_that_it_is_on(
+    threads: int | None,
+    workers_on_host: int | None,
+    decode_workers: int | None,
+    own: int | None,
+    alone: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It counts them itself: the launcher may be on another host."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    config = WorkerConfig(
+        Role.DECODE, "i", 1, 2, 3, "", 64, "", threads=threads, workers_on_host=workers_on_host,
+        decode_workers=decode_workers,
+    )  # fmt: skip
+    assert threads_of(config) == (own, alone)

@@ -1,0 +1,110 @@
+"""/v1/messages: its body."""
+
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field
+from typing_extensions import TypeAliasType
+
+from tandem.cluster.frontends.anthropic.blocks import TEXT, Text, Turns, joined, messages_of
+from tandem.cluster.frontends.openai.messages import MESSAGES
+from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.sampling_fields import StopTexts
+from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
+from tandem.cluster.frontends.openai.translated_body import TranslatedBody
+
+
+class MessagesTool(Part):
+    """A function that the model may call. Tools of Anthropic's own, which have other types, are refused."""
+
+    refused = frozenset()
+
+    type: Literal["custom"] = Field(default="custom", description="'custom'")
+    name: str = Field(pattern=NAME, description=NAME_WORDS)
+    description: str | None = Field(default=None, description="text")
+    input_schema: dict[str, Any] = Field(description="a JSON schema, as an object")
+
+    @property
+    def chat_tool(self) -> dict[str, Any]:
+        """As a chat has it."""
+        described = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **described, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+MessagesTools = TypeAliasType("MessagesTools", Annotated[list[MessagesTool], FailFast(), Field(max_length=MAX_TOOLS)])
+
+
+class MessagesChoice(Part):
+    type: Literal["auto", "any", "tool", "none"] = Field(description="'auto', 'any', 'tool' or 'none'")
+    name: str | None = Field(default=None, description=NAME_WORDS)
+    disable_parallel_tool_use: bool = Field(default=False, description="true or false")
+
+    @property
+    def chat_choice(self) -> Any:
+        """As tool_choice of a chat."""
+        named = {"type": "function", "function": {"name": self.name or ""}}
+        return {"auto": "auto", "none": "none", "any": "required", "tool": named}[self.type]
+
+
+class Thinking(Part):
+    """It changes nothing: the chat template says how the model thinks."""
+
+    refused = frozenset()
+
+    type: Literal["enabled", "disabled", "adaptive"] = Field(description="'enabled' or 'disabled'")
+
+
+class ChatLikeBody(TranslatedBody):
+    """What a prompt is made of."""
+
+    renamed = MappingProxyType(
+        {
+            "max_completion_tokens": "max_tokens",
+            "stop": "stop_sequences",
+        }
+    )
+    prompt_fields = ("messages", "system")
+
+    messages: Turns = Field(description=MESSAGES)
+    system: Text | None = Field(default=None, description=TEXT)
+    tools: MessagesTools | None = Field(
+        default=None, description=f"a list of at most {MAX_TOOLS} objects with name and input_schema"
+    )
+    tool_choice: MessagesChoice | None = Field(default=None, description="an object with type")
+    thinking: Thinking | None = Field(default=None, description="an object with type")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
+
+    def translated(self) -> dict[str, Any]:
+        """A last message of the assistant's goes on in the answer."""
+        messages = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
+        choice = self.tool_choice
+        return {
+            "messages": messages + messages_of(self.messages),
+            "continue_final_message": self.messages[-1].role == "assistant",
+            "tools": None if self.tools is None else [tool.chat_tool for tool in self.tools],
+            "tool_choice": None if choice is None else choice.chat_choice,
+            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+
+class MessagesBody(ChatLikeBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(description="an integer of at least 1")
+    stop_sequences: StopTexts | None = Field(default=None, description="a list of texts")
+    temperature: float | None = Field(default=None, description="a number")
+    top_p: float | None = Field(default=None, description="a number")
+    top_k: int | None = Field(default=None, description="an integer")
+    metadata: dict[str, Any] | None = Field(default=None, description="an object")
+
+    def translated(self) -> dict[str, Any]:
+        return super().translated() | {
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stream": self.stream,
+        }

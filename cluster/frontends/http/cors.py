@@ -1,0 +1,56 @@
+"""Which web pages may call the gateway from a browser: cross-origin resource sharing, as the Fetch standard has it."""
+
+import re
+from collections.abc import Sequence
+
+from tandem.cluster.frontends.http.caller import header
+from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.http.reply import Reply, Scope
+
+ANY = "*"
+METHODS = "GET, HEAD, POST"
+SHOWN = "x-request-id, x-tandem-ignored, retry-after, retry-after-ms"  # headers of answers that a page may read
+KEPT_SECONDS = 600  # for which a browser need not ask again
+NAMES = re.compile(r"[\w!#$%&'*+.^`|~, -]{0,1024}", re.ASCII)
+
+
+class Cors:
+    """Tells browsers what pages of these origins may do. They send tokens as headers, never as cookies."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        """origins: SCHEME://HOST[:PORT] each, or "*" for all; none lets no page in."""
+        self._origins = frozenset(origins)
+
+    def headers(self, scope: Scope) -> dict[str, str]:
+        """Of the answer to any call."""
+        if not self._origins:
+            return {}
+        vary = {} if ANY in self._origins else {"vary": "origin"}
+        origin = self._allowed(scope)
+        if origin is None:
+            return vary
+        return vary | {"access-control-allow-origin": origin, "access-control-expose-headers": SHOWN}
+
+    def is_question(self, scope: Scope) -> bool:
+        """Whether a browser asks ahead what a page may send (a preflight). It shows no token then."""
+        asks = scope["method"] == "OPTIONS" and header(scope, "access-control-request-method")
+        return bool(self._origins and asks and header(scope, "origin"))
+
+    async def answer(self, scope: Scope, reply: Reply) -> None:
+        """Answers is_question(). HttpError for a page of another origin."""
+        if self._allowed(scope) is None:
+            raise HttpError(403, f"origin is {header(scope, 'origin')[0]!r:.80}; gateway.cors_origins has other ones")
+        wanted = ", ".join(header(scope, "access-control-request-headers"))
+        if not NAMES.fullmatch(wanted):
+            raise HttpError(400, f"access-control-request-headers is {wanted!r:.80}; names of headers are accepted")
+        allowed = {"access-control-allow-methods": METHODS, "access-control-max-age": str(KEPT_SECONDS)}
+        if wanted:
+            allowed["access-control-allow-headers"] = wanted
+        await reply.content(200, b"", "text/plain", allowed)
+
+    def _allowed(self, scope: Scope) -> str | None:
+        """What allows the caller's origin: itself, or any. None where nothing does."""
+        if ANY in self._origins:
+            return ANY
+        (origin, *more) = header(scope, "origin") or [""]
+        return origin if origin in self._origins and not more else None

@@ -1,0 +1,58 @@
+"""Answers of other APIs than OpenAI's chats: one answer, whose parts make items or blocks."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from tandem.cluster.frontends.http.reply import encode
+from tandem.cluster.frontends.openai.answer import AnyAnswer
+from tandem.cluster.text.parsers.output_parser import OutputParser
+from tandem.cluster.text.parsers.parts import Content, Part
+from tandem.proto import inference_pb2
+
+Event = dict[str, Any]
+"""A server-sent event's data. Its name is its type."""
+
+
+class TranslatedAnswer(AnyAnswer):
+    """Collects one answer; events say what each message has added to it."""
+
+    def __init__(self, parser: Callable[[], OutputParser | None]) -> None:
+        """parser: as that of ChatAnswer."""
+        self._make_parser = parser
+        self._parser = parser()
+        self._begun = False
+        self._last = inference_pb2.GenerateResponse()  # once it has come
+
+    def events(self, message: inference_pb2.GenerateResponse) -> str:
+        begin = [] if self._begun else self._begin_events(message.request_id)
+        return "".join(map(self._named, begin + self._add(message)))
+
+    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        self._add(message)
+        return {}
+
+    def _add(self, message: inference_pb2.GenerateResponse) -> list[Event]:
+        self._begun = True
+        parser, ends = self._parser, bool(message.finish_reason)
+        parts: list[Part] = [Content(message.text)] if message.text else []
+        if parser is not None:
+            parts = parser.push(message.text) + (parser.finish() if ends else [])
+        events = [event for part in parts for event in self._part_events(part)]
+        if ends:
+            self._last = message
+            events += self._end_events()
+        return events
+
+    def _named(self, event: Event) -> str:
+        return f"event: {event['type']}\ndata: {encode(event)}\n\n"
+
+    @abstractmethod
+    def _begin_events(self, request_id: str) -> list[Event]: ...
+
+    @abstractmethod
+    def _part_events(self, part: Part) -> list[Event]: ...
+
+    @abstractmethod
+    def _end_events(self) -> list[Event]:
+        """Behind the last part."""

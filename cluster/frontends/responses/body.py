@@ -1,0 +1,149 @@
+"""/v1/responses: its body."""
+
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, FailFast, Field, Tag, model_validator
+from typing_extensions import TypeAliasType
+
+from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
+from tandem.cluster.frontends.openai.translated_body import TranslatedBody
+from tandem.cluster.frontends.responses.items import Input, messages_of
+
+MAX_METADATA = 16  # pairs, as OpenAI takes them
+
+
+class ResponseTool(Part):
+    """A function that the model may call."""
+
+    refused = frozenset()
+
+    type: Literal["function"] = Field(description="'function'")
+    name: str = Field(pattern=NAME, description=NAME_WORDS)
+    description: str | None = Field(default=None, description="text")
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema, as an object")
+    strict: bool | None = Field(default=None, description="true or false")
+
+    @property
+    def chat_tool(self) -> dict[str, Any]:
+        """As a chat has it."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+ResponseTools = TypeAliasType("ResponseTools", Annotated[list[ResponseTool], FailFast(), Field(max_length=MAX_TOOLS)])
+
+
+class NamedResponseTool(Part):
+    type: Literal["function"] = Field(description="'function'")
+    name: str = Field(description=NAME_WORDS)
+
+
+class TextFormat(Part):
+    refused = frozenset()
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="'text', 'json_object' or 'json_schema'")
+    name: str = Field(default="", description="text")
+    strict: bool = Field(default=True, description="true or false")
+    held: dict[str, Any] | None = Field(default=None, alias="schema", description="a JSON schema, as an object")
+
+    @model_validator(mode="after")
+    def _schema_of_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.held is not None):
+            raise ValueError("needs schema with type 'json_schema', and takes it with no other type")
+        return self
+
+    @property
+    def chat_format(self) -> dict[str, Any]:
+        """As response_format of a chat."""
+        if self.held is None:
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "strict": self.strict, "schema": self.held}}
+
+
+class TextOptions(Part):
+    refused = frozenset()
+
+    format: TextFormat | None = Field(default=None, description="an object with type")
+
+
+class ReasoningOptions(Part):
+    """They change nothing: the chat template says how the model thinks."""
+
+    refused = frozenset()
+
+    effort: str | None = Field(default=None, description="text")
+    summary: str | None = Field(default=None, description="text")
+
+
+Word = Annotated[Literal["none", "auto", "required"], Tag("a word")]
+Choice = Annotated[
+    Word | Annotated[NamedResponseTool, Tag("a name")],
+    Discriminator(lambda value: "a name" if isinstance(value, dict | NamedResponseTool) else "a word"),
+]
+
+
+class ResponsesBody(TranslatedBody):
+    """POST /v1/responses. Nothing is stored: each request brings all of its input."""
+
+    renamed = MappingProxyType(
+        {
+            "messages": "input",
+            "max_completion_tokens": "max_output_tokens",
+            "max_tokens": "max_output_tokens",
+            "response_format": "text",
+        }
+    )
+    prompt_fields = ("input",)
+
+    input: Input = Field(description="text, or a list of items")
+    instructions: str | None = Field(default=None, description="text")
+    max_output_tokens: int | None = Field(default=None, description="an integer of at least 1")
+    temperature: float | None = Field(default=None, description="a number")
+    top_p: float | None = Field(default=None, description="a number")
+    text: TextOptions | None = Field(default=None, description="an object with format")
+    tools: ResponseTools | None = Field(
+        default=None, description=f"a list of at most {MAX_TOOLS} objects with type 'function' and name"
+    )
+    tool_choice: Choice | None = Field(
+        default=None, description="'none', 'auto', 'required' or an object with type 'function' and name"
+    )
+    parallel_tool_calls: bool = Field(default=True, description="true or false")
+    reasoning: ReasoningOptions | None = Field(default=None, description="an object with effort")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
+    cache_salt: str | None = Field(default=None, description="text")
+    request_id: str | None = Field(default=None, description="text")
+    metadata: dict[str, str] | None = Field(
+        default=None, max_length=MAX_METADATA, description=f"an object of at most {MAX_METADATA} texts"
+    )
+    top_logprobs: Literal[0] | None = Field(default=None, description="0")
+    previous_response_id: None = Field(default=None, description="null: no response is stored here")
+    conversation: None = Field(default=None, description="null: no response is stored here")
+    prompt: None = Field(default=None, description="null: no prompt is stored here")
+    background: Literal[False] = Field(default=False, description="false")
+    truncation: Literal["disabled"] | None = Field(default=None, description="'disabled'")
+
+    def translated(self) -> dict[str, Any]:
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += messages_of(self.input)
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedResponseTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        form = None if self.text is None else self.text.format
+        return {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "response_format": None if form is None else form.chat_format,
+            "tools": None if self.tools is None else [tool.chat_tool for tool in self.tools],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "cache_salt": self.cache_salt,
+            "request_id": self.request_id,
+            "stream": self.stream,
+        }

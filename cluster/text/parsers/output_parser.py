@@ -1,0 +1,112 @@
+"""Takes the text of one answer apart as it comes."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from tandem.cluster.text.parsers.parts import Part, Parts
+from tandem.cluster.text.parsers.reasoning import ThinkTags, harmony, thinking
+from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
+from tandem.cluster.text.parsers.tool_formats import ToolFormat, begin_call, calls_of_list, plain
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a request says of tool calls. schemas: of the parameters, by the tool's name."""
+
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
+    required: bool = False  # the output is guided to be a JSON list of calls
+    named: str = ""  # the output is guided to be the arguments of this tool
+    most: int | None = None  # of calls that are answered
+
+    @property
+    def forced(self) -> bool:
+        """The output is JSON, whatever the model's own format is."""
+        return self.required or bool(self.named)
+
+
+class OutputParser:
+    """Of one answer. The parts that it returns do not depend on how the text is cut."""
+
+    def __init__(
+        self,
+        calls: Calls | None,
+        tool_format: ToolFormat | None,
+        tags: ThinkTags | None,
+        *,
+        opened: bool = False,
+        speaks_harmony: bool = False,
+        dropped: Sequence[str] = (),
+    ) -> None:
+        """calls: None when no tool may be called. opened: the prompt opens the reasoning. dropped: texts of special
+        tokens, which are no part of an answer."""
+        expects = calls is not None
+        id_length = tool_format.id_length if tool_format is not None else 24
+        most = calls.most if calls is not None else None
+        self._parts = Parts(most_calls=most, id_length=id_length, keep_spaces=not expects)
+        self._source = Source()
+        self._dropped = re.compile("|".join(map(re.escape, dropped))) if dropped else None
+        if calls is not None and calls.forced:
+            self._reading = _forced(self._source, self._parts, calls)
+        else:
+            self._reading = self._read(calls, tool_format, tags, opened, speaks_harmony)
+        self._over = False
+        self._advance()
+
+    @property
+    def num_calls(self) -> int:
+        return self._parts.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that this text completes."""
+        self._source.push(text if self._dropped is None else self._dropped.sub("", text))
+        self._advance()
+        return self._parts.take()
+
+    def finish(self) -> list[Part]:
+        """The last parts. No text comes any more."""
+        self._source.ended = True
+        self._advance()
+        self._parts.finish()
+        return self._parts.take()
+
+    def _advance(self) -> None:
+        if not self._over:
+            try:
+                next(self._reading)
+            except StopIteration:
+                self._over = True
+
+    def _read(
+        self,
+        calls: Calls | None,
+        tool_format: ToolFormat | None,
+        tags: ThinkTags | None,
+        opened: bool,
+        speaks_harmony: bool,
+    ) -> Waiting[None]:
+        source, parts = self._source, self._parts
+        schemas = {} if calls is None else calls.schemas
+        if speaks_harmony:
+            yield from harmony(source, parts, calls=calls is not None)
+            return
+        if tags is not None:
+            yield from thinking(source, parts, tags, opened)
+        parse = plain if calls is None or tool_format is None else tool_format.parse
+        yield from parse(source, parts, schemas)
+        yield from plain(source, parts, schemas)
+
+
+def _forced(source: Source, parts: Parts, calls: Calls) -> Waiting[None]:
+    """Guided output: arguments, or a list of calls. What breaks off, or is none after all, stays as it is."""
+    try:
+        if calls.named:
+            begin_call(parts, calls.named)
+            yield from source.value(parts.arguments)
+        else:
+            yield from calls_of_list(source, parts)
+    except Malformed:
+        pass
+    yield from source.upto((), parts.content)

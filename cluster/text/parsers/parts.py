@@ -1,0 +1,115 @@
+"""The parts of an answer, in the order in which a model writes them."""
+
+import secrets
+import string
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+ALPHABET = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the model answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """A tool call begins. Its arguments come in the CallArguments behind it."""
+
+    index: int  # of the call in this answer
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """More of the arguments' JSON text of the call that began last."""
+
+    index: int
+    text: str
+
+
+Part = Reasoning | Content | CallBegin | CallArguments
+
+
+def _kind(part: Part) -> tuple[str, int]:
+    return type(part).__name__, part.index if isinstance(part, CallArguments) else 0
+
+
+class Parts:
+    """Collects what a parser finds until take() is called."""
+
+    def __init__(self, *, most_calls: int | None = None, id_length: int = 24, keep_spaces: bool = False) -> None:
+        """most_calls: further ones are left out. id_length: characters of a call's id. keep_spaces: also those at the
+        end of a text that a call may follow; else they are no content when it does."""
+        self._most_calls = most_calls
+        self._id_length = id_length
+        self._keep_spaces = keep_spaces
+        self._parts: list[Part] = []
+        self._spaces = ""  # behind the content so far
+        self.num_calls = 0
+        self.has_content = False
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self._parts.append(Reasoning(text))
+
+    def content(self, text: str) -> None:
+        """Spaces wait for more content: those around tool calls are none."""
+        text = self._spaces + text
+        kept = text if self._keep_spaces else text.rstrip()
+        self._spaces = text[len(kept) :]
+        if kept:
+            self.has_content = True
+            self._parts.append(Content(kept))
+
+    def call(self, name: str) -> None:
+        """Begins a tool call."""
+        self._spaces = ""
+        if not self._left_out:
+            prefix = "call_" if self._id_length > 9 else ""
+            call_id = prefix + "".join(secrets.choice(ALPHABET) for _ in range(self._id_length))
+            self._parts.append(CallBegin(self.num_calls, call_id, name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the call that began last."""
+        if text and not self._most_calls_exceeded:
+            self._parts.append(CallArguments(self.num_calls - 1, text))
+
+    def finish(self) -> None:
+        """Spaces at the end are content where there is no call."""
+        if self._spaces and not self.num_calls:
+            self._parts.append(Content(self._spaces))
+        self._spaces = ""
+
+    def take(self) -> list[Part]:
+        """What came since the last call. No two neighbours are of one kind, but for calls."""
+        found, self._parts = self._parts, []
+        parts: list[Part] = []
+        for _, alike in groupby(found, key=_kind):
+            first, *more = alike
+            if isinstance(first, CallBegin) or not more:
+                parts += [first, *more]
+            else:
+                text = "".join(one.text for one in (first, *more) if not isinstance(one, CallBegin))
+                parts.append(replace(first, text=text))
+        return parts
+
+    @property
+    def _left_out(self) -> bool:
+        return self._most_calls is not None and self.num_calls >= self._most_calls
+
+    @property
+    def _most_calls_exceeded(self) -> bool:
+        return self._most_calls is not None and self.num_calls > self._most_calls

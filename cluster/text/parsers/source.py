@@ -1,0 +1,197 @@
+"""The text of an answer as it comes, for parsers that are written as if all of it were there.
+
+Each method that may have to wait for more text is a generator: a parser calls it with `yield from`. Parsers are run by
+OutputParser.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Waiting = Generator[None, None, T]
+Sink = Callable[[str], None]
+
+SPACES = re.compile(r"\s*")
+PLAIN = re.compile(r'[^"{}\[\]]*')
+NUMBER_END = re.compile(r"[,}\]\s]")
+
+
+class Malformed(ValueError):
+    """The text is no call of the parser's format."""
+
+
+def nowhere(text: str) -> None:
+    """A sink for text that nobody needs."""
+
+
+class Source:
+    """What has come and has not been read. Owned by one parser."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._place = 0
+        self._since: list[str] | None = None
+        self.ended = False
+
+    def push(self, text: str) -> None:
+        """Adds text that has come."""
+        self._text = self._text[self._place :] + text
+        self._place = 0
+
+    def remember(self) -> None:
+        """From here on what is read is kept for forget()."""
+        self._since = []
+
+    def forget(self) -> str:
+        """What was read since remember()."""
+        kept, self._since = "".join(self._since or ()), None
+        return kept
+
+    def upto(self, marks: Sequence[str], sink: Sink) -> Waiting[str | None]:
+        """Gives the text before the first of the marks to the sink as it comes, and reads the mark, which it returns.
+        None at the end of the text."""
+        while True:
+            rest = self._text[self._place :]
+            found = [(place, mark) for mark in marks if (place := rest.find(mark)) >= 0]
+            if found:
+                place, mark = min(found)
+                sink(self._read(place))
+                self._read(len(mark))
+                return mark
+            held = 0 if self.ended else _begun(rest, marks)
+            if len(rest) > held:
+                sink(self._read(len(rest) - held))
+            if self.ended:
+                return None
+            yield
+
+    def spaces(self) -> Waiting[None]:
+        """Reads spaces and line ends."""
+        while True:
+            found = SPACES.match(self._text, self._place)
+            self._read(found.end() - self._place if found else 0)
+            if self._rest or self.ended:
+                return
+            yield
+
+    def starts(self, *marks: str) -> Waiting[str | None]:
+        """Reads one of the marks where the text goes on with it, and returns it. None where it goes on otherwise."""
+        while True:
+            rest = self._text[self._place :]
+            for mark in marks:
+                if rest.startswith(mark):
+                    return self._read(len(mark))
+            if self.ended or not any(mark.startswith(rest) for mark in marks):
+                return None
+            yield
+
+    def peek(self) -> Waiting[str]:
+        """The next character, which stays. Empty at the end."""
+        while not self._rest and not self.ended:
+            yield
+        return self._text[self._place : self._place + 1]
+
+    def need(self, mark: str) -> Waiting[None]:
+        """Reads the mark, behind spaces. Malformed where the text goes on otherwise."""
+        yield from self.spaces()
+        if (yield from self.starts(mark)) is None:
+            raise Malformed(mark)
+
+    def string(self) -> Waiting[str]:
+        """A JSON string's value. Malformed for anything else."""
+        raw: list[str] = []
+        yield from self.value(raw.append)
+        try:
+            value = json.loads("".join(raw))
+        except ValueError:
+            raise Malformed("string") from None
+        if not isinstance(value, str):
+            raise Malformed("string")
+        return value
+
+    def value(self, sink: Sink) -> Waiting[None]:
+        """Gives the text of one JSON value to the sink as it comes. Malformed where it is none, or where it breaks
+        off. Within it only strings and brackets are looked at."""
+        yield from self.spaces()
+        first = yield from self.peek()
+        if first == '"':
+            yield from self._string(sink)
+        elif first and first in "{[":
+            yield from self._nested(sink)
+        else:
+            yield from self._word(sink)
+
+    def _word(self, sink: Sink) -> Waiting[None]:
+        """A number, true, false or null."""
+        word: list[str] = []
+        while True:
+            found = NUMBER_END.search(self._text, self._place)
+            word.append(self._read((found.start() if found else len(self._text)) - self._place))
+            if found or self.ended:
+                break
+            yield
+        text = "".join(word)
+        try:
+            json.loads(text)
+        except ValueError:
+            raise Malformed("value") from None
+        sink(text)
+
+    def _nested(self, sink: Sink) -> Waiting[None]:
+        """An object or a list."""
+        open_brackets: list[str] = []
+        while True:
+            found = PLAIN.match(self._text, self._place)
+            sink(self._read(found.end() - self._place if found else 0))
+            mark = yield from self.peek()
+            if mark == "":
+                raise Malformed("broken off")
+            if mark == '"':
+                yield from self._string(sink)
+            elif mark in "{[":
+                sink(self._read(1))
+                open_brackets.append("}" if mark == "{" else "]")
+            elif mark in "}]":
+                sink(self._read(1))
+                if open_brackets.pop() != mark:
+                    raise Malformed(mark)
+                if not open_brackets:
+                    return
+
+    def _string(self, sink: Sink) -> Waiting[None]:
+        sink(self._read(1))
+        while True:
+            place = self._place
+            while place < len(self._text) and self._text[place] != '"':
+                place += 2 if self._text[place] == "\\" else 1
+            whole = min(place, len(self._text))
+            if place > len(self._text):
+                whole = len(self._text) - 1  # a backslash whose character has not come
+            sink(self._read(whole - self._place))
+            if self._rest.startswith('"'):
+                sink(self._read(1))
+                return
+            if self.ended:
+                raise Malformed("broken off")
+            yield
+
+    @property
+    def _rest(self) -> str:
+        return self._text[self._place :]
+
+    def _read(self, count: int) -> str:
+        text = self._text[self._place : self._place + count]
+        self._place += len(text)
+        if self._since is not None:
+            self._since.append(text)
+        return text
+
+
+def _begun(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end of the text that may be the begin of a mark."""
+    return max(
+        (size for mark in marks for size in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:size])),
+        default=0,
+    )

@@ -112,7 +112,7 @@ class IslandSupervisor(Supervisor):
         except TandemError as error:
             raise ReshapeFailed(f"the island was not formed anew: {error}") from error
         self.island, self._epoch = after, epoch
-        updates = self._membership.update(self.island_name, epoch, self._budget.used, workers)
+        updates = self._membership.update(self.island_name, epoch, self._budget.used, workers, after.host)
         kept = len(shape.roles) - started
         ended = len(before.shape.roles) - kept
         return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), updates

@@ -56,8 +56,8 @@ class Cluster:
             for island in info["islands"]
         }
 
-    def scale(self, islands: int) -> None:
-        self._run(*TANDEM, "scale", "--address", self.address, "--islands", str(islands))
+    def scale(self, *wanted: str) -> None:
+        self._run(*TANDEM, "scale", "--address", self.address, *wanted)
 
     def answers(self, folder: Path, prompts: list[list[int]]) -> list[list[int]]:
         """Of a client on the last host."""
@@ -138,7 +138,8 @@ def cluster(joined_hosts: Hosts, small_model: Path, tmp_path_factory: pytest.Tem
         yield cluster
 
 
-def test_an_island_over_two_hosts_serves_a_client_of_another(
+@pytest.mark.timeout(300)
+def test_an_island_over_several_hosts_serves_a_client_of_another(
     joined_hosts: Hosts, small_model: Path, tmp_path: Path
 ) -> None:
     with running(joined_hosts, tmp_path, small_model, OVER_HOSTS) as spanning:
@@ -147,6 +148,10 @@ def test_an_island_over_two_hosts_serves_a_client_of_another(
         assert first != second
         assert host == f"{first}, {second}"
         assert set(spanning.probe(workers)) <= {"closed", "15"}
+        spanning.scale("--decode", "2")
+        ((host, workers),) = spanning.islands().values()
+        assert sorted(host.split(", ")) == sorted(worker.rpartition(":")[0] for worker in workers)
+        assert len(workers) == 3
         prompts = [random_prompt(5 + 11 * number, number) for number in range(12)]
         assert spanning.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
 
@@ -155,7 +160,7 @@ def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
     cluster: Cluster, small_model: Path, tmp_path: Path
 ) -> None:
     assert len({host for host, _ in cluster.islands().values()}) == 2
-    cluster.scale(3)
+    cluster.scale("--islands", "3")
     islands = cluster.islands()
     assert sorted(host for host, _ in islands.values()) == cluster.hosts.addresses[:3]
     for host, workers in islands.values():
@@ -189,6 +194,6 @@ def test_the_islands_of_a_lost_host_go_to_another_and_islands_are_given_back(
     prompts = [random_prompt(9 + 5 * number, 100 + number) for number in range(40)]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(cluster.answers, tmp_path, prompts)
-        cluster.scale(1)
+        cluster.scale("--islands", "1")
         assert answers.result() == greedy_all(load_oracle(small_model), prompts, OUTPUT)
     assert len(cluster.islands()) == 1

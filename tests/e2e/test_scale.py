@@ -110,6 +110,7 @@ def test_roles_change_and_the_weights_stay(
     until(lambda: not psutil.pid_exists(third))
     assert [segments(first), segments(second)] == [2, 2]
     assert info(served).islands[1].epoch == other.epoch
+    assert {island.host for island in info(served).islands} == {other.host} != {""}
 
 
 def test_a_request_goes_on_through_the_change(served: str, case: Case) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array
+from tandem.workers.sampling.closed_schema import closed
 
 if TYPE_CHECKING:
     from llguidance import GrammarFormat, LLMatcher, LLTokenizer
@@ -94,11 +95,15 @@ class Grammars:
                 raise InvalidGuide(f"llguidance cannot use the checkpoint's tokenizer: {error}") from None
         text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
         try:
-            if guided.kind == "json_schema" and text.lstrip().startswith("{") and '"x-guidance"' not in text:
-                grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+            if guided.kind == "json_schema" and text.lstrip().startswith("{"):
+                text = json.dumps(closed(json.loads(text)))
+                if '"x-guidance"' in text:
+                    grammar = grammar_from("json_schema", text)
+                else:
+                    grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
             else:
                 grammar = grammar_from(KINDS[guided.kind], text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidGuide(f"{guided.kind} cannot be read: {error}") from None
         limits = LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, max_grammar_size=MOST_SYMBOLS, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)

@@ -14,6 +14,7 @@ import torch
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.runner.eager_sampler import EagerSampler
+from tandem.workers.sampling.closed_schema import closed
 from tandem.workers.sampling.guided import MOST_CACHED, Grammars, Guided, InvalidGuide
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -119,6 +120,37 @@ def test_spaces_in_json_end(folder: Path) -> None:
             assert json.loads(written) == {"a": 7}
             assert max(map(len, re.findall(" +", written))) == 32
     grammars.close()
+
+
+OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {}}}
+CLOSED = OPEN | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "made"),
+    [
+        (OPEN, CLOSED),
+        (CLOSED | {"additionalProperties": True}, None),
+        ({"properties": {"properties": OPEN, "enum": OPEN}}, {"properties": {"properties": CLOSED, "enum": CLOSED}}),
+        ({"items": [OPEN], "enum": [OPEN]}, {"items": [CLOSED], "enum": [OPEN]}),
+        ({"$defs": {"x": OPEN}, "anyOf": [OPEN, 5]}, {"$defs": {"x": CLOSED}, "anyOf": [CLOSED, 5]}),
+        (OPEN | {"required": ["b"]}, None),
+        (OPEN | {"patternProperties": {"^x": {}}}, None),
+        ({"allOf": [OPEN, OPEN]}, None),
+        ({"items": OPEN, "properties": {"a": {"$ref": "#"}}, "anyOf": [OPEN]}, None),
+        (True, None),
+    ],
+)
+def test_objects_have_the_properties_that_they_name(schema: Any, made: Any) -> None:
+    if isinstance(made, dict) and "properties" in made and "type" not in made:
+        made = made | {"additionalProperties": False}
+    assert closed(schema) == (schema if made is None else made)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(folder: Path) -> None:
+    deep = '{"items":' * 20_000 + "{}" + "}" * 20_000
+    with pytest.raises(InvalidGuide, match="json_schema cannot be read"):
+        Grammars(folder, VOCAB, (EOS,)).compile(Guided("json_schema", (deep,)))
 
 
 def test_no_more_grammars_are_kept_than_said(folder: Path) -> None:

@@ -138,8 +138,7 @@ class IslandSection(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """where workers compute; on cuda each has a GPU of its own"""
     transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
-    """how workers write into each other's pages: shared_memory between CPUs of a host, tcp between CPUs of any hosts,
-    nvshmem between GPUs of a host"""
+    """how workers write into each other's pages: CPUs by shared_memory or, between hosts, tcp; GPUs by nvshmem"""
     num_prefill: Workers = Field(default=1, le=256)
     """prefill workers"""
     num_decode: Workers = Field(default=1, le=256)
@@ -154,8 +153,7 @@ class IslandSection(Section):
     """how the gateway reaches workers: loopback, on its own host only; node, at their hosts' addresses with mutual TLS;
     auto, node where Ray has several hosts when the cluster starts"""
     span_hosts: bool = False
-    """whether the workers of one island go to as many hosts as there are, which takes the transport tcp; false puts an
-    island onto one host"""
+    """whether an island's workers go to as many hosts as there are, over tcp; false puts an island onto one host"""
     node_resources: dict[str, float] = Field(default={}, max_length=64)
     """Ray's resources that a host must have for an island, and how many"""
     node_labels: dict[str, str] = Field(default={}, max_length=64)
@@ -178,11 +176,8 @@ class IslandSection(Section):
     @field_validator("span_hosts")
     @classmethod
     def _fit_transport(cls, span_hosts: bool, info: ValidationInfo) -> bool:
-        transport, network = info.data.get("transport", "tcp"), info.data.get("network")
-        if span_hosts and transport != "tcp":
-            raise ValueError(f"must be false unless island.transport is tcp, here {transport}")
-        if span_hosts and network == "loopback":
-            raise ValueError("must be false where island.network is loopback")
+        if span_hosts and (info.data.get("transport", "tcp") != "tcp" or info.data.get("network") == "loopback"):
+            raise ValueError("must be false unless island.transport is tcp and island.network is not loopback")
         return span_hosts
 
 

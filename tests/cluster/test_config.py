@@ -117,7 +117,7 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
             ["island.transport is 'nvshmem'", "must be shared_memory", "island.device is cpu"],
         ),
         ("island.device=cuda", ["island.transport is 'shared_memory'", "must be nvshmem", "island.device is cuda"]),
-        ("island.span_hosts=true", ["island.span_hosts is True", "unless island.transport is tcp, here shared_memory"]),
+        ("island.span_hosts=true", ["island.span_hosts is True", "false unless island.transport is tcp"]),
         ("island.device=tpu", ["island.device is 'tpu'", "'cpu' or 'cuda'"]),
         ("gateway.port=65536", ["gateway.port is 65536", "less than or equal to 65535"]),
         ("gateway.queue_seconds=0", ["gateway.queue_seconds is 0", "greater than 0"]),

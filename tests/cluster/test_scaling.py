@@ -157,7 +157,7 @@ class TestIsland:
                 scale(cluster, 2, None).result(30)
             scale(cluster, 2, None).result(30)
             opened = [given for member in cluster.last.members for given in arguments_of(member, "open")]
-            assert opened == [(64,)] * 5
+            assert [pages for pages, _ in opened] == [64] * 5
 
     @pytest.mark.parametrize(
         "lose", [lambda member: member.kill(), lambda member: member.fails.update(leave=TimeoutError("it hangs"))]

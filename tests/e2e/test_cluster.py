@@ -162,7 +162,6 @@ def test_model_info(cluster: Cluster) -> None:
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
 
 
-@pytest.mark.timeout(240)
 def test_two_hundred_requests_a_third_cancelled(cluster: Cluster, small_model: Path) -> None:
     """Pages come back, whoever goes away when; those beside get their tokens; memory stays flat."""
     rng = random.Random(0)

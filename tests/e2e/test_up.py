@@ -95,7 +95,6 @@ def assert_nothing_left(processes: list[psutil.Process], shm: set[str]) -> None:
     assert lasting_names() <= shm
 
 
-@pytest.mark.timeout(240)
 def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
     options = ("--address", running.address, "--max-tokens", "6", "--temperature", "0")
     plain = run("generate", "The cache keeps", *options)
@@ -121,7 +120,6 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
     assert len(wrong.stderr.splitlines()) == 1
 
 
-@pytest.mark.timeout(240)
 def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> None:
     """Which asks for a token that only its user can read. Each cluster has its own end."""
     assert running.process.stderr is not None
@@ -162,7 +160,6 @@ def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.Cap
     assert str(running.process.pid) in error
 
 
-@pytest.mark.timeout(240)
 def test_what_dies_is_started_again_until_it_has_died_too_often(running: Up, small_model: Path) -> None:
     """The last one that uses it."""
     with Client(running.address) as client:
@@ -206,7 +203,6 @@ def decode_worker(client: Client) -> int:
     return worker.pid
 
 
-@pytest.mark.timeout(240)
 def test_down_leaves_nothing(small_model: Path) -> None:
     with up(small_model) as running:
         started = running.descendants

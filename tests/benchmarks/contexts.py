@@ -24,7 +24,16 @@ def _lognormal(rows: int) -> Lengths:
     return np.clip(drawn, LEAST, MOST).astype(np.int64)
 
 
-MIXES: dict[str, Callable[[int], Lengths]] = {"mix:one-long": _one_long, "mix:lognormal": _lognormal}
+def _half(rows: int) -> Lengths:
+    """Half of the rows with 300 positions, half with 4,096."""
+    return np.where(np.arange(rows) % 2, 300, 4096)
+
+
+MIXES: dict[str, Callable[[int], Lengths]] = {
+    "mix:one-long": _one_long,
+    "mix:lognormal": _lognormal,
+    "mix:half": _half,
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,14 @@ class Contexts:
         if self.text in MIXES:
             return MIXES[self.text](rows)
         return np.full(rows, int(self.text))
+
+    @property
+    def is_mix(self) -> bool:
+        return self.text in MIXES
+
+    def alike(self, rows: int) -> "Contexts":
+        """As many positions in all, each row with as many as the others."""
+        return Contexts(str(round(self.lengths(rows).mean())))
 
     def __str__(self) -> str:
         return self.text

@@ -3,11 +3,14 @@
 decode: a batch of single tokens. attention: the bare MLA wrapper on a pool of one layer ÷ the same on a layer of the
 cache's pool. layer: the bare wrapper between the two maps that absorb K's and V's ÷ latent_attention, which also
 rotates and appends. prefill: one prompt; the bare ragged wrapper on K and V that are there ÷ latent_attention, which
-also gathers and expands them. All times are of CUDA graphs.
+also gathers and expands them.
+layer_to_like: of a mix, ÷ that of as many rows and positions in all, where the rows are alike.
+All times are of CUDA graphs.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,32 +19,35 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
+from tests.benchmarks.contexts import MIXES, Contexts, Lengths
 from tests.benchmarks.device_time import graph_seconds
 from tests.benchmarks.options import add_list, benchmark_parser
-from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
+from tests.benchmarks.results import at_least, at_most, print_result, print_skipped, rounded
 
 NUM_HEADS, RANK, ROTATED, PAGE_SIZE, LAYERS, LAYER = 128, 512, 64, 16, 4, 1
 HEADS = LatentHeads(key_dim=128, value_dim=128)
 SCALE = (HEADS.key_dim + ROTATED) ** -0.5
 DTYPE = torch.bfloat16
-ROWS, CONTEXT, PROMPT = 64, 4096, 8192
+ROWS, CONTEXT, PROMPT = 64, Contexts("4096"), 8192
+LIKE_LIMIT = 1.08
 PARTS = ("decode", "prefill")
 WORKSPACE_BYTES = 256 << 20
 
 
 class Case:
-    """Sequences that hold `cached` positions each and append `new` ones each."""
+    """Sequences that hold cached[i] positions, and append `new` ones each."""
 
-    def __init__(self, sequences: int, cached: int, new: int) -> None:
+    def __init__(self, cached: Lengths, new: int) -> None:
         group = LayerGroup(tuple(range(LAYERS)), 1, RANK + ROTATED, latent_rank=RANK)
         layout = KVLayout((group,), PAGE_SIZE, DTYPE)
-        num_pages = sequences * -(-(cached + new) // PAGE_SIZE)
+        sequences = cached.size
+        num_pages = int((-(-(cached + new) // PAGE_SIZE)).sum())
         self.pool = torch.randn((num_pages, *layout.page_shape(0)), dtype=DTYPE, device="cuda")
         self.cache = PagedKVCache(
             layout,
             (self.pool,),
             max_sequences=sequences,
-            max_sequence_length=cached + new,
+            max_sequence_length=int(cached.max()) + new,
             rope=RopeParameters("default", ROTATED),
             writer=None,
             latent=HEADS,
@@ -49,8 +55,9 @@ class Case:
         ids = list(range(sequences))
         for sequence in ids:
             self.cache.add_sequence(sequence)
-        for length in (cached, new) if cached else (new,):  # what is cached is the pool's noise
-            self.plan = self.cache.begin_forward(ids, [length] * sequences)
+        if cached.any():  # the pool's noise
+            self.cache.begin_forward(ids, cached.tolist())
+        self.plan = self.cache.begin_forward(ids, [new] * sequences)
         tokens = sequences * new
         self.q = torch.randn(tokens, NUM_HEADS, HEADS.key_dim + ROTATED, dtype=DTYPE, device="cuda")
         self.latents, self.keys = torch.randn(tokens, RANK + ROTATED, dtype=DTYPE, device="cuda").split(
@@ -67,10 +74,11 @@ class Case:
         return self.up.absorb(still), rotated
 
 
-def measure_decode(rows: int, context: int) -> dict[str, float]:
+def measure_decode(rows: int, context: Contexts) -> dict[str, float | None]:
     import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
-    case = Case(rows, context - 1, 1)
+    lengths = context.lengths(rows)
+    case = Case(lengths - 1, 1)
     tables = case.plan.attention.plans[0].tables
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
         torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
@@ -93,12 +101,16 @@ def measure_decode(rows: int, context: int) -> dict[str, float]:
 
     difference = float((actual.float() - bare_layer().float()).abs().max())
     bare_layer_seconds, layer = graph_seconds(bare_layer), graph_seconds(case.layer)
+    like = None
+    if context.is_mix:
+        like = rounded(layer / graph_seconds(Case(context.alike(rows).lengths(rows) - 1, 1).layer))
     return {
         "attention_us": own.scaled(1e6),
         "attention_to_bare": rounded(bare / own),
-        "latents_gb_per_s": rounded(rows * context * (RANK + ROTATED) * DTYPE.itemsize / own / 1e9),
+        "latents_gb_per_s": rounded(lengths.sum() * (RANK + ROTATED) * DTYPE.itemsize / own / 1e9),
         "layer_us": layer.scaled(1e6),
         "layer_to_bare": rounded(bare_layer_seconds / layer),
+        "layer_to_like": like,
         "largest_difference": difference,
     }
 
@@ -106,7 +118,7 @@ def measure_decode(rows: int, context: int) -> dict[str, float]:
 def measure_prefill(prompt: int) -> dict[str, float]:
     import flashinfer  # pyright: ignore[reportMissingImports]
 
-    case = Case(1, 0, prompt)
+    case = Case(np.zeros(1, np.int64), prompt)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
         torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"), "NHD"
     )
@@ -128,9 +140,14 @@ def measure_prefill(prompt: int) -> dict[str, float]:
 
 
 def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
+    mixed = [
+        at_most(f"MLA, {name} ÷ like contexts", numbers["layer_to_like"], LIKE_LIMIT)
+        for name, numbers in results.items()
+        if isinstance(numbers, dict) and numbers.get("layer_to_like") is not None
+    ]
     decode = results.get(f"decode of {ROWS} at {CONTEXT}")
     if decode is None:
-        return []
+        return mixed
     return [
         at_least("MLA decode attention, bare FlashInfer ÷ ours", decode["attention_to_bare"], 0.95),
         at_least("MLA decode layer, bare FlashInfer and the maps ÷ ours", decode["layer_to_bare"], 0.95),
@@ -140,7 +157,9 @@ def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--rows", type=int, default=ROWS, help="sequences that decode")
-    parser.add_argument("--context", type=int, default=CONTEXT, help="positions of each of them")
+    parser.add_argument(
+        "--context", type=Contexts.parse, default=CONTEXT, help=f"positions of each of them, or {', '.join(MIXES)}"
+    )
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
     add_list(parser, "--parts", default=PARTS, choices=PARTS)
     options = parser.parse_args()

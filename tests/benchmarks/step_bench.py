@@ -40,6 +40,7 @@ class Bench:
             model = write_shape(shape, Path(folder))
             self.config = load_config(model, "bfloat16")
             decoder = load_decoder(model, self.config, load_format="dummy", device="cuda")
+        self.scales = scales
         group = LayerGroup(tuple(range(self.config.num_layers)), self.config.num_kv_heads, self.config.head_dim)
         layout = KVLayout((group,), PAGE_SIZE, self.config.dtype, scales)
         num_pages = (num_tokens or max_batch * 1200 + MAX_LENGTH) // PAGE_SIZE

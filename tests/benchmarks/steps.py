@@ -11,6 +11,7 @@ prefill: chunks of 8192 up to the first token, as of a lone prompt on a prefill 
     to_product  FLOP, counted with half of the attention square, ÷ time ÷ F
     to_floor    ÷ the FLOP at F or weights / C, what is longer
     to_device   ÷ what all kernels and copies of a prompt take, one after another
+to_like: of a mix, ÷ the step of as many rows and positions in all, where the rows are alike.
 to_vllm: ÷ the peer's number in results/peers.json, of the same kind of GPU. Random weights and KV.
 
 Under a minute: --model 0.6b --rows 1,8,64 --parts decode. Unlike contexts: --rows 10,64 --contexts mix:one-long
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tandem.cache.plan.kv_scales import KVScales
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.benchmarks.contexts import MIXES, Contexts
 from tests.benchmarks.model_shapes import SHAPES, shape_name
@@ -39,6 +41,7 @@ LONG = ((1, Contexts("8192")), (1, Contexts("32768")))  # beside ROWS at CONTEXT
 PROMPTS = (32, 128, 512, 1024, 2048, 8192, 32_768)
 PARTS = ("decode", "sampled", "prefill")
 SAMPLED_ROWS = 64
+LIKE_LIMIT = 1.08
 FLOOR_TARGETS = {"qwen3-8b": (1.18, (1, 64, 256)), "qwen3-0.6b": (1.6, (1,))}  # at most, of so many rows at CONTEXT
 IDLE_LIMIT_US = 20.0
 PREFILL_TARGETS = {"qwen3-8b": (0.85, (8192, 32_768))}
@@ -61,15 +64,17 @@ def positions_needed(decodes: Sequence[Decode]) -> int:
 
 def measure_decode(name: str, bench: Bench, decode: Decode, roofs: Roofs) -> dict[str, float | None]:
     rows, context = decode
-    lengths = context.lengths(rows)
-    seconds, unused = bench.decode(lengths, SamplingParams(temperature=0))
+    lengths, greedy = context.lengths(rows), SamplingParams(temperature=0)
+    seconds, unused = bench.decode(lengths, greedy)
+    like = bench.decode(context.alike(rows).lengths(rows), greedy)[0] if context.is_mix else None
     theirs = read_peer("steps", f"{name}.{title(decode)}.ms")
     return {
         "ms": seconds.scaled(1e3),
-        "to_floor": seconds.scaled(1 / decode_floor(bench.config, lengths, roofs)),
-        "to_roof": seconds.scaled(1 / decode_roof(bench.config, lengths, roofs)),
+        "to_floor": None if bench.scales else seconds.scaled(1 / decode_floor(bench.config, lengths, roofs)),
+        "to_roof": None if bench.scales else seconds.scaled(1 / decode_roof(bench.config, lengths, roofs)),
         "idle_us": round(unused.between, 1),
         "gaps_us": round(unused.inside, 1),
+        "to_like": None if like is None else rounded(seconds / like),
         "to_vllm": None if theirs is None else rounded(seconds * 1e3 / theirs),
     }
 
@@ -91,12 +96,17 @@ def measure_prefill(name: str, bench: Bench, length: int, roofs: Roofs) -> dict[
     }
 
 
+def kv_scales(name: str, kv: str) -> KVScales | None:
+    return KVScales.uniform(int(SHAPES[name]["num_hidden_layers"]), 0.02, 0.03) if kv == "fp8" else None
+
+
 def measure(name: str, roofs: Roofs, options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
     """Of one model, as far as the budget goes."""
     decodes = decodes_of(options.rows, options.contexts) if "decode" in options.parts else []
     sampled = [(SAMPLED_ROWS, CONTEXT)] if "sampled" in options.parts else []
     most_rows = max((rows for rows, _ in [*decodes, *sampled]), default=1)
-    bench = Bench(name, most_rows, positions_needed([*decodes, *sampled, (1, CONTEXT)]))
+    positions = positions_needed([*decodes, *sampled, (1, CONTEXT)])
+    bench = Bench(name, most_rows, positions, kv_scales(name, options.kv))
     result: dict[str, Any] = {
         "warm_up_s": round(bench.warm_up_seconds, 2),
         "capture_s": round(bench.capture_seconds, 2),
@@ -126,6 +136,9 @@ def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
             if (numbers := result.get(title((rows, CONTEXT)))) is not None:
                 targets.append(at_most(f"{name}, decode of {rows} ÷ floor", numbers["to_floor"], limit))
                 targets.append(at_most(f"{name}, decode of {rows}, idle µs", numbers["idle_us"], IDLE_LIMIT_US))
+        for decode, numbers in result.items():
+            if isinstance(numbers, dict) and (ratio := numbers.get("to_like")) is not None:
+                targets.append(at_most(f"{name}, {decode} ÷ like contexts", ratio, LIKE_LIMIT))
         least, lengths = PREFILL_TARGETS.get(name, (0.0, ()))
         for length in lengths:
             if (numbers := result.get(f"prefill {length}")) is not None:
@@ -138,6 +151,7 @@ def parse_options() -> argparse.Namespace:
     add_list(parser, "--model", shape_name, default=MODELS, choices=list(SHAPES), help="qwen3-8b or 8b, …")
     add_list(parser, "--rows", int, help=f"of decode steps; default {','.join(map(str, ROWS))}")
     add_list(parser, "--contexts", Contexts.parse, help=f"positions of a row, or {', '.join(MIXES)}; default {CONTEXT}")
+    parser.add_argument("--kv", choices=("bfloat16", "fp8"), default="bfloat16", help="how K and V are stored")
     add_list(parser, "--prompts", int, default=PROMPTS, help=f"in tokens; default {','.join(map(str, PROMPTS))}")
     add_list(parser, "--parts", default=PARTS, choices=PARTS)
     add_seconds(parser)
@@ -153,7 +167,9 @@ def main() -> None:
     roofs = measure_roofs()
     results: dict[str, Any] = {}
     for name in budget.within(options.model):
-        results[name] = measure(name, roofs, options, budget)
+        results[name if options.kv == "bfloat16" else f"{name}, KV in {options.kv}"] = measure(
+            name, roofs, options, budget
+        )
         torch.cuda.empty_cache()
     roof_numbers = {"copy_gb_per_s": rounded(roofs.copy / 1e9), "product_tflops": rounded(roofs.product / 1e12)}
     device = {"device": torch.cuda.get_device_name()}

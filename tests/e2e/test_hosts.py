@@ -150,7 +150,7 @@ def test_an_island_over_several_hosts_serves_a_client_of_another(
         assert set(spanning.probe(workers)) <= {"closed", "15"}
         spanning.scale("--decode", "2")
         ((host, workers),) = spanning.islands().values()
-        assert sorted(host.split(", ")) == sorted(worker.rpartition(":")[0] for worker in workers)
+        assert sorted(host.split(", ")) == sorted({worker.rpartition(":")[0] for worker in workers})
         assert len(workers) == 3
         prompts = [random_prompt(5 + 11 * number, number) for number in range(12)]
         assert spanning.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)

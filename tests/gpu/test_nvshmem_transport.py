@@ -152,7 +152,7 @@ def test_writes_of_nothing_change_nothing(island: list[PeProcess]) -> None:
 def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[PeProcess]) -> None:
     board = SignalBoard(4)
     held = [board.acquire() for _ in range(4)]
-    slots, generations = (np.array([getattr(signal, name) for signal in held]) for name in ("slot", "generation"))
+    rows, generations = (np.array([getattr(signal, name) for signal in held]) for name in ("row", "generation"))
     expected = fill(island, 2)
     everything = np.arange(NUM_SLOTS, dtype=np.int32)
     mail = np.zeros((4, 2), np.int64)
@@ -165,7 +165,7 @@ def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[PeProce
         mail = wait_for_mail(island[1], signal.row, pack_signal(signal.generation, tokens))
         assert int(mail[signal.row, 1]) == -(2**40) - signal.row
         check(island, [expected[0], expected[0]])
-    assert SignalBoard.landed(mail, slots, generations).tolist() == [100, 101, 102, 103]
+    assert SignalBoard.landed(mail, rows, generations).tolist() == [100, 101, 102, 103]
     assert not island[0].do("call", "mailbox").any()
     board.release(held[0])
     again = board.acquire()  # what stands in its row is of the earlier use

@@ -21,6 +21,7 @@ THREE_EACH = 384  # programs, three a multiprocessor
 MAX_SPLITS = 32  # of one sequence alone
 ENTRY = tl.constexpr(8)  # words of an entry: row, split, splits of the row, begin, end, first entry, first page, -
 SPARE = 16  # entries that a step has at least beyond one a row
+SHARE = 4  # an entry more for each so many rows
 ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
 
 
@@ -71,7 +72,7 @@ class DecodePlan:
         fair = PROGRAMS // (rows * num_kv_heads)
         # Rows of unlike lengths need entries beyond one a row, or the longest could not be cut. Each costs a program,
         # which ends at once where lengths are alike.
-        entries = max(min(PROGRAMS // num_kv_heads, MAX_SPLITS * rows), rows + max(SPARE, rows // 4))
+        entries = max(min(PROGRAMS // num_kv_heads, MAX_SPLITS * rows), rows + max(SPARE, rows // SHARE))
         return cls(
             tables,
             rows * num_kv_heads * max(1, min(fair, MAX_SPLITS)),

@@ -299,7 +299,7 @@ class Worker:
         # With RoPE by length a prompt is rotated by its own: K of one prompt is not K of another with the same prefix.
         model = self.model_config
         by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
-        return self.config.prefix_sharing and not by_length and model.layer_windows is None
+        return self.config.prefix_sharing and not by_length
 
 
 def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:

@@ -50,7 +50,9 @@ class Parts:
         integer("max_sequence_length", max_sequence_length, least=1)
         self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, layout.layer_index
         self._writer = writer
-        self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
+        self._pools = PagePools(
+            tuple(pool.shape[0] for pool in pools), layout.page_size, [group.keeps for group in layout.groups]
+        )
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks(len(pools), max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)

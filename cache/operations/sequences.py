@@ -101,7 +101,8 @@ class SequenceCalls(Parts):
     def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
-        At least one token is left over to be computed. salt: at most 16 bytes; only what was published with the same
+        At least one token is left over to be computed. Groups with a window get the pages that the next query sees, and
+        a prefix is found only where these are known. salt: at most 16 bytes; only what was published with the same
         one is found.
         """
         self._check_sharing(sequence)
@@ -109,12 +110,16 @@ class SequenceCalls(Parts):
         if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
         tokens = integers("token_ids", token_ids)
-        pages = self._pools.prefixes.match(tokens, max(tokens.size - 1, 0) // self.layout.page_size, salt)
-        self._pages.share(row, pages)
-        return pages[0].size * self.layout.page_size
+        most = max(tokens.size - 1, 0) // self.layout.page_size
+        num_pages, pages = self._pools.prefixes.match(tokens, most, salt)
+        self._pages.share(row, num_pages, pages)
+        return num_pages * self.layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed.
+
+        Of groups with a window those that the sequence still has: a page that a forward lets go of has to be published
+        before that forward begins.
 
         salt: as in match_prefix, where the sequence begins with what that found.
         """
@@ -220,5 +225,3 @@ class SequenceCalls(Parts):
     def _check_sharing(self, sequence: int) -> None:
         if self._table.sliding.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
-        if self.layout.drops_past:
-            raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -195,10 +195,11 @@ class GroupPages:
         table.pages[child, full : full + copies.size] = copies
         table.begins[child], table.ends[child] = first, full + copies.size
 
-    def share(self, row: int, pages: Int32Array) -> None:
-        """Gives an empty row full pages, from its first page index on."""
-        self.table.pages[row, : pages.size] = pages
-        self.table.begins[row], self.table.ends[row] = 0, pages.size
+    def share(self, row: int, end: int, pages: Int32Array) -> None:
+        """Gives an empty row full pages, up to page index `end`."""
+        begin = end - pages.size
+        self.table.pages[row, begin:end] = pages
+        self.table.begins[row], self.table.ends[row] = begin, end
 
     def _shared(self, row: int, begin: int, end: int) -> Int64Array:
         return begin + np.flatnonzero(self.allocator.are_shared(self.table.pages[row, begin:end]))

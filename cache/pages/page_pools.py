@@ -8,6 +8,7 @@ from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.prefix_index import PrefixIndex
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import OutOfPages
+from tandem.cache.plan.spans import Span
 
 PageIds = tuple[Int32Array, ...]
 """Per layer group int32 [n]: pages of it; n may differ between groups."""
@@ -16,10 +17,11 @@ PageIds = tuple[Int32Array, ...]
 class PagePools:
     """An allocator per layer group. A call takes from all of them or from none."""
 
-    def __init__(self, num_pages: tuple[int, ...], page_size: int) -> None:
+    def __init__(self, num_pages: tuple[int, ...], page_size: int, spans: Sequence[Span] | None = None) -> None:
+        """spans: what each layer group keeps; None: all keep all."""
         self.allocators = tuple(PageAllocator(count) for count in num_pages)
         self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
-        self.prefixes = PrefixIndex(self.allocators, page_size)
+        self.prefixes = PrefixIndex(self.allocators, page_size, spans)
 
     @property
     def num_pages(self) -> tuple[int, ...]:
@@ -29,8 +31,8 @@ class PagePools:
     @property
     def num_free(self) -> tuple[int, ...]:
         """Pages that allocate() can give of each group, those included that only the prefix index uses."""
-        evictable = self.prefixes.num_evictable
-        return tuple(allocator.num_free + evictable for allocator in self.allocators)
+        both = zip(self.allocators, self.prefixes.num_evictable, strict=True)
+        return tuple(allocator.num_free + evictable for allocator, evictable in both)
 
     @property
     def num_draining(self) -> tuple[int, ...]:
@@ -44,22 +46,26 @@ class PagePools:
         """Releases `gone`, then allocates. OutOfPages changes nothing: `gone` is still the caller's."""
         if not any(counts) and not any(ids.size for ids in gone):
             return self.none
-        if any(count > allocator.num_free for allocator, count in zip(self.allocators, counts, strict=True)):
-            self._make_room(gone, counts)
+        short = any(count > allocator.num_free for allocator, count in zip(self.allocators, counts, strict=True))
+        if short:
+            self._check_room(gone, counts)
         self.release(gone)
+        if short:
+            self._make_room(counts)
         return tuple(allocator.allocate(count) for allocator, count in zip(self.allocators, counts, strict=True))
 
-    def _make_room(self, gone: PageIds, counts: Sequence[int]) -> None:
-        """Evicts prefixes until there is room for counts[i] pages of group i once `gone` is released, or OutOfPages."""
-        missing, needed = max(
-            (count - allocator.num_free - allocator.count_freed(ids), count)
-            for allocator, ids, count in zip(self.allocators, gone, counts, strict=True)
-        )
-        if missing > 0:
-            evictable = self.prefixes.num_evictable
-            if missing > evictable:
-                raise OutOfPages(needed, needed - missing + evictable)
-            self.prefixes.evict(missing)
+    def _check_room(self, gone: PageIds, counts: Sequence[int]) -> None:
+        """OutOfPages unless eviction can make room for counts[i] pages of group i once `gone` is released."""
+        for group, (allocator, ids, count) in enumerate(zip(self.allocators, gone, counts, strict=True)):
+            free = allocator.num_free + allocator.count_freed(ids)
+            if count > free and count > (free := free + self.prefixes.count_evictable(group, ids)):
+                raise OutOfPages(count, free)
+
+    def _make_room(self, counts: Sequence[int]) -> None:
+        """Evicts prefixes until there is room for counts[i] pages of group i. An entry may be a page in all of them."""
+        for group, (allocator, count) in enumerate(zip(self.allocators, counts, strict=True)):
+            if count > allocator.num_free:
+                self.prefixes.evict(group, count - allocator.num_free)
 
     def retain(self, pages: PageIds) -> None:
         for allocator, ids in zip(self.allocators, pages, strict=True):

@@ -1,44 +1,81 @@
 """Pages that hold the KV of known token prefixes, for other sequences to share."""
 
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.prefix_log import PrefixChanges, PrefixKeys, PrefixLog
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.prefix_chain import KEY_BYTES, digest_chain
+from tandem.cache.plan.spans import ALL, Span
+
+NO_PAGE = -1
+
+
+class IndexedPages:
+    """The pages of one layer group that the index holds a reference to. All arrays are by page."""
+
+    def __init__(self, allocator: PageAllocator, span: Span) -> None:
+        self.allocator = allocator
+        self.span = span
+        self.indexed = np.zeros(allocator.num_pages, np.bool_)
+        self.entries = np.zeros(allocator.num_pages, np.int64)
+        self.stamps = np.zeros(allocator.num_pages, np.int64)
+
+    def unused(self) -> NDArray[np.bool_]:
+        """bool [num_pages]: those that no sequence uses."""
+        return self.indexed & (self.allocator.references == 1)
+
+    def drop(self, pages: Int32Array) -> None:
+        self.indexed[pages] = False
+        self.allocator.release(pages)
 
 
 class PrefixIndex:
     """Full pages by the digest of their salt and of all tokens up to their end: see digest_chain.
 
-    An entry is one page in each layer group and holds one reference to each, so a page that nobody but the index
-    uses has exactly one. Groups share an entry's fate; their counts are equal, and those of group 0 are read.
-    An entry is stamped when it is matched or published, a page later than those that follow it in its prefix: the
-    least recently used entry is a leaf, or one whose followers are in use.
+    An entry names a page in each layer group, or none where a group with a window has let go of it. The index holds one
+    reference to each, so a page that nobody else uses has exactly one. A prefix of n pages is found where each group
+    has the pages that a query behind it needs: all of them, or the last of a window.
+
+    A page is stamped when it is matched or published, a page later than those that follow it in its prefix: the least
+    recently used page is a leaf, or one whose followers are in use. An entry goes with its page in a group that keeps
+    all; a group with a window drops its pages alone.
     """
 
-    def __init__(self, allocators: tuple[PageAllocator, ...], page_size: int) -> None:
-        self._allocators = allocators
+    def __init__(
+        self, allocators: tuple[PageAllocator, ...], page_size: int, spans: Sequence[Span] | None = None
+    ) -> None:
+        """spans: what each layer group keeps; None: all keep all."""
+        spans = [ALL] * len(allocators) if spans is None else spans
+        self._groups = [IndexedPages(*both) for both in zip(allocators, spans, strict=True)]
         self._page_size = page_size
-        num_pages = allocators[0].num_pages
-        self._entries: dict[bytes, int] = {}  # digest → page of group 0
+        most = sum(allocator.num_pages for allocator in allocators)  # each entry has a page somewhere
+        self._entries: dict[bytes, int] = {}  # digest → entry
         self._digests: dict[int, bytes] = {}
-        self._pages = np.zeros((len(allocators), num_pages), np.int32)  # by page of group 0
-        self._keys = np.zeros(num_pages, np.uint64)  # of the digests, by page of group 0
-        self._log = PrefixLog(max_keys=num_pages)  # a reader that missed more is told all
-        self._indexed = np.zeros(num_pages, np.bool_)
-        self._stamps = np.zeros(num_pages, np.int64)
+        self._free = list(range(most - 1, -1, -1))
+        self._pages = np.full((len(allocators), most), NO_PAGE, np.int32)  # by entry
+        self._keys = np.zeros(most, np.uint64)  # of the digests, by entry
+        self._log = PrefixLog(max_keys=most)  # a reader that missed more is told all
         self._clock = 0
 
     def __len__(self) -> int:
-        """Entries, which are pages of each group."""
         return len(self._entries)
 
     @property
-    def num_evictable(self) -> int:
-        """Entries that no sequence uses."""
-        return int(np.count_nonzero(self._unused()))
+    def num_evictable(self) -> tuple[int, ...]:
+        """Pages of each group that no sequence uses."""
+        return tuple(int(np.count_nonzero(group.unused())) for group in self._groups)
+
+    def count_evictable(self, group: int, gone: Int32Array) -> int:
+        """Pages of a group that no sequence uses once the references in `gone` (int32 [n]) are released."""
+        pages, indexed = self._groups[group], self._groups[group].indexed
+        ids, times = np.unique(gone, return_counts=True)
+        left = pages.allocator.references[ids] - times
+        return int(np.count_nonzero(pages.unused())) + int(np.count_nonzero(indexed[ids] & (left == 1)))
 
     @property
     def position(self) -> int:
@@ -50,67 +87,106 @@ class PrefixIndex:
         log does not reach back so far."""
         found = None if since is None else self._log.since(since)
         if found is None:
-            return PrefixChanges(self.position, True, self._keys[:0], self._keys[self._indexed])
+            entries = np.fromiter(self._digests, np.int64, len(self._digests))
+            return PrefixChanges(self.position, True, self._keys[:0], self._keys[entries])
         return PrefixChanges(self.position, False, *found)
 
-    def match(self, token_ids: Int64Array, max_pages: int, salt: bytes = b"") -> tuple[Int32Array, ...]:
-        """Per group the pages of the longest known prefix, at most max_pages; the caller retains them at once."""
+    def match(self, token_ids: Int64Array, max_pages: int, salt: bytes = b"") -> tuple[int, tuple[Int32Array, ...]]:
+        """How many pages the longest known prefix has, at most max_pages, and per group those that a query behind it
+        needs, which are its last; the caller retains them at once."""
+        bounded = all(group.span.drops_past for group in self._groups)
         found = []
         for digest in digest_chain(token_ids, self._page_size, max_pages, salt):
-            entry = self._entries.get(digest)
-            if entry is None:
+            entry = self._entries.get(digest, NO_PAGE)
+            if entry == NO_PAGE and not bounded:
                 break
             found.append(entry)
         entries = np.array(found, np.int64)
-        self._touch(entries)
-        return tuple(pages[entries] for pages in self._pages)
+        pages = np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
+        length, begins = self._longest(pages)
+        matched = tuple(row[begin:length] for row, begin in zip(pages, begins, strict=True))
+        self._touch(matched, length)
+        return length, matched
 
     def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"") -> None:
-        """Indexes pages (per group int32 [n], full) as the KV of the first n pages of token_ids; known entries stay."""
-        digests = list(digest_chain(token_ids, self._page_size, pages[0].size, salt))
-        new = [page_index for page_index, digest in enumerate(digests) if digest not in self._entries]
-        firsts = pages[0].tolist()
-        for page_index in new:
-            if firsts[page_index] in self._digests:
-                raise InvalidArgument(
-                    f"token_ids differ from those that page {page_index} of the sequence was published for"
-                )
-        for page_index in new:
-            self._entries[digests[page_index]] = firsts[page_index]
-            self._digests[firsts[page_index]] = digests[page_index]
-        added = pages[0][new]
-        self._indexed[added] = True
-        self._keys[added] = keys = _keys([digests[page_index] for page_index in new])
-        self._log.add(keys)
-        for group, (allocator, ids) in enumerate(zip(self._allocators, pages, strict=True)):
-            allocator.retain(ids[new])
-            self._pages[group, added] = ids[new]
-        self._touch(np.array([self._entries[digest] for digest in digests], np.int64))
+        """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.
 
-    def evict(self, count: int) -> None:
-        """Drops the `count` least recently used entries that no sequence uses, at least 1; there must be as many."""
-        unused = np.flatnonzero(self._unused())
-        oldest = np.argpartition(self._stamps[unused], count - 1)[:count]  # steps wait for it: sorting all takes longer
-        self._drop(unused[oldest])
+        pages: per group int32, full: all n, or the last of them that a group with a window still has.
+        """
+        num_pages = token_ids.size // self._page_size
+        digests = list(digest_chain(token_ids, self._page_size, num_pages, salt))
+        known = np.array([self._entries.get(digest, NO_PAGE) for digest in digests], np.int64)
+        given = np.full((len(self._groups), num_pages), NO_PAGE, np.int32)
+        for row, ids in zip(given, pages, strict=True):
+            row[num_pages - ids.size :] = ids
+        new = (given != NO_PAGE) & ((known == NO_PAGE) | (self._pages[:, known] == NO_PAGE))
+        for group, row, mask in zip(self._groups, given, new, strict=True):
+            taken = np.flatnonzero(mask & group.indexed[row])
+            if taken.size:
+                raise InvalidArgument(
+                    f"token_ids differ from those that page {taken[0]} of the sequence was published for"
+                )
+        added = []
+        for index in np.flatnonzero(new.any(0) & (known == NO_PAGE)).tolist():
+            known[index] = entry = self._free.pop()
+            self._entries[digests[index]], self._digests[entry] = entry, digests[index]
+            added.append(entry)
+        self._keys[added] = keys = _keys([self._digests[entry] for entry in added])
+        self._log.add(keys)
+        for number, (group, row, mask) in enumerate(zip(self._groups, given, new, strict=True)):
+            ids, entries = row[mask], known[mask]
+            group.allocator.retain(ids)
+            group.indexed[ids], group.entries[ids] = True, entries
+            self._pages[number, entries] = ids
+        held = np.where(known == NO_PAGE, np.int32(NO_PAGE), self._pages[:, known])
+        self._touch(tuple(np.where(given == NO_PAGE, given, held)), num_pages)
+
+    def evict(self, group: int, count: int) -> None:
+        """Drops the `count` least recently used pages of a group that no sequence uses, at least 1; there must be as
+        many."""
+        pages = self._groups[group]
+        unused = np.flatnonzero(pages.unused()).astype(np.int32)
+        oldest = np.argpartition(pages.stamps[unused], count - 1)[:count]  # steps wait for it: sorting all takes longer
+        entries = pages.entries[unused[oldest]]
+        if pages.span.drops_past:
+            self._pages[group, entries] = NO_PAGE
+            pages.drop(unused[oldest])
+            entries = entries[(self._pages[:, entries] == NO_PAGE).all(0)]
+        self._drop(entries)
 
     def clear(self) -> None:
         """Drops all entries; pages that sequences use stay theirs."""
-        self._drop(np.flatnonzero(self._indexed))
+        self._drop(np.fromiter(self._digests, np.int64, len(self._digests)))
 
-    def _unused(self) -> np.ndarray:
-        return self._indexed & (self._allocators[0].references == 1)
+    def _longest(self, pages: Int32Array) -> tuple[int, list[int]]:
+        """The most of n pages (int32 [groups, n], NO_PAGE where there is none) behind which a query finds all that it
+        needs, and the first page index that it needs in each group."""
+        ends = np.arange(pages.shape[1] + 1)
+        found = np.ones(ends.size, np.bool_)
+        firsts = []
+        for group, row in zip(self._groups, pages, strict=True):
+            first = group.span.first_needed(ends * self._page_size) // self._page_size
+            missing = np.concatenate(([0], np.cumsum(row == NO_PAGE)))
+            found &= missing[ends] == missing[np.minimum(first, ends)]
+            firsts.append(np.minimum(first, ends))
+        length = int(np.flatnonzero(found)[-1])
+        return length, [int(first[length]) for first in firsts]
 
-    def _drop(self, entries: np.ndarray) -> None:
+    def _drop(self, entries: Int64Array) -> None:
         for entry in entries.tolist():
             del self._entries[self._digests.pop(entry)]
-        self._indexed[entries] = False
+        self._free += entries.tolist()
         self._log.remove(self._keys[entries])
-        for allocator, pages in zip(self._allocators, self._pages, strict=True):
-            allocator.release(pages[entries])
+        for group, pages in zip(self._groups, self._pages, strict=True):
+            group.drop(pages[entries][pages[entries] != NO_PAGE])
+            pages[entries] = NO_PAGE
 
-    def _touch(self, entries: np.ndarray) -> None:
-        self._clock += entries.size
-        self._stamps[entries] = self._clock - np.arange(entries.size)
+    def _touch(self, pages: tuple[Int32Array, ...], num_pages: int) -> None:
+        """pages: per group the last ones of num_pages; NO_PAGE where there is none."""
+        self._clock += num_pages
+        for group, ids in zip(self._groups, pages, strict=True):
+            stamps = self._clock - np.arange(num_pages - ids.size, num_pages)
+            group.stamps[ids[ids != NO_PAGE]] = stamps[ids != NO_PAGE]
 
 
 def _keys(digests: list[bytes]) -> PrefixKeys:

@@ -175,12 +175,12 @@ class SequencePages:
         self._table.lengths[child] = length
         self._table.unclean[child] = self._table.unclean[parent]
 
-    def share(self, row: int, pages: PageIds) -> None:
-        """Gives an empty row full pages that others hold."""
+    def share(self, row: int, num_pages: int, pages: PageIds) -> None:
+        """Gives an empty row num_pages full pages: per group the last of them, which others hold."""
         self._pools.retain(pages)
         for group, ids in zip(self._groups, pages, strict=True):
-            group.share(row, ids)
-        self._table.lengths[row] = pages[0].size * self._page_size
+            group.share(row, num_pages, ids)
+        self._table.lengths[row] = num_pages * self._page_size
 
     def _own(self, row: int, owned: Sequence[Ownership]) -> None:
         pages = self._pools.allocate([change.num_pages for change in owned])

@@ -284,6 +284,9 @@ class Prefills:
         mark = self._runner.mark() if beside and forward is None else None
         if mark is not None:
             self._ahead.append(mark)
+        if self._sharing and self._cache.layout.drops_past:  # the next chunk lets go of what left a window
+            for prompt in (prompt for prompt, _ in batch.chunks if prompt not in ending):
+                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.salt)
         if ending:
             self._finish(ending, logits, beside)
 

@@ -91,7 +91,7 @@ class GroupPages:
     memory: PageOperations
 
     def first_page_index(self, query: int) -> int:
-        """Where what a query at position `query` sees begins."""
+        """Where what is kept for a query at position `query` begins."""
         return self.keeps.first_page_index(query, self.table.page_size)
 
     # Many rows
@@ -147,7 +147,7 @@ class GroupPages:
         self.memory.clear_pages(self.table.pages[rows, page_indexes])
 
     def _first_page_indexes(self, queries: Int64Array) -> Int64Array:
-        return self.keeps.first_needed(queries) // self.table.page_size
+        return self.keeps.first_pages(queries, self.table.page_size)
 
     # One row
 

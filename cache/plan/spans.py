@@ -1,6 +1,8 @@
 """Spans: which entries of a sequence a layer group keeps. Entry i of a group is that of position i.
 
-Page index i holds the entries of positions i · page_size … (i + 1) · page_size - 1. Pages are let go of as a whole.
+Page index i holds the entries of positions i · page_size … (i + 1) · page_size - 1. Pages are let go of as a whole, and
+a page later than a query could spare it: what a query at the start of the page needs stays until a query stands in the
+next page. So a prefix that ends with full pages can be shared.
 """
 
 from abc import ABC, abstractmethod
@@ -27,18 +29,18 @@ class Span(ABC):
         """int64 [n]: the first entry that a query at each position of `queries` (int64 [n]), or after it, needs."""
 
     @abstractmethod
-    def most_needed(self, num_tokens: int, longest_append: int) -> int:
-        """The most consecutive entries that the queries of one forward need together, of sequences of up to num_tokens
-        positions and forwards that append up to longest_append."""
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+        """The most pages that a sequence of up to num_tokens positions keeps at once, with forwards that append up to
+        longest_append."""
+
+    def first_pages(self, queries: Int64Array, page_size: int) -> Int64Array:
+        """int64 [n]: the first page index that is kept when the next query stands at `queries` (int64 [n]): the first
+        that one at the start of its page needs."""
+        return self.first_needed(queries - queries % page_size) // page_size
 
     def first_page_index(self, query: int, page_size: int) -> int:
-        """The first page index that a query at position `query`, or after it, needs."""
-        return int(self.first_needed(np.array(query))) // page_size
-
-    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
-        """The most pages that such a sequence needs at once, wherever in a page its entries begin."""
-        entries = self.most_needed(num_tokens, longest_append)
-        return min(-(-num_tokens // page_size), -(-(entries - 1) // page_size) + 1)
+        """first_pages() of one query."""
+        return int(self.first_pages(np.array(query), page_size))
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,11 @@ class All(Span):
     def first_needed(self, queries: Int64Array) -> Int64Array:
         return np.zeros_like(queries)
 
-    def most_needed(self, num_tokens: int, longest_append: int) -> int:
-        return num_tokens
+    def first_pages(self, queries: Int64Array, page_size: int) -> Int64Array:
+        return np.zeros_like(queries)
+
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+        return -(-num_tokens // page_size)
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,10 @@ class Window(Span):
     def first_needed(self, queries: Int64Array) -> Int64Array:
         return np.maximum(queries - (self.size - 1), 0)
 
-    def most_needed(self, num_tokens: int, longest_append: int) -> int:
-        return min(num_tokens, self.size - 1 + max(longest_append, 1))
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+        before = -(-(self.size - 1) // page_size)  # the page that the first query stands in
+        grown = (page_size - 2 + max(longest_append, 1)) // page_size + 1  # it, and what follows if it is nearly full
+        return min(-(-num_tokens // page_size), before + grown)
 
 
 ALL = All()

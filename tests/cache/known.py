@@ -158,8 +158,9 @@ class Side:
         return sent < min(len(known.ids), end) and len(known.ids) + count > end
 
     def first_page_indexes(self, query: int) -> list[int]:
+        size = self.cache.layout.page_size
         windows = [group.keeps.window or MAX_POSITIONS for group in self.cache.layout.groups]
-        return [max(query - window + 1, 0) // self.cache.layout.page_size for window in windows]
+        return [max(query // size * size - window + 1, 0) // size for window in windows]
 
     def can_be_cut(self, sequence: int, length: int) -> bool:
         """Whether the windows at `length` show nothing that is gone."""

@@ -144,13 +144,12 @@ def test_best_of_gives_the_likeliest(island: Island, logprobs: int | None) -> No
     assert updates[-1].usage.output_tokens == 30
 
 
-def test_a_layout_without_prefixes_computes_the_prompt_for_each_answer(tmp_path: Path) -> None:
-    """A window of positions keeps too little to share."""
-    prompt, asked = random_prompt(40, 5, 100), DRAWN | {"max_tokens": 8}
+def test_answers_share_a_prompt_under_windows(tmp_path: Path) -> None:
+    prompt, asked = random_prompt(45, 5, 100), DRAWN | {"max_tokens": 8}
     with running_island(save_checkpoint("gemma2", tmp_path), {"model.max_model_len": 64}) as island:
         before = computed(island)
         answers = answers_of(island, prompt, n=3, **asked)
-        assert computed(island) - before == 3 * 40
+        assert computed(island) - before == 45 + 2 * 5
         expected = singles(island, prompt, 3, **asked)
         assert [tokens_of(parts) for parts in answers] == [tokens_of(parts) for parts in expected]
 

@@ -16,7 +16,8 @@ from tandem.cluster.gateway import Gateway
 from tandem.cluster.routing.prefix_view import PrefixView
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.workers.wire.messages import prompt_to_bytes
-from tests.support.client_requests import GREEDY, tokens_of
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete_all, tokens_of
 from tests.support.http_client import COMPLETIONS, answer, post, refused
 from tests.support.island import Island, running_gateway, running_island
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
@@ -146,6 +147,27 @@ def test_tokens_and_view_are_right_while_prefixes_come_go_and_are_salted(small_m
                 worker.on_step_thread(worker.cache.clear_prefixes)
             until(lambda: knows_its_workers(second, island) and knows_its_workers(island.gateway, island))
             assert not len(second._islands._prefixes)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "mistral-window", "qwen2-window"])
+def test_families_with_windows_share_system_prompts_and_chats(family: str, tmp_path: Path) -> None:
+    """Chunks shorter than the prompt, more than a window behind the system prompt, and little room for windows."""
+    folder = save_checkpoint(family, tmp_path)
+    oracle = load_oracle(folder)
+    system = random_prompt(6 * PAGE + 2, seed=1)
+    settings = {"scheduler.max_batch_tokens": 2 * PAGE, "model.max_model_len": 160, "scheduler.max_sequences": 6}
+    with running_island(folder, settings) as island:
+        for number, length in enumerate((5 * PAGE, 9, 1)):
+            prompt = system + random_prompt(length, seed=10 + number)
+            tokens, cached = ask(island, prompt, max_tokens=12)
+            assert tokens == greedy(oracle, prompt, 12)
+            assert cached == (6 * PAGE if number else 0)
+            chat = [*prompt, *tokens, *random_prompt(5, seed=20 + number)]
+            tokens, cached = ask(island, chat, max_tokens=5)
+            assert tokens == greedy(oracle, chat, 5)
+            assert cached >= len(prompt) // PAGE * PAGE  # the answer's pages are on the decode worker
+        prompts = [system + random_prompt(3 + 7 * number, seed=30 + number) for number in range(8)]
+        assert complete_all(island.address, prompts, max_tokens=20, **GREEDY) == greedy_all(oracle, prompts, 20)
 
 
 def computed_tokens(model: Path, policy: str) -> int:

@@ -115,13 +115,13 @@ def test_pages_behind_the_window_return_in_that_group_only() -> None:
         run(cache, [0], [1], draw_inputs(BOTH, 1, seed=0))
         held.append([16 - pages for pages in free(cache)])
     assert [group for group, _ in held] == [length // 4 + 1 for length in range(40)]
-    # Queries at p and later see p - 5 and what follows, until the next forward is begun.
-    assert [group for _, group in held] == [p // 4 - max(p - 5, 0) // 4 + 1 for p in range(40)]
-    assert cache.first_position(0) == 32
-    for begin in (0, 31):
-        with pytest.raises(InvalidArgument, match="positions before 32 have left the window"):
+    # A query at the start of the last one's page sees 5 positions before it, until the next forward is begun.
+    assert [group for _, group in held] == [p // 4 - max(p // 4 * 4 - 5, 0) // 4 + 1 for p in range(40)]
+    assert cache.first_position(0) == 28
+    for begin in (0, 27):
+        with pytest.raises(InvalidArgument, match="positions before 28 have left the window"):
             cache.gather_kv(0, begin, 40)
-    assert cache.gather_kv(0, 32, 40)[0][0].shape[0] == 8
+    assert cache.gather_kv(0, 28, 40)[0][0].shape[0] == 12
     cache.remove_sequence(0)
     assert free(cache) == [16, 16]
 
@@ -131,7 +131,7 @@ def test_pools_of_different_sizes_and_out_of_pages_of_one() -> None:
     pools = (pools_of(layout, 12)[0], pools_of(layout, 4)[1])
     cache = PagedKVCache(layout, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
     cache.add_sequence(0)
-    run(cache, [0], [9], draw_inputs(layout, 9, seed=0))
+    run(cache, [0], [12], draw_inputs(layout, 12, seed=0))
     assert (cache.num_pages, free(cache)) == (4, [9, 1])
     cache.add_sequence(1)
     with pytest.raises(OutOfPages, match="2 pages needed, 1 free"):
@@ -141,7 +141,7 @@ def test_pools_of_different_sizes_and_out_of_pages_of_one() -> None:
         cache.begin_forward([0], [17])
     assert (free(cache), cache.first_position(0)) == ([9, 1], 0)
     run(cache, [0], [7], draw_inputs(layout, 7, seed=1))  # with the page that leaves
-    assert free(cache) == [8, 1]
+    assert free(cache) == [7, 0]
 
 
 @pytest.mark.parametrize("window", [1, 5, 8, 13])
@@ -149,8 +149,7 @@ def test_pools_of_different_sizes_and_out_of_pages_of_one() -> None:
 def test_a_reservation_is_kept_with_few_pages(window: int, longest: int) -> None:
     """All other pages are gone, and forks share what the window holds; the sequence grows to its end all the same."""
     layout = windowed(layout_of(1), window)
-    seen = window - 1 + longest
-    most = min(-(-(seen - 1) // 4) + 1, 15)
+    most = min(-(-(window - 1) // 4) + (2 + longest) // 4 + 1, 15)
     for seed in range(2):
         random = Random(seed)
         cache, naive = cache_of(layout, num_pages=40), NaiveCache(layout)
@@ -166,7 +165,7 @@ def test_a_reservation_is_kept_with_few_pages(window: int, longest: int) -> None
                 try:
                     cache.fork_sequence(0, child, at)
                 except InvalidArgument:
-                    assert cache.first_position(0) > at - window
+                    assert cache.first_position(0) > at // 4 * 4 - window
                     continue
                 if random.random() < 0.5:
                     cache.remove_sequence(child)
@@ -197,10 +196,10 @@ def test_what_a_forward_appended_can_be_popped() -> None:
         length += count - popped
     assert cache.num_tokens(0) == length
     held = free(cache)
-    with pytest.raises(InvalidArgument, match=r"have 3 positions, but those before 24 .* group 1; at least 29 are"):
+    with pytest.raises(InvalidArgument, match=r"have 3 positions, but those before 20 .* group 1; at least 28 are"):
         cache.pop(0, length - 3)
-    with pytest.raises(InvalidArgument, match="the fork would have 28 positions"):
-        cache.fork_sequence(0, 1, 28)
+    with pytest.raises(InvalidArgument, match="the fork would have 27 positions"):
+        cache.fork_sequence(0, 1, 27)
     assert (free(cache), cache.num_tokens(0)) == (held, length)
     cache.fork_sequence(0, 1, 29)
     naive.fork(0, 1, 29)
@@ -211,14 +210,68 @@ def test_what_a_forward_appended_can_be_popped() -> None:
         assert_close(actual, expected)
 
 
-def test_prefixes_are_not_shared() -> None:
-    cache = cache_of(windowed(BOTH, None, 6))
-    cache.add_sequence(0)
-    with pytest.raises(InvalidArgument, match="groups with a window"):
-        cache.match_prefix(0, [1] * 9)
-    run(cache, [0], [9], draw_inputs(BOTH, 9, seed=0))
-    with pytest.raises(InvalidArgument, match="groups with a window"):
-        cache.publish_prefix(0, [1] * 9)
+@pytest.mark.parametrize("windows", [(None, 6), (4, 9)])
+@pytest.mark.parametrize("length", range(24, 29))
+def test_a_prefix_is_found_where_windows_have_what_comes_before_its_end(
+    windows: tuple[int | None, int], length: int
+) -> None:
+    """Single steps leave the last windows. Of a prompt that was one forward every prefix is found."""
+    layout, tokens = windowed(BOTH, *windows), list(range(100, 140))
+    cache, naive = cache_of(layout, num_pages=64), NaiveCache(layout)
+    for sequence in range(2):
+        cache.add_sequence(sequence)
+        naive.add(sequence)
+    batch = ([0, 1], [20, length], draw_inputs(layout, 20 + length, seed=0))
+    run(cache, *batch)
+    naive.run(*batch)
+    for step in range(length - 20):
+        batch = ([0], [1], draw_inputs(layout, 1, seed=step))
+        run(cache, *batch)
+        naive.run(*batch)
+    cache.publish_prefix(0, tokens[:length])
+    cache.publish_prefix(1, tokens[1 : length + 1])
+    whole = length // 4 * 4
+    for child, (parent, prompt, found) in enumerate(
+        [
+            (0, tokens, whole),
+            (0, [*tokens[: whole - 5], 7, 7, 7, 7], 0),
+            (1, tokens[1:], whole),
+            (1, [*tokens[1 : whole - 3], 7, 7], whole - 4),
+            (1, [*tokens[1:6], 7, 7], 4),
+        ],
+        start=2,
+    ):
+        cache.add_sequence(child)
+        assert cache.match_prefix(child, prompt) == found
+        naive.fork(parent, child, found)
+        batch = ([child], [6], draw_inputs(layout, 6, seed=child))
+        for actual, expected in zip(run(cache, *batch), naive.run(*batch), strict=True):
+            assert_close(actual, expected)
+    cache.clear()
+    assert free(cache) == [64, 64]
+
+
+def test_pages_of_windows_give_way_alone() -> None:
+    """The group with a window needs room first: its oldest pages go, and prefixes that end behind others stay."""
+    layout = windowed(BOTH, None, 6)
+    pools = (pools_of(layout, 32)[0], pools_of(layout, 6)[1])
+    cache = PagedKVCache(layout, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
+    for sequence, first in enumerate((100, 200)):
+        tokens = list(range(first, first + 12))
+        cache.add_sequence(sequence)
+        run(cache, [sequence], [12], draw_inputs(layout, 12, seed=first))
+        cache.publish_prefix(sequence, tokens)
+        cache.remove_sequence(sequence)
+    assert (free(cache), cache.num_cached_pages) == ([26, 0], 6)
+    cache.add_sequence(2)
+    run(cache, [2], [8], draw_inputs(layout, 8, seed=2))
+    assert (free(cache), cache.num_cached_pages) == ([24, 0], 6)
+    for child, (first, found) in enumerate(((100, 4), (200, 12)), start=3):
+        cache.add_sequence(child)
+        assert cache.match_prefix(child, [*range(first, first + 12), 1]) == found
+        cache.remove_sequence(child)
+    with pytest.raises(OutOfPages, match="5 pages needed, 4 free"):
+        cache.begin_forward([2], [20])
 
 
 def test_wrong_values_are_refused() -> None:

@@ -154,14 +154,6 @@ def share_a_prefix(twin: Twin) -> None:
     """Of sequence 1, in sequence 3."""
     ids = list(range(twin.cache.num_tokens(1)))
     twin.cache.add_sequence(3)
-    if twin.cache.layout.drops_past:
-        with pytest.raises(InvalidArgument, match="the layout has groups with a window; prefixes are shared only"):
-            twin.cache.publish_prefix(1, ids)
-        with pytest.raises(InvalidArgument, match="the layout has groups with a window; prefixes are shared only"):
-            twin.cache.match_prefix(3, ids)
-        twin.naive.add(3)
-        twin.run({3: 2})
-        return
     twin.cache.publish_prefix(1, ids)
     matched = twin.cache.match_prefix(3, ids)
     assert matched >= 8

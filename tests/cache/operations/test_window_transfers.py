@@ -26,7 +26,7 @@ WINDOWS = windowed(layout_of(1, 4), None, 6)
 @pytest.mark.parametrize("cached", [0, 3, 17])
 @pytest.mark.parametrize("begin", [0, 2, 14])
 def test_only_what_a_window_holds_at_the_end_travels(cached: int, begin: int) -> None:
-    """Of 21 positions the second group of the receiver needs those from 16 on: the page of 21 - 5 and what follows."""
+    """Of 21 positions the second group of the receiver keeps those from 12 on: the page of 20 - 5 and what follows."""
     island = Island.of(WINDOWS)
     sender, receiver = island.caches
     for cache in island.caches:
@@ -44,7 +44,7 @@ def test_only_what_a_window_holds_at_the_end_travels(cached: int, begin: int) ->
         send(0, cached)
     receiver.reserve(0, 30, 1)
     position_map = receiver.prepare_receive(0, 21 - begin)
-    assert [runs.num_skipped for runs in position_map.runs] == [0, 16 - begin]
+    assert [runs.num_skipped for runs in position_map.runs] == [0, max(12 - begin, 0)]
     wire = encode_map(position_map, WINDOWS)
     expected = {"num_pages": (24,) * len(WINDOWS.groups), "expected_start": begin, "expected_tokens": 21 - begin}
     sender.mark_send(0, begin, decode_map(wire, WINDOWS, **expected), 1)
@@ -53,14 +53,15 @@ def test_only_what_a_window_holds_at_the_end_travels(cached: int, begin: int) ->
     assert sender.sends_done(0)
     receiver.finish_receive(0)
     naive.run([0], [21], inputs)
-    assert_same_kv(sender, receiver, 0, 0, 16, 21)
+    assert_same_kv(sender, receiver, 0, 0, 12, 21)
     sent = {group: 0 for group in range(2)}
     for _, group, slots in island.writer.slot_writes:
         sent[group] += slots
     for _, group, layer, tokens in island.writer.token_writes:
         sent[group] += tokens if layer in (0, 1) and layer == min(WINDOWS.groups[group].layers) else 0
-    assert sent == {0: 21 - begin, 1: 5}
-    assert sender.bytes_sent(0) == ((21 - begin) * 2 * 2 * 1 + 5 * 2 * 2 * 4) * HEAD_DIM * 4
+    in_window = 21 - max(12, begin)
+    assert sent == {0: 21 - begin, 1: in_window}
+    assert sender.bytes_sent(0) == ((21 - begin) * 2 * 2 * 1 + in_window * 2 * 2 * 4) * HEAD_DIM * 4
     for step in range(1, 9):
         batch = ([0], [1], draw_inputs(WINDOWS, 1, seed=step))
         for actual, expected_o in zip(run(receiver, *batch), naive.run(*batch), strict=True):
@@ -111,7 +112,7 @@ def test_what_is_yet_to_be_sent_does_not_leave_a_window() -> None:
     every = PositionMap(3, tuple(SlotRuns.from_slots(range(40, 67)) for _ in WINDOWS.groups))
     sender.mark_send(1, 3, every, 1)
     forward(sender, 1, 20, push=False)
-    for sequence, position, length in ((0, 4, 14), (1, 3, 20)):
+    for sequence, position, length in ((0, 0, 14), (1, 3, 20)):
         message = f"sequence {sequence} is to send position {position}, which would leave the window of layer group 1"
         with pytest.raises(InvalidArgument, match=message):
             forward(sender, sequence, 1)
@@ -131,7 +132,7 @@ def test_what_a_window_still_holds_is_sent_with_the_forward() -> None:
         for cache in island.caches:
             cache.add_sequence(sequence)
     forward(sender, 0, 12)
-    sender.mark_send(0, 0, receiver.prepare_receive(0, 10), 1)
+    sender.mark_send(0, 0, receiver.prepare_receive(0, 12), 1)
     nowhere = SlotRuns.from_slots([-1] * 10)
     forward(sender, 1, 20)
     sender.mark_send(1, 0, PositionMap(0, (receiver.prepare_receive(1, 10).runs[0], nowhere)), 1)

@@ -53,7 +53,7 @@ def test_readers_know_the_index_after_any_program(program: list[tuple[str, int, 
     for kind, number, salt in program:
         if kind == "publish":
             tokens = np.array(PROMPTS[number])
-            (held,) = index.match(tokens, tokens.size // PAGE, salt)
+            _, (held,) = index.match(tokens, tokens.size // PAGE, salt)
             missing = tokens.size // PAGE - held.size
             if missing > allocator.num_free:
                 continue
@@ -62,7 +62,7 @@ def test_readers_know_the_index_after_any_program(program: list[tuple[str, int, 
             index.publish(tokens, (pages,), salt)
             allocator.release(pages)
         elif kind == "evict":
-            index.evict(min(number, len(index))) if len(index) else None
+            index.evict(0, min(number, len(index))) if len(index) else None
         elif kind == "clear":
             index.clear()
         else:
@@ -82,7 +82,7 @@ def test_a_reader_that_is_too_late_gets_all_and_the_log_stays_bounded() -> None:
         pages = allocator.allocate(1)
         index.publish(np.array([number, number]), (pages,))
         allocator.release(pages)
-        index.evict(1)
+        index.evict(0, 1)
         quick.read(index)
     assert (quick.wholes, late.wholes) == (1, 1)
     late.read(index)

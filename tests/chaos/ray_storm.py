@@ -111,6 +111,9 @@ class RayStorm:
             cases = asyncio.run(self._cases())
             blows.start()
             asyncio.run(self._clients(cases))
+        except AssertionError as error:
+            raise self._failed or error from None
+        else:
             if self._failed is not None:
                 raise self._failed
         finally:
@@ -225,6 +228,7 @@ class RayStorm:
                 self._hit(blow)
         except BaseException as error:
             self._failed = error
+            print(f"the blows have ended: {error!r}", file=sys.stderr, flush=True)  # clients may wait for minutes
         finally:
             self._over.set()
 

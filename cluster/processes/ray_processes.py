@@ -287,7 +287,6 @@ class RayGroup(ProcessGroup):
             "num_gpus": self._resources.get("GPU", 0),
             "max_restarts": 0,  # a lone restart cannot rejoin its island
             "max_concurrency": CALLS_AT_A_TIME,
-            "concurrency_groups": {LEASE_CALLS: 1},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=0),
             # Threads that spin while idle would take the cores from the other workers of this machine.
             "runtime_env": {
@@ -303,9 +302,8 @@ class RayGroup(ProcessGroup):
         seconds = None if host == own_address() else self._leases.seconds
         try:
             start = pack((spec.kind, spec.argument))
-            handle = (
-                ray.remote(ProcessHost).options(**options).remote(modules, spec.name, start, self._lifeline, seconds)
-            )
+            host_class: Any = ray.remote(concurrency_groups={LEASE_CALLS: 1})(ProcessHost)
+            handle = host_class.options(**options).remote(modules, spec.name, start, self._lifeline, seconds)
         except ValueError as error:
             raise ClusterRunning(cluster_of(spec.name), None, None) from error
         actor = RayActor(spec.name, handle, self._loss, host)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from threading import Lock, current_thread, main_thread
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray.exceptions
@@ -302,7 +302,7 @@ class RayGroup(ProcessGroup):
         seconds = None if host == own_address() else self._leases.seconds
         try:
             start = pack((spec.kind, spec.argument))
-            host_class: Any = ray.remote(concurrency_groups={LEASE_CALLS: 1})(ProcessHost)
+            host_class = cast(Any, ray.remote)(concurrency_groups={LEASE_CALLS: 1})(ProcessHost)
             handle = host_class.options(**options).remote(modules, spec.name, start, self._lifeline, seconds)
         except ValueError as error:
             raise ClusterRunning(cluster_of(spec.name), None, None) from error

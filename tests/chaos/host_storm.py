@@ -1,7 +1,7 @@
 """A storm over a cluster of three hosts, which are network namespaces of this machine, with clients on a fourth.
 
-Processes and whole hosts are killed, and links are down for less and for more than `recovery.partition_seconds`. With an
-odd seed each island has its workers on two hosts, over TCP; with an even one on one.
+Processes and whole hosts are killed, and links are down for less and for more than `recovery.partition_seconds`. With
+an odd seed each island has its workers on two hosts, over TCP; with an even one on one.
 """
 
 import json

@@ -30,6 +30,7 @@ class FakeProcess(ActorProcess):
     def __init__(self, name: str, answers: Callable[[str], Any] = no_answer) -> None:
         self.name = name
         self._answers = answers
+        self.silent_for = 0.0
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.silent: set[str] = {"wait", "next_order"}
         self.fails: dict[str, Exception] = {}
@@ -38,6 +39,10 @@ class FakeProcess(ActorProcess):
 
     def there(self) -> Future[None]:
         return self.call("there")
+
+    @property
+    def silent_seconds(self) -> float:
+        return self.silent_for
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()

@@ -123,6 +123,17 @@ class TestHeartbeat:
         heartbeat.tick(0.3)
         assert heartbeat.silent_seconds == 0
 
+    def test_a_process_is_not_silent_where_its_host_is(self) -> None:
+        process = FakeProcess("p")
+        process.silent.add("ping")
+        process.silent_for = RECOVERY.cut_off_seconds
+        heartbeat = Heartbeat(process)
+        for _ in range(10):
+            heartbeat.tick(0.3)
+        assert heartbeat.excess(RECOVERY) == ""
+        process.silent_for += 0.1
+        assert "recovery.partition_seconds" in heartbeat.excess(RECOVERY)
+
 
 class TestLiveness:
     def test_an_end_is_told(self) -> None:
@@ -206,8 +217,11 @@ class Cluster:
     @property
     def updates(self) -> list[tuple[int, int, int]]:
         """(epoch, restarts, number of workers) as the gateway noted them."""
-        states = [arguments[0] for method, arguments in self.gateway.calls if method == "update_island"]
-        return [(state.epoch, state.restarts, len(state.workers)) for state in states]  # type: ignore[attr-defined]
+        return [(state.epoch, state.restarts, len(state.workers)) for state in self.states]
+
+    @property
+    def states(self) -> list[Any]:
+        return [arguments[0] for method, arguments in self.gateway.calls if method == "update_island"]
 
     @property
     def last(self) -> FakeGroup:
@@ -229,6 +243,17 @@ class TestIsland:
         cluster.supervisor.stop()
         cluster.supervisor.join()
         assert "stop" in [method for method, _ in cluster.last.members[0].calls]
+
+    def test_the_gateway_hears_which_workers_are_cut_off(self) -> None:
+        """Nothing else tells it: their connections stay open."""
+        cluster = Cluster(FakeProcesses())
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        cluster.last.members[1].silent_for = RECOVERY.cut_off_seconds + 1
+        until(lambda: len(cluster.updates) == 3)
+        assert [state.cut_off for state in cluster.states] == [frozenset(), frozenset({1}), frozenset()]
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
 
     def test_the_next_epoch_takes_the_places_of_the_one_before(self) -> None:
         cluster = Cluster(FakeProcesses(keeps_places=True))

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tandem.proto import inference_pb2, inference_pb2_grpc, worker_pb2
-from tandem.transfer.fake import FakeFabric
+from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.workers.authentication import authorized
 from tandem.workers.handoff import draining
 from tests.support.island import FakeIsland, running_island
@@ -97,6 +97,27 @@ def test_a_push_that_does_not_drain_in_time_is_not_called_quiet(
     pair.fabric.release(DECODE)
     pair.calls.abort(pair.calls.prefill, "r")
     assert pair.free_pages(pair.calls.prefill) == NUM_PAGES
+
+
+def test_a_push_waits_for_a_link_that_is_down_unless_it_is_aborted(
+    pair: FakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "QUIET_SECONDS", 0)
+    monkeypatch.setattr(FakeTransport, "silent_seconds", 600.0)
+    pair.fabric.hold(DECODE)
+    num_chunks = -(-len(PROMPT) // CHUNK)
+    sending = pair.remote_send("r", pair.calls.prepare("r"))
+    until(lambda: pair.fabric.num_in_flight(DECODE) == num_chunks)
+    assert pair.calls.status(pair.calls.prefill).running == 1  # comes between two steps
+    assert not sending.done()
+    pair.fabric.release(DECODE)
+    assert sending.result().bytes_pushed > 0
+    pair.fabric.hold(DECODE)
+    sending = pair.remote_send("s", pair.calls.prepare("s"))
+    until(lambda: pair.fabric.num_in_flight(DECODE) == num_chunks)
+    with pytest.raises(grpc.RpcError, match="may still land"):
+        pair.calls.abort(pair.calls.prefill, "s")
+    assert sending.exception() is not None
 
 
 @pytest.mark.parametrize("held", [False, True])

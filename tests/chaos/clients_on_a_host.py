@@ -69,14 +69,9 @@ class HostClients:
     def stop(self) -> None:
         """Returns when all streams have ended."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
-        try:
-            code = self._process.wait(END_SECONDS)
-        finally:
-            self._process.kill()
-            self._thread.join()
-            self._process.stdout.close()
+        code = self._process.wait(END_SECONDS)
+        self._thread.join()
         assert code == 0, self._errors.read_text()
 
     def __enter__(self) -> Self:
@@ -85,6 +80,10 @@ class HostClients:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+        self._thread.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def _read(self) -> None:
         for line in self._process.stdout or ():

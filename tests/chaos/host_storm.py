@@ -27,9 +27,9 @@ OUTPUT = 48
 VOCABULARY = 512
 PARTITION_SECONDS = 4.0
 LONG_SECONDS = 60.0
-QUIET_SECONDS = 5.0  # longest wait for streams to end before the next blow
 PATIENCE_SECONDS = 180.0
 CLIENTS = 3  # the host of theirs
+LOG_CHARACTERS = 8000
 SETTINGS: dict[str, Any] = {
     "num_islands": 2,
     "island.verify_kv": "true",
@@ -79,7 +79,14 @@ class HostStorm:
 
     def run(self, blows: Sequence[str]) -> HostOutcome:
         """Until all blows have fallen. AssertionError for a wrong token, a page or process that is left, or an end
-        without a type; the launcher's log says what it saw."""
+        without a type, behind what the launcher's log says last."""
+        try:
+            return self._run(blows)
+        except BaseException:
+            print((self._folder / "log").read_text()[-LOG_CHARACTERS:], file=sys.stderr)
+            raise
+
+    def _run(self, blows: Sequence[str]) -> HostOutcome:
         began = time.monotonic()
         settings = SETTINGS | (OVER_HOSTS if self._seed % 2 else {})
         with hosts(CLIENTS + 1) as made:

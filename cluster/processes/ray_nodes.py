@@ -11,7 +11,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from tandem.cluster.errors import StartFailed
+from tandem.cluster.errors import NoRoom, StartFailed
 from tandem.cluster.processes.placement import (
     Node,
     Where,
@@ -79,7 +79,7 @@ def check_there(bundles: Sequence[dict[str, float]]) -> None:
 def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Counter[str], deadline: float) -> list[str]:
     """The address of a node for each bundle, all the same unless `where` spreads them, by the deadline at the latest.
 
-    groups: as nodes_with_room(). StartFailed at once where no node has so much, free or not. A node that does not
+    groups: as nodes_with_room(). NoRoom at once where no node has so much, free or not. A node that does not
     answer is not chosen: Ray takes half a minute or more to see that it is gone.
     """
     needed = sum_of(bundles)
@@ -89,14 +89,14 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
         nodes = alive_nodes()
         fitting = [node for node in nodes if where.fits(node, here)]
         if not fitting:
-            raise StartFailed(f"Ray has no node with {where}; its nodes: {in_words(nodes)}")
+            raise NoRoom(f"Ray has no node with {where}; its nodes: {in_words(nodes)}")
         if where.spread:
             if not spread_over([replace(node, free=node.total) for node in fitting], bundles, groups):
-                raise StartFailed(f"{text} are needed; {in_words(fitting)}")
+                raise NoRoom(f"{text} are needed; {in_words(fitting)}")
             chosen = spread_over([node for node in fitting if node.address not in silent], bundles, groups)
         else:
             if not could_have_room(fitting, needed):
-                raise StartFailed(f"{text} are needed on one node; {in_words(fitting)}")
+                raise NoRoom(f"{text} are needed on one node; {in_words(fitting)}")
             heard = [node for node in fitting if node.address not in silent]
             chosen = nodes_with_room(heard, needed, groups)[:1] * len(bundles)
         others = {node.address: node for node in chosen if node.address != here}
@@ -106,7 +106,7 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
         silent |= mute
         if time.monotonic() >= deadline:
             unheard = f"; no answer from {', '.join(sorted(silent))}" if silent else ""
-            raise StartFailed(f"Ray has no node with {text} free: {in_words(fitting)}{unheard}")
+            raise NoRoom(f"Ray has no node with {text} free: {in_words(fitting)}{unheard}")
         if not chosen:
             silent.clear()
             time.sleep(POLL_SECONDS)
@@ -149,7 +149,7 @@ def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: fl
     if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):
         for group in placed:
             remove_placement_group(group)
-        raise StartFailed(f"Ray has no node with {words_of(sum_of(bundles))} free: {in_words(alive_nodes())}")
+        raise NoRoom(f"Ray has no node with {words_of(sum_of(bundles))} free: {in_words(alive_nodes())}")
     return placed
 
 

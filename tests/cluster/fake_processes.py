@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.cluster.errors import ProcessEnded, StartFailed
+from tandem.cluster.errors import NoRoom, ProcessEnded, StartFailed
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes
@@ -112,7 +112,7 @@ class FakeProcesses(Processes):
 
     def _start(self, specs: Sequence[ActorSpec]) -> list[FakeProcess]:
         if len(specs) > self.room:
-            raise StartFailed(f"no room for {len(specs)} processes")
+            raise NoRoom(f"no room for {len(specs)} processes")
         members = [FakeProcess(spec.name, self.answers) for spec in specs]
         for member in members:
             if member.name in self.fails:

@@ -15,6 +15,7 @@ from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError, Worker
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
+from tandem.cluster.supervision import supervisor
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.heartbeat import MEETING, MEETING_SECONDS, POLL_SECONDS, Heartbeat
 from tandem.cluster.supervision.island import Island
@@ -311,6 +312,23 @@ class TestIsland:
         assert isinstance(cluster.failure.result(), WorkerLost)
         cluster.supervisor.join()
         assert all(member.killed for group in processes.groups for member in group.members)
+
+    def test_an_island_without_room_waits_for_a_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Other islands serve on meanwhile, so that must not end the cluster."""
+        monkeypatch.setattr(supervisor, "RETRY_SECONDS", 0.01)
+        monkeypatch.setattr(supervisor, "LONGEST_RETRY_SECONDS", 0.01)
+        cluster = Cluster(FakeProcesses())
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        cluster.processes.room = 0
+        cluster.last.members[0].kill()
+        until(lambda: len(cluster.updates) > 3 + RECOVERY.max_restarts or cluster.failure.done())
+        cluster.processes.room = 2
+        until(lambda: cluster.updates[-1][2] == 2 or cluster.failure.done())
+        assert not cluster.failure.done()
+        assert cluster.updates[-1][1] == 1  # restart
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
 
     def test_the_first_start_is_not_tried_again(self) -> None:
         processes = FakeProcesses(fails={"c/i.1/prefill (PE 0)": OSError("disk")})

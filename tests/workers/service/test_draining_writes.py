@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tandem.proto import inference_pb2, inference_pb2_grpc, worker_pb2
+from tandem.transfer.errors import PeerGone
 from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.workers.authentication import authorized
 from tandem.workers.handoff import draining
@@ -134,6 +135,23 @@ def test_a_forward_that_fails_ends_its_request_once_its_writes_are_quiet(
     with pytest.raises(grpc.RpcError, match="may still land" if held else "prefill of 'r' failed") as caught:
         sending.result()
     assert code_of(caught) == (grpc.StatusCode.UNAVAILABLE if held else grpc.StatusCode.INTERNAL)
+
+
+def test_a_request_that_loses_its_peer_is_lost_and_not_failed(pair: FakePair) -> None:
+    """So the gateway places it again, however often."""
+    pair.fabric.fail_next("write_slots", DECODE, PeerGone("PE 1: a connection from it is lost"))
+    with pytest.raises(grpc.RpcError, match="prefill of 'r' failed: PE 1: a connection") as caught:
+        pair.remote_send("r", pair.calls.prepare("r")).result()
+    assert code_of(caught) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_nothing_is_reserved_for_a_peer_that_is_lost(pair: FakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as lost:
+        lost.setattr(FakeTransport, "lost", "PE 0: a connection from it is lost")
+        with pytest.raises(grpc.RpcError, match="this island ends: PE 0: a connection") as caught:
+            pair.calls.prepare("r")
+        assert code_of(caught) == grpc.StatusCode.UNAVAILABLE
+    assert pair.free_pages(pair.calls.decode) == NUM_PAGES
 
 
 def test_an_abort_is_answered_once_all_writes_have_drained(pair: FakePair) -> None:

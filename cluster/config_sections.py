@@ -333,12 +333,26 @@ class RecoverySection(Section):
     stalled_seconds: Seconds = Field(default=300.0, gt=0, le=86400)
     """a process whose start makes no progress for so long, in imports, weights or kernels, is ended and started again;
     give it more time than one kernel takes to compile; where workers wait for each other, 60 s are the most"""
+    partition_seconds: Seconds = Field(default=10.0, ge=1, le=3600)
+    """a link between hosts that is down for less costs a pause; a host that stays silent for twice as long and a second
+    is cut off: its workers end themselves, and three seconds later their island starts elsewhere"""
     drain_seconds: Seconds = Field(default=10.0, ge=0, le=86400)
     """longest wait for what the other workers of a broken island can finish"""
     max_restarts: Restarts = Field(default=10, le=1 << 20)
     """most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster"""
     window_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
     """the time in which restarts are counted"""
+
+    @property
+    def silent_seconds(self) -> float:
+        """Longest silence between hosts. TCP sends again after pauses that double, so a link that was down may stay
+        silent for as long again."""
+        return 2 * self.partition_seconds + 1
+
+    @property
+    def cut_off_seconds(self) -> float:
+        """The silence after which a host counts as cut off. What its workers do in between ends with silent_seconds."""
+        return self.silent_seconds + 3
 
 
 class ScalingSection(Section):

@@ -1,6 +1,7 @@
 """The errors of the control plane and its clients. Each names the field, the value and what is accepted.
 
 TandemError             UsageError ConfigError RuntimeDirError ClusterRunning ClusterNotRunning StopTimedOut StartFailed
+│                                                                                                        └── NoRoom
 │                       ProcessEnded WorkerLost RayLost ReshapeFailed BuildFailed BenchmarkFailed MissingPlots
 └── CallError           InvalidRequest Overloaded DeadlineExceeded Unavailable Unauthenticated Cancelled
                         AttemptsExhausted Superseded ScaleRefused ServerError
@@ -51,6 +52,10 @@ class StopTimedOut(TandemError):
 
 class StartFailed(TandemError):
     """A worker or the gateway did not start."""
+
+
+class NoRoom(StartFailed):
+    """No host has room for it now."""
 
 
 class ProcessEnded(TandemError):

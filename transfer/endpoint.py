@@ -13,12 +13,14 @@ class Endpoint:
 
     host: the address to listen on. authority, certificate, key: PEM, in memory only. With them each side of a
     connection shows a certificate of that authority, and all is encrypted. Without them host is a loopback address.
+    silent_seconds: how long the other side may be silent until a connection counts as lost.
     """
 
     host: str = "127.0.0.1"
     authority: bytes = b""
     certificate: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
+    silent_seconds: float = 30.0
 
     @property
     def is_guarded(self) -> bool:

@@ -47,6 +47,7 @@ class Transport(ABC):
     """
 
     quiet_seconds = 30.0  # longest wait of quiet()
+    silent_seconds = 0.0  # for so long a link to a peer may be down, and writes then go on
 
     def __init__(self, config: TransportConfig) -> None:
         self.config = config

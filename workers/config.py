@@ -19,7 +19,8 @@ class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
     lease_seconds: how long a decode worker keeps a reservation that nobody starts, and how long a connection may be
-    silent before its calls count as gone. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None
+    silent before its calls count as gone. silent_seconds: the same for connections, where that is longer: between hosts
+    a link may be down for a while. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None
     takes the checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE.
     token: what every call to the worker must carry. threads None takes an even part of its host's cores, which
     `workers_on_host` share, or leaves torch's own choice where that is None, too. decode_workers: of the island, where
@@ -51,6 +52,7 @@ class WorkerConfig:
     transport: str = "shared_memory"
     num_signals: int = 256
     lease_seconds: float = 30.0
+    silent_seconds: float = 0.0
     verify_kv: bool = False
     threads: int | None = None
     workers_on_host: int | None = None

@@ -6,6 +6,7 @@ WorkerError
 ├── Stale              the call is too late
 │   ├── StaleReservation
 │   └── StaleEpoch
+├── PeerLost           nothing is pushed any more in this epoch
 ├── Aborted, LeaseExpired, CorruptKV, ForwardFailed, WriterNotQuiet    the request ended without its result
 │   └── LogitsNotFinite     a ForwardFailed
 └── GpuTooSmall        the worker cannot start
@@ -37,6 +38,10 @@ class StaleEpoch(Stale):
 
     def __init__(self, received: int, current: int) -> None:
         super().__init__(f"epoch is {received}; this island is at epoch {current}")
+
+
+class PeerLost(WorkerError):
+    """The connection to a peer is lost, and with it the epoch. Another island, or the next epoch, takes the request."""
 
 
 class Aborted(WorkerError):

@@ -11,6 +11,7 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.decodes import Decodes
 from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.errors import PeerLost
 from tandem.workers.handoff.handoff import Handoff, settled
 from tandem.workers.handoff.reservations import Reservations
 from tandem.workers.handoff.retired import RetiredSequences
@@ -54,6 +55,7 @@ class StepLoop:
         self.counters = counters = Counters()
         self.meter = StepMeter()
         self._runner = runner
+        self._transport = transport
         self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
         ids, retired = SequenceIds(), RetiredSequences(cache, runner.mark)
         self._retired = retired
@@ -84,6 +86,11 @@ class StepLoop:
         """Aborts every request whose id begins with `prefix`. The futures end once this worker writes for none."""
         self.decodes.release(prefix, writer_quiet)
         return self.prefills.release(prefix)
+
+    def check_peers(self) -> None:
+        """PeerLost once a peer is."""
+        if lost := self._transport.lost:
+            raise PeerLost(f"this island ends: {lost}")
 
     def windows_past(self) -> "Future[None] | None":
         """See RetiredSequences.windows_past."""

@@ -9,12 +9,13 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Node:
-    """One host of the cluster's Ray, as it is now. free and total: resources by Ray's names."""
+    """One host of the cluster's Ray, as it is now. free and total: resources by Ray's names. port: of its raylet."""
 
     address: str
     total: Resources
     free: Resources
     labels: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The process that Ray runs in a place: it keeps the place's GPU and imports, and forks the members' processes."""
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from tandem.cluster.errors import ProcessEnded
 from tandem.cluster.processes.fork_server import ForkServer
 from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.leases import Lease
 from tandem.cluster.processes.lifeline import wait_until_cut
 from tandem.cluster.processes.process_tree import Process, children, kill, runs, started_at
 from tandem.cluster.processes.processes import cluster_of
@@ -16,6 +18,7 @@ from tandem.cluster.processes.processes import cluster_of
 IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
 LAST_SECONDS = 2.0  # for what an actor still has to say
+log = logging.getLogger(__name__)
 
 
 class ProcessHost:
@@ -24,16 +27,31 @@ class ProcessHost:
     It passes messages on as bytes: to read them it would need the imports of both ends.
     """
 
-    def __init__(self, modules: Sequence[str], name: str, start: bytes, lifeline: str) -> None:
-        """lifeline: the path of the launcher's. When it is cut, this process ends, and what it has forked."""
+    def __init__(
+        self, modules: Sequence[str], name: str, start: bytes, lifeline: str, lease_seconds: float | None = None
+    ) -> None:
+        """lifeline: the path of the launcher's. When it is cut, this process ends, and what it has forked.
+
+        lease_seconds: of a process host on another host than the launcher's, whose lifeline it cannot see. It ends when
+        its lease does, see leases.py.
+        """
         self._raylet: Process = (os.getppid(), started_at(os.getppid()))
         self._agents = {process for process in children(os.getppid()) if _is_agent(process[0])}
         self._server = ForkServer(modules, f"{cluster_of(name)}/fork server")
-        threading.Thread(target=self._end_with, args=(lifeline,), name="lifeline", daemon=True).start()
+        if lease_seconds is None:
+            threading.Thread(target=self._end_with, args=(lifeline,), name="lifeline", daemon=True).start()
         self._actor: ForkedActor = self._server.fork(name, start, IMPORT_SECONDS)
+        self._lease = None if lease_seconds is None else Lease(lease_seconds)
+        if self._lease is not None:
+            threading.Thread(target=self._end_after, args=(self._lease,), name="lease", daemon=True).start()
 
     def ready(self) -> None:
         """Answered once the constructor is through."""
+
+    def renew(self) -> None:
+        """Renews the lease."""
+        if self._lease is not None:
+            self._lease.renew()
 
     def start(self, name: str, start: bytes) -> None:
         """After end()."""
@@ -53,6 +71,14 @@ class ProcessHost:
 
     def _end_with(self, lifeline: str) -> None:
         wait_until_cut(lifeline)
+        self._end_all()
+
+    def _end_after(self, lease: Lease) -> None:
+        lease.wait()
+        log.warning("%s ends: its launcher was silent for too long (recovery.partition_seconds)", self._actor.name)
+        self._end_all()
+
+    def _end_all(self) -> None:
         with suppress(Exception):  # there may be no actor yet
             self._actor.call("abandon").result(LAST_SECONDS)
         self._server.close()

@@ -30,6 +30,11 @@ class ActorProcess(ABC):
     host: str = LOOPBACK_HOST
     """The address of its host, as the others know it."""
 
+    @property
+    def silent_seconds(self) -> float:
+        """How long its host, another than this one, has not answered."""
+        return 0.0
+
     @abstractmethod
     def there(self) -> Future[None]:
         """Done when the process exists: its imports are done, and its constructor begins."""
@@ -93,6 +98,11 @@ class Processes(ABC):
 
     def watch(self, lost: Callable[[TandemError], None]) -> None:
         """After start(): calls `lost` once, from another thread, if what runs the processes is lost. They then end."""
+        return None
+
+    def lease(self, partition_seconds: float, seconds: float) -> None:
+        """After start(), before any process. Those on other hosts end themselves when they have heard nothing of this
+        process for so many seconds. partition_seconds: for so long a link may be down."""
         return None
 
     @property

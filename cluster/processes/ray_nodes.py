@@ -1,5 +1,6 @@
 """The nodes of a Ray, and places on them."""
 
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from tandem.cluster.errors import StartFailed
+from tandem.cluster.errors import NoRoom, StartFailed
 from tandem.cluster.processes.placement import (
     Node,
     Where,
@@ -25,6 +26,7 @@ CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is 
 NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
 PLACEMENT_SECONDS = 30.0
 POLL_SECONDS = 0.2
+ANSWER_SECONDS = 2.0
 _numbers = count(1)  # of placement groups
 
 
@@ -42,7 +44,13 @@ def alive_nodes() -> list[Node]:
     """StartFailed when there is none."""
     free = available_resources_per_node()
     nodes = [
-        Node(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}), node.get("Labels") or {})
+        Node(
+            node["NodeManagerAddress"],
+            node["Resources"],
+            free.get(node["NodeID"], {}),
+            node.get("Labels") or {},
+            node["NodeManagerPort"],
+        )
         for node in ray.nodes()
         if node["Alive"]
     ]
@@ -71,28 +79,46 @@ def check_there(bundles: Sequence[dict[str, float]]) -> None:
 def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Counter[str], deadline: float) -> list[str]:
     """The address of a node for each bundle, all the same unless `where` spreads them, by the deadline at the latest.
 
-    groups: as nodes_with_room(). StartFailed at once where no node has so much, free or not.
+    groups: as nodes_with_room(). NoRoom at once where no node has so much, free or not. A node that does not
+    answer is not chosen: Ray takes half a minute or more to see that it is gone.
     """
     needed = sum_of(bundles)
     text, here = words_of(needed), own_address()
+    silent: set[str] = set()
     while True:
         nodes = alive_nodes()
         fitting = [node for node in nodes if where.fits(node, here)]
         if not fitting:
-            raise StartFailed(f"Ray has no node with {where}; its nodes: {in_words(nodes)}")
+            raise NoRoom(f"Ray has no node with {where}; its nodes: {in_words(nodes)}")
         if where.spread:
             if not spread_over([replace(node, free=node.total) for node in fitting], bundles, groups):
-                raise StartFailed(f"{text} are needed; {in_words(fitting)}")
-            chosen = spread_over(fitting, bundles, groups)
+                raise NoRoom(f"{text} are needed; {in_words(fitting)}")
+            chosen = spread_over([node for node in fitting if node.address not in silent], bundles, groups)
         else:
             if not could_have_room(fitting, needed):
-                raise StartFailed(f"{text} are needed on one node; {in_words(fitting)}")
-            chosen = nodes_with_room(fitting, needed, groups)[:1] * len(bundles)
-        if chosen:
+                raise NoRoom(f"{text} are needed on one node; {in_words(fitting)}")
+            heard = [node for node in fitting if node.address not in silent]
+            chosen = nodes_with_room(heard, needed, groups)[:1] * len(bundles)
+        others = {node.address: node for node in chosen if node.address != here}
+        mute = {address for address, node in others.items() if not _answers(node)}
+        if chosen and not mute:
             return [node.address for node in chosen]
+        silent |= mute
         if time.monotonic() >= deadline:
-            raise StartFailed(f"Ray has no node with {text} free: {in_words(fitting)}")
-        time.sleep(POLL_SECONDS)
+            unheard = f"; no answer from {', '.join(sorted(silent))}" if silent else ""
+            raise NoRoom(f"Ray has no node with {text} free: {in_words(fitting)}{unheard}")
+        if not chosen:
+            silent.clear()
+            time.sleep(POLL_SECONDS)
+
+
+def _answers(node: Node) -> bool:
+    """Whether its raylet can be reached."""
+    try:
+        socket.create_connection((node.address, node.port), ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def free_places(need: dict[str, float], where: Where) -> int:
@@ -123,7 +149,7 @@ def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: fl
     if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):
         for group in placed:
             remove_placement_group(group)
-        raise StartFailed(f"Ray has no node with {words_of(sum_of(bundles))} free: {in_words(alive_nodes())}")
+        raise NoRoom(f"Ray has no node with {words_of(sum_of(bundles))} free: {in_words(alive_nodes())}")
     return placed
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from threading import Lock, current_thread, main_thread
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray.exceptions
@@ -22,6 +22,7 @@ from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ClusterRunning, ProcessEnded, RayLost, StartFailed, TandemError
 from tandem.cluster.processes.actor_server import pack
 from tandem.cluster.processes.forked_actor import open_answer
+from tandem.cluster.processes.leases import HeldLease, Leases
 from tandem.cluster.processes.lifeline import Lifeline
 from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.own_ray import OwnRay, prefer_settings, use_loopback
@@ -51,6 +52,7 @@ ChooseHosts = Callable[..., list[str]]
 """choose_nodes() by bundles and deadline."""
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 OWN_PATIENCE_SECONDS = 0.5  # without a server of Ray's until it counts as lost
+LEASE_CALLS = "lease"  # a thread of their own
 JOINED_PATIENCE_SECONDS = 20.0  # a GCS may be started again; Ray itself gives up after 60 s
 
 
@@ -67,6 +69,7 @@ class RayProcesses(Processes):
         self._placing = Lock()
         self._groups: list[RayGroup] = []
         self._lifeline = Lifeline()
+        self._leases = Leases(10.0, 21.0)
         self._loss = Loss()
         self._watch: PortWatch | None = None
 
@@ -87,11 +90,15 @@ class RayProcesses(Processes):
         def declare(server: str) -> None:
             reason = f"the Ray at {host}:{port} is lost: its {server} has ended"
             self._loss.declare(reason)
+            self._leases.close()
             self._lifeline.cut()
             lost(RayLost(f"{reason}; the cluster ends with it, and may be started again"))
 
         patience = OWN_PATIENCE_SECONDS if self._own else JOINED_PATIENCE_SECONDS
         self._watch = PortWatch({"GCS": (host.strip("[]"), int(port)), "raylet": raylet}, patience, declare)
+
+    def lease(self, partition_seconds: float, seconds: float) -> None:
+        self._leases = Leases(partition_seconds, seconds)
 
     @property
     def address(self) -> str:
@@ -128,7 +135,7 @@ class RayProcesses(Processes):
             while True:
                 hosts = self._choose_hosts(bundles, where, deadline)
                 more = partial(self._choose_hosts, where=where) if where.spread else None
-                group = RayGroup(bundles[0], hosts[0], self._lifeline.path, self._loss, more)
+                group = RayGroup(bundles[0], hosts[0], self._lifeline.path, self._leases, self._loss, more)
                 try:
                     group.start(specs, hosts, threads=threads, seconds=TRY_SECONDS)
                     break
@@ -146,6 +153,7 @@ class RayProcesses(Processes):
     def stop(self) -> None:
         if self._watch is not None:
             self._watch.close()
+        self._leases.close()
         self._lifeline.cut()
         if self._own is not None:
             self._own.end()
@@ -186,15 +194,18 @@ class RayGroup(ProcessGroup):
         resources: dict[str, float],
         host: str,
         lifeline: str,
+        leases: Leases,
         loss: Loss,
         choose_hosts: ChooseHosts | None = None,
     ) -> None:
-        """resources: of each member. host: the address of the first one's node. lifeline: the path of this process's.
-        choose_hosts: where more members go; None: all beside the first."""
+        """resources: of each member. host: the address of the first one's node. lifeline: the path of this process's,
+        for members on this host. leases: for the others. choose_hosts: where more members go; None: all beside the
+        first."""
         self._resources = resources
         self._host = host
         self._choose_hosts = choose_hosts
         self._lifeline = lifeline
+        self._leases = leases
         self._loss = loss
         self._placed: dict[RayActor, PlacementGroup] = {}
 
@@ -232,6 +243,8 @@ class RayGroup(ProcessGroup):
         self._end([member for member in gone if member.there().done()])  # others have no process yet
         for member in gone:
             placed = self._placed.pop(member)
+            if member.lease is not None:
+                self._leases.drop(member.lease)
             if not self._loss.reason:  # else nobody would answer, and the process ends by its lifeline
                 member.kill()
                 remove_placement_group(placed)
@@ -252,7 +265,7 @@ class RayGroup(ProcessGroup):
         if not self._end(members):
             raise StartFailed("a process that was killed, or its process host, does not answer")
         started = [
-            RayActor(spec.name, old.process_host, self._loss, old.host)
+            RayActor(spec.name, old.process_host, self._loss, old.host, old.lease)
             for spec, old in zip(specs, members, strict=True)
         ]
         asked = [
@@ -286,20 +299,29 @@ class RayGroup(ProcessGroup):
             },
         }
         modules = (spec.kind.__module__, *spec.modules)
+        seconds = None if host == own_address() else self._leases.seconds
         try:
             start = pack((spec.kind, spec.argument))
-            handle = ray.remote(ProcessHost).options(**options).remote(modules, spec.name, start, self._lifeline)
+            host_class = cast(Any, ray.remote)(concurrency_groups={LEASE_CALLS: 1})(ProcessHost)
+            handle = host_class.options(**options).remote(modules, spec.name, start, self._lifeline, seconds)
         except ValueError as error:
             raise ClusterRunning(cluster_of(spec.name), None, None) from error
-        return RayActor(spec.name, handle, self._loss, host)
+        actor = RayActor(spec.name, handle, self._loss, host)
+        if seconds is not None:
+            renew: Any = handle.renew.options(concurrency_group=LEASE_CALLS)
+            actor.lease = HeldLease(actor.there(), lambda: renew.remote().future())
+            self._leases.hold(actor.lease)
+        return actor
 
     def _end(self, members: Sequence["RayActor"]) -> bool:
         """Whether every process host answers and its process has ended."""
         if self._loss.reason:
             return False  # they end by their lifeline, and a gateway's has something to say before
+        heard = [member for member in members if member.silent_seconds <= self._leases.seconds]  # others have ended
         try:
-            calls = [member.process_host.end.remote().future() for member in members]
-            return all(self._loss.results(calls, "a process host", 2 * END_SECONDS))
+            calls = [member.process_host.end.remote().future() for member in heard]
+            ended = self._loss.results(calls, "a process host", 2 * END_SECONDS)
+            return all(ended) and len(heard) == len(members)
         except (ray.exceptions.RayError, TandemError, TimeoutError):
             return False
 
@@ -307,14 +329,20 @@ class RayGroup(ProcessGroup):
 class RayActor(ActorProcess):
     """An actor behind a ProcessHost. A thread of Ray's fills the futures."""
 
-    def __init__(self, name: str, process_host: Any, loss: Loss, host: str) -> None:
-        """process_host: a handle of the ProcessHost that runs this actor, or soon will. host: its node's address."""
+    def __init__(self, name: str, process_host: Any, loss: Loss, host: str, lease: HeldLease | None = None) -> None:
+        """process_host: a handle of the ProcessHost that runs this actor, or soon will. host: its node's address.
+        lease: of a process host on another host."""
         self.name = name
         self.host = host
         self.process_host = process_host
+        self.lease = lease
         self._started_as = name
         self._loss = loss
         self._there: Future[None] = process_host.ready.remote().future()
+
+    @property
+    def silent_seconds(self) -> float:
+        return 0.0 if self.lease is None else self.lease.silent_seconds
 
     def there(self) -> Future[None]:
         return self._there

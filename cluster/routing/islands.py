@@ -111,11 +111,12 @@ class Islands:
         self._links = None
         if before is not None and not state.workers:
             before.state = state
+            lost = [link for link in before.links if state.gone or link.pe in state.cut_off]
+            for link in lost:
+                link.end_watch()
             if state.gone:
-                links, before.links = before.links, []
-                for link in links:
-                    link.end_watch()
-                await asyncio.gather(*(link.close() for link in links))
+                before.links = []
+            await asyncio.gather(*(link.close() for link in lost))
             return
         for link in [] if before is None else before.links:
             link.end_watch()  # before its successor, of the same key, is watched

@@ -25,6 +25,7 @@ class IslandState:
     number: int = 0
     host: str = ""  # the address of its host
     gone: bool = False
+    cut_off: frozenset[int] = frozenset()  # PEs that have ended themselves, without a word to their callers
 
 
 class Membership:
@@ -37,13 +38,21 @@ class Membership:
         self._scaling: ScalingState | None = None
 
     def update(
-        self, name: str, epoch: int, restarts: int, workers: tuple[WorkerAddress, ...], host: str = ""
+        self,
+        name: str,
+        epoch: int,
+        restarts: int,
+        workers: tuple[WorkerAddress, ...],
+        host: str = "",
+        cut_off: frozenset[int] = frozenset(),
     ) -> list[Future[Any]]:
         """Keeps the new state and sends it to the gateway's processes; the calls under way, none while none serves."""
         with self._lock:
             before = self._states.get(name)
             version, number = (1, len(self._states)) if before is None else (before.version + 1, before.number)
-            state = self._states[name] = IslandState(name, epoch, restarts, workers, version, number, host)
+            state = self._states[name] = IslandState(
+                name, epoch, restarts, workers, version, number, host, cut_off=cut_off
+            )
             return [gateway.call("update_island", state) for gateway in self._gateways]
 
     def update_scaling(self, state: ScalingState) -> None:

@@ -44,6 +44,8 @@ class Heartbeat:
         if not self._there.done():
             self.stalled_seconds += seconds
             return
+        if self.process.silent_seconds:
+            return  # the link is down, or its host is
         answered = self._answer.done()
         if answered and self._answer.exception() is None:
             got_to = self._answer.result()
@@ -68,6 +70,11 @@ class Heartbeat:
 
     def excess(self, recovery: RecoverySection) -> str:
         """Why the process must end; empty while it is within its limits."""
+        if self.process.silent_seconds > recovery.cut_off_seconds:
+            return (
+                f"its host {self.process.host} was silent for {self.process.silent_seconds:.1f} s "
+                f"(recovery.partition_seconds is {recovery.partition_seconds:g})"
+            )
         if self.silent_seconds > recovery.unresponsive_seconds:
             return f"it was silent for {self.silent_seconds:.1f} s{self._in_phase}"
         limit = recovery.stalled_seconds

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from tandem.cluster.config import ClusterConfig
@@ -59,7 +60,8 @@ class Island:
         self._network = network or Network(config)
         self._config = config
         self._max_model_len = max_model_len
-        self._workers = worker_configs(config, max_model_len, name, epoch, self._network.num_hosts)
+        workers = worker_configs(config, max_model_len, name, epoch, self._network.num_hosts)
+        self._workers = [replace(worker, silent_seconds=self._network.silent_seconds) for worker in workers]
         self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
         self._members: list[ActorProcess] = []  # in the order of their PEs
         self.shape = Shape(config.island.num_prefill, config.island.num_decode)
@@ -181,6 +183,13 @@ class Island:
     def host(self) -> str:
         """The address of the host whose processes these are, or of all hosts; empty before launch()."""
         return ", ".join(dict.fromkeys(member.host for member in self._members))
+
+    @property
+    def cut_off(self) -> frozenset[int]:
+        """PEs of workers that have ended themselves, because their hosts were silent for too long."""
+        seconds = self._config.recovery.silent_seconds
+        members = zip(self._workers, self._members, strict=False)
+        return frozenset(worker.pe for worker, member in members if member.silent_seconds > seconds)
 
     @property
     def worker_token(self) -> str:

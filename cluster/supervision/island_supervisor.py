@@ -127,7 +127,8 @@ class IslandSupervisor(Supervisor):
 
     def _stop_admission(self) -> None:
         """Returns when the island has no requests any more, or after recovery.drain_seconds."""
-        updates = self._membership.update(self.island_name, self._epoch, self._budget.used, ())
+        cut_off = self.island.cut_off
+        updates = self._membership.update(self.island_name, self._epoch, self._budget.used, (), cut_off=cut_off)
         self._stop.answers(updates, GATEWAY_SECONDS)
         deadline = time.monotonic() + self._recovery.drain_seconds
         while time.monotonic() < deadline:

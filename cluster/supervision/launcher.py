@@ -87,6 +87,8 @@ class Cluster:
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
+            recovery = self._config.recovery
+            self._processes.lease(recovery.partition_seconds, recovery.silent_seconds)
             self._processes.watch(self._fail)
             network = Network(self._config, self._processes)
             islands = self._start_islands(max_model_len, network)

@@ -23,6 +23,8 @@ class Network:
         fitting = processes.hosts_for(self.where) if self.spans_hosts and processes is not None else ()
         self.num_hosts = max(1, len(fitting))
         """On which they may go now."""
+        self.silent_seconds = config.recovery.silent_seconds if self.spans_hosts else 0.0
+        """How long connections may be silent, because a link is down."""
         self._worker: Identity | None = None
         self._gateway: Identity | None = None
         self._issue_pages: Callable[[str], Endpoint] | None = None
@@ -40,7 +42,9 @@ class Network:
 
     def pages(self, host: str) -> Endpoint:
         """Where a worker on that host listens for those that write into its pages, with a certificate of its own."""
-        return LOOPBACK if self._issue_pages is None else self._issue_pages(host)
+        if self._issue_pages is None:
+            return LOOPBACK
+        return replace(self._issue_pages(host), silent_seconds=self.silent_seconds)
 
     def known(self, worker: WorkerAddress) -> WorkerAddress:
         """With what a gateway shows the worker."""

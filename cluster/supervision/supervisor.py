@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from tandem.cluster.config_sections import RecoverySection
-from tandem.cluster.errors import ProcessEnded, RayLost, ReshapeFailed, StartFailed, TandemError, WorkerLost
+from tandem.cluster.errors import NoRoom, ProcessEnded, RayLost, ReshapeFailed, StartFailed, TandemError, WorkerLost
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 
 JOIN_SECONDS = 120.0
 RETRY_SECONDS = 1.0
+LONGEST_RETRY_SECONDS = 10.0  # where no host has room: one may come back
 log = logging.getLogger(__name__)
 
 
@@ -42,7 +43,7 @@ class Supervisor(ABC):
     """A thread that owns one part's processes: it starts them, watches them, and starts them again after a loss.
 
     ready ends when the part first serves, or with the error of its start. When the budget of restarts is used up,
-    `failed` gets WorkerLost, once, from this thread.
+    `failed` gets WorkerLost, once, from this thread. A part for which no host has room waits for one.
     """
 
     def __init__(self, name: str, recovery: RecoverySection, failed: Callable[[TandemError], None]) -> None:
@@ -105,10 +106,11 @@ class Supervisor(ABC):
             self._end()
 
     def _restart(self, lost: TandemError) -> None:
+        pause = RETRY_SECONDS
         while True:
             log.warning("%s is started again: %s", self._name, lost)
             self._clear(lost)
-            if not self._budget.take(time.monotonic()):
+            if not isinstance(lost, NoRoom) and not self._budget.take(time.monotonic()):
                 recovery = self._recovery
                 raise WorkerLost(
                     f"{self._name}: {lost}; it may be started again {recovery.max_restarts} times in "
@@ -121,4 +123,5 @@ class Supervisor(ABC):
                 raise  # there is nothing that could start it again
             except TandemError as error:
                 lost = error
-                self._stop.wait_any((), RETRY_SECONDS)  # what the lost processes held may not all be free yet
+                self._stop.wait_any((), pause)  # what the lost processes held may not all be free yet
+                pause = min(2 * pause, LONGEST_RETRY_SECONDS) if isinstance(error, NoRoom) else RETRY_SECONDS

@@ -3,6 +3,7 @@
 python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--attacker]
     [--roles split|adaptive]
 python -m tests.chaos --ray [--blows N] [--seed N]: over `tandem up`; its Ray and its launcher are killed, too
+python -m tests.chaos --hosts [--blows N] [--seed N]: over three hosts, which are network namespaces; links go down, too
 """
 
 import argparse
@@ -17,6 +18,7 @@ def main() -> None:
     from torch import cuda
 
     from tandem.cluster.cli.random_checkpoint import make_checkpoint
+    from tests.chaos.host_storm import HostStorm, plan_host_blows
     from tests.chaos.ray_storm import RayStorm, plan_ray_blows
     from tests.chaos.storm import Storm
 
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--attacker", action="store_true", help="attacks the gateway's ports meanwhile")
     parser.add_argument("--roles", choices=("split", "adaptive"), default="adaptive", help="of the cluster's workers")
     parser.add_argument("--ray", action="store_true", help="over `tandem up`, with a real Ray")
+    parser.add_argument("--hosts", action="store_true", help="over three hosts of this machine; needs root")
     options = parser.parse_args()
     if options.gpus and not cuda.is_available():
         parser.error("--gpus needs a CUDA device; tandem doctor says what is missing")
@@ -34,8 +37,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model = Path(folder) / "model"
         make_checkpoint(model, arch="llama", size="tiny", seed=3)
+        if options.hosts:
+            blows = plan_host_blows(options.seed, options.blows)
+            outcome: object = HostStorm(model, options.seed, Path(folder)).run(blows)
+            print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
+            return
         if options.ray:
-            outcome: object = RayStorm(model, options.seed).run(plan_ray_blows(options.seed, options.blows))
+            outcome = RayStorm(model, options.seed).run(plan_ray_blows(options.seed, options.blows))
             print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
             return
         adaptive = options.roles == "adaptive"

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.cluster.errors import ProcessEnded, StartFailed
+from tandem.cluster.errors import NoRoom, ProcessEnded, StartFailed
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes
@@ -30,6 +30,7 @@ class FakeProcess(ActorProcess):
     def __init__(self, name: str, answers: Callable[[str], Any] = no_answer) -> None:
         self.name = name
         self._answers = answers
+        self.silent_for = 0.0
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.silent: set[str] = {"wait", "next_order"}
         self.fails: dict[str, Exception] = {}
@@ -38,6 +39,10 @@ class FakeProcess(ActorProcess):
 
     def there(self) -> Future[None]:
         return self.call("there")
+
+    @property
+    def silent_seconds(self) -> float:
+        return self.silent_for
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -107,7 +112,7 @@ class FakeProcesses(Processes):
 
     def _start(self, specs: Sequence[ActorSpec]) -> list[FakeProcess]:
         if len(specs) > self.room:
-            raise StartFailed(f"no room for {len(specs)} processes")
+            raise NoRoom(f"no room for {len(specs)} processes")
         members = [FakeProcess(spec.name, self.answers) for spec in specs]
         for member in members:
             if member.name in self.fails:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -50,19 +51,23 @@ class Cluster:
 
     def islands(self) -> dict[str, tuple[str, list[str]]]:
         """The host of each island, and its workers' addresses."""
-        info = json.loads(self._run(*TANDEM, "status", "--address", self.address, "--json"))
         return {
             island["name"]: (island["host"], [worker["address"] for worker in island["workers"]])
-            for island in info["islands"]
+            for island in self.info()["islands"]
         }
+
+    def info(self) -> dict[str, Any]:
+        return json.loads(self._run(*TANDEM, "status", "--address", self.address, "--json"))
 
     def scale(self, *wanted: str) -> None:
         self._run(*TANDEM, "scale", "--address", self.address, *wanted)
 
-    def answers(self, folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-        """Of a client on the last host."""
+    def answers(
+        self, folder: Path, prompts: list[list[int]], sampling: Mapping[str, object] | None = None
+    ) -> list[list[int]]:
+        """Of a client on the last host; sampling: greedily without."""
         asked = folder / "asked.json"
-        asked.write_text(json.dumps([prompts, GREEDY | {"max_tokens": OUTPUT}]))
+        asked.write_text(json.dumps([prompts, sampling or GREEDY | {"max_tokens": OUTPUT}]))
         client = [sys.executable, "-m", "tests.e2e.client_on_a_host", self.address, str(self.ca), str(asked)]
         return json.loads(self._run(*client))
 

@@ -19,7 +19,6 @@ from tandem.transfer.tcp.tls import context, is_of_a_pe
 HANDSHAKE_SECONDS = 30.0
 MAX_STRANGERS = 64  # connections that have not said yet who they are; others wait in the kernel
 END_SECONDS = 10.0
-LOST_SECONDS = 30  # without a sign of the other host
 KEEPALIVE_SECONDS = 5
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def connect(endpoint: Endpoint, address: tuple[str, int], hello: Hello) -> socke
     try:
         connection = socket.create_connection(address, HANDSHAKE_SECONDS)
         try:
-            _set_options(connection)
+            _set_options(connection, endpoint.silent_seconds)
             tls = context(endpoint, server=False)
             if tls is not None:
                 connection = tls.wrap_socket(connection, server_hostname=PAGES_NAME)
@@ -144,7 +143,7 @@ class Listener:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         known = connection
         try:
-            _set_options(connection)
+            _set_options(connection, self._config.endpoint.silent_seconds)
             connection.settimeout(HANDSHAKE_SECONDS)
             if self._tls is not None:
                 known = self._wrap(self._tls, connection)
@@ -205,11 +204,13 @@ class Listener:
         return ""
 
 
-def _set_options(connection: socket.socket) -> None:
-    """Small frames go at once, and a host that is gone is noticed."""
+def _set_options(connection: socket.socket, silent_seconds: float) -> None:
+    """Small frames go at once, and a host that is gone is noticed; a link that is down for a while is not.
+
+    Linux counts the time of TCP_USER_TIMEOUT for probes of idle connections, too, not their number.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SECONDS // KEEPALIVE_SECONDS - 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_seconds * 1000))

@@ -82,6 +82,8 @@ class TcpTransport(Transport):
             raise ValueError(
                 f"endpoint.host is {config.endpoint.host!r}; without certificates only a loopback address is accepted"
             )
+        self.silent_seconds = config.endpoint.silent_seconds
+        self.quiet_seconds = max(self.quiet_seconds, self.silent_seconds)
         self._memory: PageMemory | None = None
         self._listener: Listener | None = None
         self._peers: dict[int, Peer] = {}

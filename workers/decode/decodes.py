@@ -154,7 +154,7 @@ class Decodes:
         else:
             self._end(request, writer_quiet=True)
 
-    def failed(self, request: DecodeRequest, error: ForwardFailed) -> None:
+    def failed(self, request: DecodeRequest, error: WorkerError) -> None:
         """The forward of its prompt failed."""
         self._fail(request, error)
 

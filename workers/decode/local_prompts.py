@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.workers.errors import ForwardFailed
+from tandem.workers.errors import WorkerError
 from tandem.workers.requests.decode_request import DecodeRequest, LocalPrompt
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.token_stream import Prefilled
@@ -25,7 +25,7 @@ class Begun(Protocol):
 
     def begun(self, request: DecodeRequest, first: FirstToken, prefilled: Prefilled) -> None: ...
 
-    def failed(self, request: DecodeRequest, error: ForwardFailed) -> None: ...
+    def failed(self, request: DecodeRequest, error: WorkerError) -> None: ...
 
 
 class LocalPrompts:
@@ -77,6 +77,6 @@ class LocalPrompts:
         prefilled = Prefilled(prompt.cached_tokens, prompt.started - prompt.arrived, seconds, began_ns)
         self._decodes.begun(prompt.request, first, prefilled)
 
-    def fail(self, prompt: LocalPrompt, error: ForwardFailed) -> None:
+    def fail(self, prompt: LocalPrompt, error: WorkerError) -> None:
         """See Destination. Its request ends, which withdraws the prompt."""
         self._decodes.failed(prompt.request, error)

@@ -11,7 +11,7 @@ from tandem.workers.wire.lease import Clock
 
 log = logging.getLogger(__name__)
 
-QUIET_SECONDS = 8.0  # until the callers of a request hear that its writes may still land
+QUIET_SECONDS = 8.0  # until the callers of a request hear that its writes may still land, unless a link may be down
 
 
 class DrainingWrites:
@@ -27,7 +27,8 @@ class DrainingWrites:
         self._transport = transport
         self._error = error
         self._clock = clock
-        self._deadline = clock() + QUIET_SECONDS
+        self._seconds = QUIET_SECONDS if error is not None else max(QUIET_SECONDS, transport.silent_seconds)
+        self._began = clock()
         self._fence: Fence | None = None
         self._failure: Exception | None = None
         self._aborts: list[Future[bool]] = []
@@ -43,7 +44,7 @@ class DrainingWrites:
         """Whether no write is under way any more. At the deadline it tells the callers that it cannot say so."""
         if self._ask():
             return True
-        if not self.overdue and self._clock() >= self._deadline:
+        if not self.overdue and self._clock() >= self._began + self._seconds:
             self.overdue = True
             log.error("%s", self._not_quiet(), extra=of_requests(self.request))
             self._give_up()
@@ -62,6 +63,7 @@ class DrainingWrites:
     def abort(self) -> "Future[bool]":
         """Ends with True once all is quiet; with WriterNotQuiet at the deadline, at once when that is over."""
         answer: Future[bool] = Future()
+        self._hasten()
         if self.overdue:
             answer.set_exception(self._not_quiet())
         else:
@@ -76,7 +78,12 @@ class DrainingWrites:
             return self._fence.is_quiet()
         except Exception as failure:
             self._fence, self._failure = None, failure
+            self._hasten()
             return False
+
+    def _hasten(self) -> None:
+        """From now on a link that may come back is waited for no longer than anything else."""
+        self._seconds = min(self._seconds, self._clock() - self._began + QUIET_SECONDS)
 
     def _give_up(self) -> None:
         self.request.result.set_exception(self._not_quiet())
@@ -88,5 +95,5 @@ class DrainingWrites:
         reason = f": {self._failure}" if self._failure else ""
         return WriterNotQuiet(
             f"request {self.request.request_id!r}: writes to PE {self.request.reservation.target_pe} may still land "
-            f"after {QUIET_SECONDS:g} s{reason}"
+            f"after {self._seconds:.0f} s{reason}"
         )

@@ -13,8 +13,9 @@ from torch import Tensor
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
+from tandem.transfer.errors import PeerGone
 from tandem.workers.config import LoopSettings
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite, PeerLost
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.logs import of_requests
@@ -374,7 +375,8 @@ class Prefills:
         for prompt in prompts:
             if not prompt.left:
                 self._leave(prompt)
-                failure = ForwardFailed(f"prefill of {prompt.request_id!r} failed: {error}")
+                kind = PeerLost if isinstance(error, PeerGone) else ForwardFailed
+                failure = kind(f"prefill of {prompt.request_id!r} failed: {error}")
                 prompt.destination.fail(prompt, failure)
 
     def _leave(self, prompt: Prompt) -> None:

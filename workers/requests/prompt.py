@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.errors import ForwardFailed
+from tandem.workers.errors import WorkerError
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.guided import Constraint
@@ -32,7 +32,7 @@ class Destination(Protocol[OfKind]):
         """The host has the first token."""
         ...
 
-    def fail(self, prompt: OfKind, error: ForwardFailed, /) -> None:
+    def fail(self, prompt: OfKind, error: WorkerError, /) -> None:
         """A forward of the prompt has failed."""
         ...
 

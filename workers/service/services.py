@@ -218,6 +218,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         def prepare() -> tuple[Reservation, Future[None] | None]:
             prompt = self._check_prompt(request.request_id, request.prompt, request.max_tokens)
             salt = check_salt(request.salt)
+            if request.writer_pe != self._config.pe:
+                self._loop.check_peers()
             reservation = decodes.prepare(
                 request.request_id, prompt, request.max_tokens, request.writer_pe, salt, request.whole
             )

@@ -19,6 +19,7 @@ from tandem.workers.errors import (
     LeaseExpired,
     LogitsNotFinite,
     NoRoom,
+    PeerLost,
     Stale,
     WriterNotQuiet,
 )
@@ -40,6 +41,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (LogitsNotFinite, grpc.StatusCode.OUT_OF_RANGE),
     (ForwardFailed, grpc.StatusCode.INTERNAL),
     (WriterNotQuiet, grpc.StatusCode.UNAVAILABLE),
+    (PeerLost, grpc.StatusCode.UNAVAILABLE),
     (CacheError, grpc.StatusCode.INVALID_ARGUMENT),
     (TransferError, grpc.StatusCode.INVALID_ARGUMENT),
 )

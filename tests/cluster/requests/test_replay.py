@@ -195,6 +195,22 @@ def test_an_island_that_was_started_again_ends_the_calls_to_the_old_epoch(model:
     with_gateway(model, FakeWorker(say, {"PrepareReceive": ["go on"], "RemoteSend": ["hang"]}), body)
 
 
+def test_calls_to_a_worker_that_is_cut_off_end_before_another_epoch_serves(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await gateway.update_island(worker.state("j", epoch=1, version=1))
+        asked = asyncio.ensure_future(ask(client))
+        while not worker.prompts:
+            await asyncio.sleep(0.01)
+        for island in ("i", "j"):  # whichever it is on
+            if await gateway.placed_tokens(island):
+                await gateway.update_island(IslandState(island, 1, 0, (), 2, cut_off=frozenset({0, 1})))
+                break
+        assert tokens_of(await asked) == TOKENS
+
+    with_gateway(model, FakeWorker(say, {"RemoteSend": ["hang"]}), body)
+    with_gateway(model, FakeWorker(say, {"StartGenerate": ["go on", "hang"]}), body)
+
+
 def test_a_request_that_no_island_takes_in_time_is_told(model: Path) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         await gateway.update_island(IslandState("i", 1, 0, (), 2))

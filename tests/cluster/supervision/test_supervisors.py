@@ -15,6 +15,7 @@ from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError, Worker
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
+from tandem.cluster.supervision import supervisor
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.heartbeat import MEETING, MEETING_SECONDS, POLL_SECONDS, Heartbeat
 from tandem.cluster.supervision.island import Island
@@ -123,6 +124,17 @@ class TestHeartbeat:
         heartbeat.tick(0.3)
         assert heartbeat.silent_seconds == 0
 
+    def test_a_process_is_not_silent_where_its_host_is(self) -> None:
+        process = FakeProcess("p")
+        process.silent.add("ping")
+        process.silent_for = RECOVERY.cut_off_seconds
+        heartbeat = Heartbeat(process)
+        for _ in range(10):
+            heartbeat.tick(0.3)
+        assert heartbeat.excess(RECOVERY) == ""
+        process.silent_for += 0.1
+        assert "recovery.partition_seconds" in heartbeat.excess(RECOVERY)
+
 
 class TestLiveness:
     def test_an_end_is_told(self) -> None:
@@ -206,8 +218,11 @@ class Cluster:
     @property
     def updates(self) -> list[tuple[int, int, int]]:
         """(epoch, restarts, number of workers) as the gateway noted them."""
-        states = [arguments[0] for method, arguments in self.gateway.calls if method == "update_island"]
-        return [(state.epoch, state.restarts, len(state.workers)) for state in states]  # type: ignore[attr-defined]
+        return [(state.epoch, state.restarts, len(state.workers)) for state in self.states]
+
+    @property
+    def states(self) -> list[Any]:
+        return [arguments[0] for method, arguments in self.gateway.calls if method == "update_island"]
 
     @property
     def last(self) -> FakeGroup:
@@ -229,6 +244,17 @@ class TestIsland:
         cluster.supervisor.stop()
         cluster.supervisor.join()
         assert "stop" in [method for method, _ in cluster.last.members[0].calls]
+
+    def test_the_gateway_hears_which_workers_are_cut_off(self) -> None:
+        """Nothing else tells it: their connections stay open."""
+        cluster = Cluster(FakeProcesses())
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        cluster.last.members[1].silent_for = RECOVERY.cut_off_seconds + 1
+        until(lambda: len(cluster.updates) == 3)
+        assert [state.cut_off for state in cluster.states] == [frozenset(), frozenset({1}), frozenset()]
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
 
     def test_the_next_epoch_takes_the_places_of_the_one_before(self) -> None:
         cluster = Cluster(FakeProcesses(keeps_places=True))
@@ -286,6 +312,23 @@ class TestIsland:
         assert isinstance(cluster.failure.result(), WorkerLost)
         cluster.supervisor.join()
         assert all(member.killed for group in processes.groups for member in group.members)
+
+    def test_an_island_without_room_waits_for_a_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Other islands serve on meanwhile, so that must not end the cluster."""
+        monkeypatch.setattr(supervisor, "RETRY_SECONDS", 0.01)
+        monkeypatch.setattr(supervisor, "LONGEST_RETRY_SECONDS", 0.01)
+        cluster = Cluster(FakeProcesses())
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        cluster.processes.room = 0
+        cluster.last.members[0].kill()
+        until(lambda: len(cluster.updates) > 3 + RECOVERY.max_restarts or cluster.failure.done())
+        cluster.processes.room = 2
+        until(lambda: cluster.updates[-1][2] == 2 or cluster.failure.done())
+        assert not cluster.failure.done()
+        assert cluster.updates[-1][1] == 1  # restart
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
 
     def test_the_first_start_is_not_tried_again(self) -> None:
         processes = FakeProcesses(fails={"c/i.1/prefill (PE 0)": OSError("disk")})

@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from tandem.proto import inference_pb2, inference_pb2_grpc, worker_pb2
-from tandem.transfer.fake import FakeFabric
+from tandem.transfer.errors import PeerGone
+from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.workers.authentication import authorized
 from tandem.workers.handoff import draining
 from tests.support.island import FakeIsland, running_island
@@ -99,6 +100,27 @@ def test_a_push_that_does_not_drain_in_time_is_not_called_quiet(
     assert pair.free_pages(pair.calls.prefill) == NUM_PAGES
 
 
+def test_a_push_waits_for_a_link_that_is_down_unless_it_is_aborted(
+    pair: FakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "QUIET_SECONDS", 0)
+    monkeypatch.setattr(FakeTransport, "silent_seconds", 600.0)
+    pair.fabric.hold(DECODE)
+    num_chunks = -(-len(PROMPT) // CHUNK)
+    sending = pair.remote_send("r", pair.calls.prepare("r"))
+    until(lambda: pair.fabric.num_in_flight(DECODE) == num_chunks)
+    assert pair.calls.status(pair.calls.prefill).running == 1  # comes between two steps
+    assert not sending.done()
+    pair.fabric.release(DECODE)
+    assert sending.result().bytes_pushed > 0
+    pair.fabric.hold(DECODE)
+    sending = pair.remote_send("s", pair.calls.prepare("s"))
+    until(lambda: pair.fabric.num_in_flight(DECODE) == num_chunks)
+    with pytest.raises(grpc.RpcError, match="may still land"):
+        pair.calls.abort(pair.calls.prefill, "s")
+    assert sending.exception() is not None
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_a_forward_that_fails_ends_its_request_once_its_writes_are_quiet(
     pair: FakePair, monkeypatch: pytest.MonkeyPatch, held: bool
@@ -113,6 +135,23 @@ def test_a_forward_that_fails_ends_its_request_once_its_writes_are_quiet(
     with pytest.raises(grpc.RpcError, match="may still land" if held else "prefill of 'r' failed") as caught:
         sending.result()
     assert code_of(caught) == (grpc.StatusCode.UNAVAILABLE if held else grpc.StatusCode.INTERNAL)
+
+
+def test_a_request_that_loses_its_peer_is_lost_and_not_failed(pair: FakePair) -> None:
+    """So the gateway places it again, however often."""
+    pair.fabric.fail_next("write_slots", DECODE, PeerGone("PE 1: a connection from it is lost"))
+    with pytest.raises(grpc.RpcError, match="prefill of 'r' failed: PE 1: a connection") as caught:
+        pair.remote_send("r", pair.calls.prepare("r")).result()
+    assert code_of(caught) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_nothing_is_reserved_for_a_peer_that_is_lost(pair: FakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as lost:
+        lost.setattr(FakeTransport, "lost", "PE 0: a connection from it is lost")
+        with pytest.raises(grpc.RpcError, match="this island ends: PE 0: a connection") as caught:
+            pair.calls.prepare("r")
+        assert code_of(caught) == grpc.StatusCode.UNAVAILABLE
+    assert pair.free_pages(pair.calls.decode) == NUM_PAGES
 
 
 def test_an_abort_is_answered_once_all_writes_have_drained(pair: FakePair) -> None:

@@ -1,0 +1,111 @@
+"""Links between hosts that are down for a while, for less and for more than recovery.partition_seconds."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.clients_on_a_host import HostClients
+from tests.e2e.test_hosts import OVER_HOSTS, TOKEN, Cluster, running
+from tests.support.client_requests import GREEDY
+from tests.support.hosts import can_make_hosts, hosts
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root and `ip netns`")
+OUTPUT = 32
+SHORT_SECONDS = 2.0
+SETTINGS: dict[str, Any] = {**OVER_HOSTS, "recovery.partition_seconds": 3, "gateway.max_attempts": 20}
+FAR = 1  # beside the host of the launcher and the gateway
+
+
+@pytest.fixture(scope="module")
+def cluster(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One island, with a worker on each of two hosts."""
+    with hosts(4) as made:
+        made.start_ray(0)
+        made.start_ray(FAR)
+        with running(made, tmp_path_factory.mktemp("partitions"), small_model, SETTINGS) as cluster:
+            yield cluster
+
+
+@contextmanager
+def clients(cluster: Cluster, model: Path, folder: Path) -> Iterator[HostClients]:
+    """Of the last host, and they have had answers already."""
+    prompts = [random_prompt(5 + 13 * number, number) for number in range(6)]
+    expected = greedy_all(load_oracle(model), prompts, OUTPUT)
+    sampling = GREEDY | {"max_tokens": OUTPUT}
+    cases = [[prompt, sampling, tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
+    program = [sys.executable, "-m", "tests.chaos.clients_on_a_host", cluster.address, str(cluster.ca)]
+    command = cluster.hosts.command(3, *program)
+    with HostClients(command, cluster.hosts.environment | {"TOKEN": TOKEN}, cases, folder) as asking:
+        _await_streams(asking)
+        yield asking
+
+
+def _await_streams(asking: HostClients) -> None:
+    """Until more have finished than can have been under way."""
+    enough = asking.streams + 16
+    until(lambda: asking.streams >= enough)
+
+
+def island(cluster: Cluster) -> dict[str, Any]:
+    return cluster.info()["islands"][0]
+
+
+def _workers(cluster: Cluster, host: int) -> list[int]:
+    """Processes that write into pages."""
+    found: list[int] = []
+    for pid in cluster.hosts.pids(host):
+        try:
+            name = Path(f"/proc/{pid}/comm").read_text()
+        except OSError:
+            continue
+        if name.startswith(("prefill (PE", "decode (PE")):
+            found.append(pid)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_a_link_that_is_down_for_a_moment_pauses_streams(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
+    before = island(cluster)
+    with clients(cluster, small_model, tmp_path) as asking:
+        cluster.hosts.unplug(FAR)
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                asking.wait(SHORT_SECONDS)
+        finally:
+            cluster.hosts.unplug(FAR, down=False)
+        _await_streams(asking)
+        asking.stop()
+    assert set(asking.outcomes) == {"finished"}
+    assert set(asking.attempts) == {1}
+    after = island(cluster)
+    assert [before[key] for key in ("epoch", "restarts")] == [after[key] for key in ("epoch", "restarts")]
+
+
+@pytest.mark.timeout(300)
+def test_workers_behind_a_link_that_stays_down_end_themselves_and_streams_go_on(
+    cluster: Cluster, small_model: Path, tmp_path: Path
+) -> None:
+    """They have ended before the link is back, so that nothing of theirs is written then."""
+    assert _workers(cluster, FAR)
+    with clients(cluster, small_model, tmp_path) as asking:
+        cluster.hosts.unplug(FAR)
+        try:
+            until(lambda: not _workers(cluster, FAR))
+            _await_streams(asking)
+            after = island(cluster)
+        finally:
+            cluster.hosts.unplug(FAR, down=False)
+        _await_streams(asking)
+        asking.stop()
+    assert set(asking.outcomes) == {"finished"}
+    assert max(asking.attempts) > 1
+    assert int(after["epoch"]) > 1
+    assert after["host"] == cluster.hosts.addresses[0]
+    assert not _workers(cluster, FAR)

@@ -7,19 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trustme
 
+from tandem.cluster.supervision.authority import Authority
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.workers.wire.messages import prompt_to_bytes
 from tests.support.client_requests import GREEDY
 from tests.support.hosts import Hosts, can_make_hosts, hosts
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root and `ip netns`")
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
@@ -28,18 +33,6 @@ TOKEN = secrets.token_hex(16)
 OUTPUT = 12
 READY_SECONDS = 120
 OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.verify_kv": "true"}
-PROBE = """
-import socket, sys
-for address in sys.argv[1:]:
-    host, port = address.rsplit(":", 1)
-    with socket.create_connection((host, int(port)), 5) as connection:
-        connection.sendall(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n\\0\\0\\0\\4\\0\\0\\0\\0\\0")
-        connection.settimeout(5)
-        try:
-            print(connection.recv(1000)[:1].hex() or "closed")
-        except OSError as error:
-            print("closed")
-"""
 
 
 @dataclass
@@ -62,18 +55,58 @@ class Cluster:
     def scale(self, *wanted: str) -> None:
         self._run(*TANDEM, "scale", "--address", self.address, *wanted)
 
+    def held(self) -> tuple[int, set[int], int]:
+        """Requests at the gateway; pages that each worker misses; and prompt tokens that all have computed so far."""
+        info = self.info()
+        workers = [worker for island in info["islands"] for worker in island["workers"]]
+        missing = {worker["num_pages"] - worker["free_pages"] for worker in workers}
+        return info.get("active", 0), missing, sum(int(worker["counters"]["prompt_tokens"]) for worker in workers)
+
     def answers(
-        self, folder: Path, prompts: list[list[int]], sampling: Mapping[str, object] | None = None
+        self, folder: Path, prompts: Sequence[list[int] | str], cancelled: Sequence[int] = ()
     ) -> list[list[int]]:
-        """Of a client on the last host; sampling: greedily without."""
+        """Of a client on the last host, which goes away early from the requests of these numbers."""
         asked = folder / "asked.json"
-        asked.write_text(json.dumps([prompts, sampling or GREEDY | {"max_tokens": OUTPUT}]))
+        asked.write_text(json.dumps([prompts, GREEDY | {"max_tokens": OUTPUT}, list(cancelled)]))
         client = [sys.executable, "-m", "tests.e2e.client_on_a_host", self.address, str(self.ca), str(asked)]
         return json.loads(self._run(*client))
 
-    def probe(self, addresses: list[str]) -> list[str]:
-        """What a stranger on the last host hears."""
-        return self._run(sys.executable, "-c", PROBE, *addresses).split()
+    def heard_by_strangers(self, folder: Path, addresses: Sequence[str]) -> list[list[bool]]:
+        """Whether the servers answer a stranger on the last host: without TLS; with another cluster's certificate."""
+        foreign, pair = Authority("another").gateway(), folder / "foreign.pem"
+        pair.write_bytes(foreign.certificate + foreign.key)
+        stranger = [sys.executable, "-m", "tests.e2e.stranger_on_a_host", str(pair), *addresses]
+        return json.loads(self._run(*stranger))
+
+    @contextmanager
+    def captured(self, folder: Path, needles: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+        """All that crosses the first host's network inside the block; what was seen is there after it."""
+        listed, seen = folder / "needles", {}
+        listed.write_text("\n".join(needle.hex() for needle in needles))
+        command = self.hosts.command(0, sys.executable, "-m", "tests.e2e.capture_on_a_host", str(listed))
+        environment = self.hosts.environment
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as capture:
+            assert capture.stdout is not None
+            assert capture.stdout.readline() == "ready\n"
+            try:
+                yield seen
+            finally:
+                said, _ = capture.communicate(timeout=READY_SECONDS)
+        seen |= json.loads(said)
+
+    def send_openly(self, messages: Sequence[bytes]) -> None:
+        """From the last host to the first one, without TLS."""
+        listen = "import socket; s = socket.create_server(('', 9)); print('ready', flush=True); c = s.accept()[0]\n"
+        command = self.hosts.command(0, sys.executable, "-c", f"{listen}while c.recv(1 << 16): pass")
+        with subprocess.Popen(command, env=self.hosts.environment, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+            send = "import socket, sys; c = socket.create_connection((sys.argv[1], 9))\n"
+            send += "for message in sys.argv[2:]: c.sendall(bytes.fromhex(message))"
+            hexed = [message.hex() for message in messages]
+            self._run(sys.executable, "-c", send, self.hosts.addresses[0], *hexed)
 
     def _run(self, *command: str) -> str:
         environment = self.hosts.environment | {
@@ -86,6 +119,13 @@ class Cluster:
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+
+def nobody_answers(cluster: Cluster, folder: Path) -> None:
+    """But the gateway, and it only over TLS; without a token it serves nobody."""
+    workers = [worker for _, workers in cluster.islands().values() for worker in workers]
+    heard = cluster.heard_by_strangers(folder, [cluster.address, *workers])
+    assert heard == [[False, True], *[[False, False]] * len(workers)]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +192,7 @@ def test_an_island_over_several_hosts_serves_a_client_of_another(
         first, second = (worker.rpartition(":")[0] for worker in workers)
         assert first != second
         assert host == f"{first}, {second}"
-        assert set(spanning.probe(workers)) <= {"closed", "15"}
+        nobody_answers(spanning, tmp_path)
         spanning.scale("--decode", "2")
         ((host, workers),) = spanning.islands().values()
         assert sorted(host.split(", ")) == sorted({worker.rpartition(":")[0] for worker in workers})
@@ -175,10 +215,41 @@ def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
     assert cluster.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
 
 
-def test_a_stranger_on_the_network_hears_no_worker(cluster: Cluster) -> None:
-    """A server without TLS would begin with its settings, a frame that begins with 0."""
-    workers = [worker for _, workers in cluster.islands().values() for worker in workers]
-    assert {heard for heard in cluster.probe(workers)} <= {"closed", "15"}  # 15: a TLS alert
+def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
+    cluster: Cluster, small_model: Path, tmp_path: Path
+) -> None:
+    prompts = [random_prompt(5 + number % 8, 1000 + number) for number in range(200)]
+    cancelled = range(0, len(prompts), 3)
+    answers = cluster.answers(tmp_path, prompts, cancelled)
+    expected = greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    for number, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
+        assert answer == (tokens[: len(answer)] if number in cancelled else tokens)
+        assert answer
+    until(lambda: cluster.held()[:2] == (0, {0}))
+
+
+def test_no_worker_answers_a_stranger(cluster: Cluster, tmp_path: Path) -> None:
+    nobody_answers(cluster, tmp_path)
+
+
+def test_no_prompt_crosses_the_network_in_the_open(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(small_model)
+    assert tokenizer is not None
+    prompts = [f"{secrets.token_hex(12)} is secret {number}" for number in range(24)]
+    texts = [prompt.encode() for prompt in prompts]
+    tokens = [prompt_to_bytes(np.array(tokenizer.encode(prompt))) for prompt in prompts]
+    computed = cluster.held()[2]
+    with cluster.captured(tmp_path, [*texts, *tokens]) as seen:
+        assert all(cluster.answers(tmp_path, prompts))
+    assert cluster.held()[2] > computed
+    assert not any(seen["found"])
+    assert not seen["missed"]
+    workers = [worker for host, workers in cluster.islands().values() for worker in workers]
+    abroad = {worker for worker in workers if not worker.startswith(f"{cluster.hosts.addresses[0]}:")}
+    assert {cluster.address, *abroad} <= seen["frames"].keys()
+    with cluster.captured(tmp_path, [*texts, *tokens]) as seen:
+        cluster.send_openly([*texts, *tokens])
+    assert all(seen["found"])  # so the capture would have shown them
 
 
 def test_the_islands_of_a_lost_host_go_to_another_and_islands_are_given_back(

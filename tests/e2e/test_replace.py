@@ -1,6 +1,11 @@
 """A new cluster takes the place of a running one of its name, on the same ports, while clients send requests."""
 
 import json
+import os
+import re
+import secrets
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +27,8 @@ from tests.support.http_client import get
 from tests.support.local_processes import LocalGroup, LocalProcesses
 from tests.support.waiting import until
 
+DEPLOYED = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
+LONG = 300  # tokens of a stream that is open while its gateway ends
 WORKERS = 2  # of an island
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [11, 12], [40, 3, 2, 1, 7]]
 MAX_TOKENS = 6
@@ -144,7 +151,7 @@ def test_a_new_cluster_takes_islands_over_one_by_one_and_no_client_notices(small
                 traffic.go_on()
                 traffic.stop()
                 assert new.http_address == http
-                models = json.loads(get(http, "/v1/models").body)
+                models = get(http, "/v1/models").json()
                 assert [model["id"] for model in models["data"]] == ["newer"]
                 with Client(address) as client:
                     assert len(client.cluster_info().islands) == 2
@@ -167,3 +174,56 @@ def test_the_old_cluster_gets_its_islands_back_when_the_new_one_fails(small_mode
 def test_a_cluster_that_does_not_run_cannot_be_replaced() -> None:
     with pytest.raises(ClusterNotRunning, match="name is 'nobody'"):
         Predecessor("nobody")
+
+
+@contextmanager
+def command(model: Path, name: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """`tandem up` of a small cluster that gives its calls no time when it ends."""
+    settings = (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", "recovery.drain_seconds=0")
+    line = [sys.executable, "-m", "tandem.cluster.cli", "up", str(DEPLOYED), "--model", str(model), "--grpc-port", "0"]
+    line += [part for setting in settings for part in ("--set", setting)]
+    process = subprocess.Popen([*line, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    """HOST:PORT of its gateway."""
+    assert process.stdout is not None
+    found = re.match(r"ready grpc=(\S+:\d+)", process.stdout.readline())
+    assert found, process.communicate(timeout=60)[1]
+    return found[1]
+
+
+def test_tandem_up_replaces_a_cluster_whose_streams_go_on_and_a_bad_model_changes_nothing(
+    small_model: Path, tmp_path: Path
+) -> None:
+    name = f"replaced-{os.getpid()}-{secrets.token_hex(3)}"
+    with command(small_model, name) as old:
+        address = ready(old)
+        wanted = tokens_of(complete(address, PROMPTS[0], max_tokens=LONG, **GREEDY))
+        broken = tmp_path / "broken"
+        broken.mkdir()
+        (broken / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+        with command(broken, name, "--set", "model.load_format=dummy", "--replace") as bad:
+            out, said = bad.communicate(timeout=120)
+        assert (bad.returncode, out) == (2, ""), said
+        assert "model.path" in said
+        with (
+            Client(address) as client,
+            command(small_model, name, "--set", "model.served_model_name=newer", "--replace") as new,
+        ):
+            got: list[int] = []
+            while new.poll() is None and old.poll() is None:  # so that one stream is open when the old gateway ends
+                got = tokens_of(list(client.generate(PROMPTS[0], max_tokens=LONG, timeout=120, **GREEDY)))
+                assert got == wanted
+            assert ready(new) == address
+            assert old.wait(60) == 0
+            assert client.model_info().model == "newer"

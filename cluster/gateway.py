@@ -101,6 +101,12 @@ class GatewaySettings:
     peer_token: str = field(default="", repr=False)  # by which the processes know each other
     started: float = 0.0  # when the first process was, in this host's monotonic seconds; 0: now
 
+    @property
+    def shares_ports(self) -> bool:
+        """Whether other processes may listen on the same ports: its supervisor holds them, and shows them to those of
+        this cluster, and of one that replaces it."""
+        return bool(self.table)
+
 
 @dataclass(frozen=True)
 class GatewayAddresses:
@@ -258,7 +264,7 @@ class Gateway:
             self._bodies,
             settings.security.token(),
             self._max_bytes,
-            shared=settings.processes > 1,
+            shared=settings.shares_ports,
             rejected=self._metrics.rejected_grpc,
         )
         model = model_info(self._names, self._model, settings.config, self._limits.longest, self._tokenizer)
@@ -280,7 +286,7 @@ class Gateway:
         on_http = scrape if settings.metrics_port is None else None
         load = partial(self._table.total, Column.ACTIVE)
         watched = partial(Monitoring, lambda: self._readiness.reason, public=metrics.public, load=load)
-        shared, http, monitor = settings.processes > 1, None, None
+        shared, http, monitor = settings.shares_ports, None, None
         if settings.http_port is not None:
             monitoring = watched(on_http)
             routes = api_routes(

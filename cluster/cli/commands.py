@@ -101,6 +101,9 @@ def up(
         bool, typer.Option("--verify-kv", help="Compares digests of the KV that was pushed; sets island.verify_kv.")
     ] = False,
     address: Annotated[str | None, typer.Option(help="Joins the Ray at this address instead of starting one.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Takes over from the running cluster of that name, which ends then.")
+    ] = False,
     api_key: ApiKey = None,
 ) -> None:
     """Start a cluster, print `ready grpc=HOST:PORT`, and stay until Ctrl-C or SIGTERM.
@@ -123,7 +126,7 @@ def up(
     with token_shown():
         from tandem.cluster.cli.foreground import run_cluster
 
-        run_cluster(loaded, address)
+        run_cluster(loaded, address, replace=replace)
 
 
 @app.command()

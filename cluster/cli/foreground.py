@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 from tandem.cluster.cli.preflight import check_host
@@ -16,16 +16,22 @@ from tandem.cluster.cli.runtime_dir import ClusterLock
 from tandem.cluster.cli.start_report import StartReport
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.processes.actor_server import set_title
+from tandem.cluster.supervision.offer import Offer
+from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.start_clock import StartClock, phase_lines, process_age
 from tandem.workers.logs import formatter
 
+NEW = "+new"  # behind the name of a cluster that replaces one; no name of a cluster has a +
+OLD_SECONDS = 60.0  # from the end of the old cluster to that of its claim of the name
 
-def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
+
+def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool = False) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT`, and returns after SIGINT or SIGTERM. It leaves nothing behind.
 
     ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. stderr gets a line as each
     phase of the start begins, then the seconds of all, the address of the Ray, and later each loss and recovery.
-    Raises ClusterRunning, ConfigError, StartFailed, WorkerLost.
+    replace: a running cluster of that name ends once this one serves in its place, or serves on where this one fails.
+    Raises ClusterRunning, ClusterNotRunning, ConfigError, StartFailed, WorkerLost.
     """
     set_title(f"{config.name}/launcher")
     written = logging.StreamHandler()
@@ -35,34 +41,52 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     with StartReport(config.name) as report, suppress(KeyboardInterrupt), _signals_interrupt():
         clock = StartClock(report.phase)
         clock.seconds["command"] = process_age()
-        with ClusterLock(config.name) as lock:
+        with ExitStack() as held:
+            predecessor = held.enter_context(Predecessor(config.name)) if replace else None
+            if predecessor is not None:
+                config = predecessor.with_ports(config)
+                report.line(f"replaces the running cluster {config.name} ({predecessor.words})")
+            beside = frozenset[int]() if predecessor is None else predecessor.ports
+            lock = held.enter_context(ClusterLock(f"{config.name}{'' if predecessor is None else NEW}"))
             with clock.phase("host"):
-                for warning in check_host(config, own_ray=ray_address is None):
+                for warning in check_host(config, own_ray=ray_address is None, beside=beside):
                     report.line(warning)
-            _serve(config, ray_address, lock, report, clock)
+            _serve(config, ray_address, lock, report, clock, predecessor)
 
 
 def _serve(
-    config: ClusterConfig, ray_address: str | None, lock: ClusterLock, report: StartReport, clock: StartClock
+    config: ClusterConfig,
+    ray_address: str | None,
+    lock: ClusterLock,
+    report: StartReport,
+    clock: StartClock,
+    predecessor: Predecessor | None,
 ) -> None:
     with clock.phase("imports"):
         from tandem.cluster.cli.kernels.builds import prepare_start
         from tandem.cluster.processes.ray_processes import RayProcesses
         from tandem.cluster.supervision.launcher import Cluster
 
-        processes = RayProcesses(ray_address)
-        cluster = Cluster(config, processes, clock)
+        processes = RayProcesses(ray_address, beside=predecessor is not None)
+        cluster = Cluster(config, processes, clock, predecessor)
+    offer: Offer | None = None
     try:
         address = cluster.start(report.show, lambda: prepare_start(config, report.line))
         report.stop()
+        if predecessor is not None:
+            lock.rename(config.name, OLD_SECONDS)
         lock.publish(address, clock.seconds)
         others = {"http": cluster.http_address, "metrics": cluster.metrics_address}
         opened = "".join(f" {name}={there}" for name, there in others.items() if there is not None)
         print(f"ready grpc={address}{opened}", flush=True)
         print(*phase_lines(clock.seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
+        offer = Offer(config.name, cluster)
         cluster.wait()
     finally:
         cluster.stop()
+        lock.release()
+        if offer is not None:
+            offer.close()
 
 
 @contextmanager

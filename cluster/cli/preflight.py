@@ -5,7 +5,7 @@ Each check takes milliseconds. An error names the key or resource, what was foun
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import cache_folder
@@ -28,8 +28,9 @@ SHM = Path("/dev/shm")
 CONFIGS = {0: "deploy/local.yaml", 2: "deploy/gpu-1p1d.yaml", 4: "deploy/gpu-2p2d.yaml"}  # by the GPUs that they need
 
 
-def check_host(config: ClusterConfig, *, own_ray: bool) -> list[str]:
+def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = frozenset()) -> list[str]:
     """Warnings. own_ray: Ray is started here, so that this host is the one that must have what the workers need.
+    beside: as check_ports()'s.
 
     Raises ConfigError for what the configuration asks of this host in vain, StartFailed for what this host lacks.
     """
@@ -38,7 +39,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool) -> list[str]:
     if findings:
         raise ConfigError("\n".join(findings))
     config.security.server.check()
-    check_ports(config.gateway, config.metrics)
+    check_ports(config.gateway, config.metrics, beside)
     limit = raise_file_limit()
     lacking = [*_check_files(limit), *(_check_room(config) if own_ray else ())]
     if lacking:

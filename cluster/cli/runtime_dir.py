@@ -78,14 +78,13 @@ class ClusterLock:
         self._state = ClusterState(name, os.getpid(), time.time())
         self._path = _path(name)
         self._file: int | None = None
-        try:
-            self._file = self._acquire()
-            self._write()
-        except OSError as error:
-            self.release()
-            raise RuntimeDirError(
-                f"{self._path} cannot be written: {error.strerror}; XDG_RUNTIME_DIR moves it"
-            ) from None
+        self._take(ACQUIRE_SECONDS)
+
+    def rename(self, name: str, seconds: float) -> None:
+        """Gives the name up for another, which its owner has so many seconds to release. Raises as the constructor."""
+        self.release()
+        self._state, self._path = replace(self._state, name=name), _path(name)
+        self._take(seconds)
 
     def publish(self, grpc_address: str, start_seconds: Mapping[str, float]) -> None:
         """Writes the gateway's HOST:PORT and the seconds of each phase of the start."""
@@ -104,8 +103,18 @@ class ClusterLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def _acquire(self) -> int:
-        deadline = time.monotonic() + ACQUIRE_SECONDS
+    def _take(self, seconds: float) -> None:
+        try:
+            self._file = self._acquire(seconds)
+            self._write()
+        except OSError as error:
+            self.release()
+            raise RuntimeDirError(
+                f"{self._path} cannot be written: {error.strerror}; XDG_RUNTIME_DIR moves it"
+            ) from None
+
+    def _acquire(self, seconds: float) -> int:
+        deadline = time.monotonic() + seconds
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             if _try_lock(file, fcntl.LOCK_EX) and self._is_current(file):

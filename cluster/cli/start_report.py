@@ -22,6 +22,7 @@ PHASES = {
     "island": "opening the workers' memory to each other",
     "kernels": "warming up kernels; those that no start has compiled here take minutes on a GPU",
     "gateway": "opening the gateway's ports",
+    "replacement": "taking over from the running cluster",
 }
 
 State = tuple[str, str, int, int]  # worker, phase of its start, bytes loaded, bytes in all

@@ -9,7 +9,7 @@ from collections import defaultdict
 import grpc
 
 from tandem.cluster.client.client_messages import LONGEST_CALL, retry_advice
-from tandem.cluster.errors import Overloaded, Unavailable
+from tandem.cluster.errors import Cancelled, Overloaded, Unavailable
 from tandem.cluster.statuses import error_of
 from tandem.proto import inference_pb2
 
@@ -19,6 +19,7 @@ LONGEST_PAUSE = 10.0  # unless the gateway advises a longer one
 FIRST_SECONDS = 1.0  # for a gateway that was never there: it may be starting again
 # The beginnings of gRPC's text for an established connection that broke.
 BROKEN = ("Stream removed", "Socket closed", "Connection reset", "recvmsg:", "GOAWAY")
+UNTAKEN = "CANCELLED"  # the whole text of a call that a server which was told to stop had not yet looked at
 
 
 class Resumption:
@@ -76,7 +77,9 @@ class Resumption:
         self._failing_since = now if self._failing_since is None else self._failing_since
         failing_seconds = now - self._failing_since
         self._reached |= answered or (error.details() or "").startswith(BROKEN)
-        if kind is Unavailable:
+        untaken = kind is Cancelled and error.details() == UNTAKEN  # the client's own end has other words
+        self._reached |= untaken
+        if kind is Unavailable or untaken:
             patience = self._resume_seconds if self._reached else min(FIRST_SECONDS, self._resume_seconds)
             least, pause = RETRY_SECONDS, RETRY_SECONDS * random.uniform(0.5, 1.0)
             self._resumes = True

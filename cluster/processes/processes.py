@@ -118,6 +118,11 @@ class Processes(ABC):
     def check_room(self, processes: int, *, gpus: int) -> None:
         """StartFailed if there can never be so many processes at a time, with `gpus` GPUs each."""
 
+    @property
+    def address(self) -> str:
+        """After start(): of what places the processes; empty where nothing else can use it."""
+        return ""
+
     def free_places(self, most: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> int:
         """How many groups of so many processes, `most` at most, hosts have room for now. It may be gone a moment later.
         Raises StartFailed where there is no host any more."""

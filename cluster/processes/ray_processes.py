@@ -1,6 +1,7 @@
 """Processes that Ray places and watches."""
 
 import os
+import secrets
 import signal
 import time
 from collections import Counter
@@ -62,8 +63,10 @@ class RayProcesses(Processes):
     Groups are spread over the nodes of a Ray that has several.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None = None, *, beside: bool = False) -> None:
+        """beside: a cluster of the same name may run on that Ray."""
         self._address = address
+        self._suffix = f"+{secrets.token_hex(4)}" if beside else ""  # of names that Ray knows
         self._own: OwnRay | None = None
         self._joined = False
         self._placing = Lock()
@@ -78,7 +81,7 @@ class RayProcesses(Processes):
         if not ray.is_initialized():
             self._connect(num_cpus)
         # Names end with an epoch: a cluster that has restarted something would not clash with a second one by itself.
-        if any(name.startswith(f"{cluster}/") for name in ray.util.list_named_actors()):
+        if not self._suffix and any(name.startswith(f"{cluster}/") for name in ray.util.list_named_actors()):
             raise ClusterRunning(cluster, None, None)
 
     def watch(self, lost: Callable[[TandemError], None]) -> None:
@@ -135,7 +138,8 @@ class RayProcesses(Processes):
             while True:
                 hosts = self._choose_hosts(bundles, where, deadline)
                 more = partial(self._choose_hosts, where=where) if where.spread else None
-                group = RayGroup(bundles[0], hosts[0], self._lifeline.path, self._leases, self._loss, more)
+                ends = (self._lifeline.path, self._leases, self._loss)
+                group = RayGroup(bundles[0], hosts[0], *ends, more, self._suffix)
                 try:
                     group.start(specs, hosts, threads=threads, seconds=TRY_SECONDS)
                     break
@@ -197,10 +201,12 @@ class RayGroup(ProcessGroup):
         leases: Leases,
         loss: Loss,
         choose_hosts: ChooseHosts | None = None,
+        suffix: str = "",
     ) -> None:
         """resources: of each member. host: the address of the first one's node. lifeline: the path of this process's,
         for members on this host. leases: for the others. choose_hosts: where more members go; None: all beside the
-        first."""
+        first. suffix: of their names in Ray."""
+        self._suffix = suffix
         self._resources = resources
         self._host = host
         self._choose_hosts = choose_hosts
@@ -282,7 +288,7 @@ class RayGroup(ProcessGroup):
 
     def _start(self, spec: ActorSpec, placed: PlacementGroup, threads: int, host: str) -> "RayActor":
         options = {
-            "name": spec.name,
+            "name": spec.name + self._suffix,
             "num_cpus": CPU_FRACTION,
             "num_gpus": self._resources.get("GPU", 0),
             "max_restarts": 0,  # a lone restart cannot rejoin its island

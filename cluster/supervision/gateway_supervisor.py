@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,8 +71,9 @@ class GatewaySupervisor(Supervisor):
         scale: Callable[[ScaleOrder], Future[ScaleOutcome]],
         recovery: RecoverySection,
         failed: Callable[[TandemError], None],
+        beside: Set[int] = frozenset(),
     ) -> None:
-        """settings: of one process by itself, with the ports that are asked for."""
+        """settings: of one process by itself, with the ports that are asked for. beside: as SharedPorts'."""
         super().__init__("the gateway", recovery, failed)
         self._processes = processes
         self._settings = settings
@@ -80,6 +81,7 @@ class GatewaySupervisor(Supervisor):
         self._membership = membership
         self._release = release
         self._scale = scale
+        self._beside = beside
         self._ports: SharedPorts | None = None
         self._file = GatewayFile(shape.processes, shape.num_islands)
         self._group: ProcessGroup | None = None
@@ -95,6 +97,11 @@ class GatewaySupervisor(Supervisor):
     def table(self) -> GatewayTable:
         """What the gateway's processes count, read here. Valid until the end."""
         return self._file.table
+
+    def give_way(self, grace: float) -> None:
+        """Before stop(): another gateway serves on the same ports, so this one need not say that it is not ready."""
+        self.grace, self._drain_seconds = grace, 0.0
+        self._join_seconds += grace
 
     def _begin(self) -> None:
         if not self._gateways:
@@ -120,6 +127,7 @@ class GatewaySupervisor(Supervisor):
             settings.port,
             settings.http_port,
             (settings.config.metrics.host, settings.metrics_port),
+            self._beside,
         )
         one = replace(
             settings,

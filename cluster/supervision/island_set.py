@@ -63,9 +63,9 @@ class IslandSet:
     def progress(self) -> Sequence[LoadState]:
         return [state for supervisor in self.all for state in supervisor.island.progress()]
 
-    def start(self) -> None:
-        """Begins to start as many as the configuration has. They have `ready`."""
-        for number in range(self._config.num_islands):
+    def start(self, count: int | None = None) -> None:
+        """Begins to start `count`, by default as many as the configuration has. They have `ready`."""
+        for number in range(self._config.num_islands if count is None else count):
             self._add(number, None)
 
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:

@@ -1,10 +1,13 @@
 """A whole cluster: its islands, its gateway, and the processes that they run in."""
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tandem.cache.kernels.gpu_limits import check_layout
 from tandem.cache.plan.errors import InvalidArgument
@@ -16,13 +19,14 @@ from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.routing.membership import Membership
-from tandem.cluster.scaling import Shape
+from tandem.cluster.scaling import ScaleOrder, Shape
 from tandem.cluster.supervision.autoscaler import Autoscaler, IslandRoom
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
 from tandem.cluster.supervision.load_meter import LoadMeter
 from tandem.cluster.supervision.network import Network
+from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
     agreed_pages,
@@ -44,6 +48,8 @@ from tandem.workers.models.weights import check_weights
 from tandem.workers.runner.model_cache import kv_layout
 
 READY_POLL_SECONDS = 0.2
+ROOM_SECONDS = 30.0  # from the end of processes until Ray counts their room as free
+log = logging.getLogger(__name__)
 GIB = 1 << 30
 
 Progress = Callable[[Sequence[LoadState]], None]
@@ -56,16 +62,25 @@ class Cluster:
     """
 
     def __init__(
-        self, config: ClusterConfig, processes: Processes | None = None, clock: StartClock | None = None
+        self,
+        config: ClusterConfig,
+        processes: Processes | None = None,
+        clock: StartClock | None = None,
+        predecessor: Predecessor | None = None,
     ) -> None:
+        """predecessor: the running cluster of that name, which ends once this one can serve in its place."""
         if config.model.path is None:
             raise ConfigError("model.path is missing; give --model DIR or set it in the config")
-        self._config = config
+        self._config = config if predecessor is None else predecessor.with_ports(config)
+        self._predecessor = predecessor
+        self._beside = frozenset[int]() if predecessor is None else predecessor.ports
         self._processes = processes or RayProcesses()
         self._membership = Membership()
         self._islands: IslandSet | None = None
         self._gateway: GatewaySupervisor | None = None
         self._autoscaler: Autoscaler | None = None
+        self._room: IslandRoom | None = None
+        self._gives_way = False
         self._failure: Future[None] = Future()
         self.grpc_address = ""
         self.http_address: str | None = None
@@ -80,7 +95,7 @@ class Cluster:
         with self.clock.phase("checkpoint"):
             max_model_len = self._check_model()
         self._config.security.server.check()
-        check_ports(self._config.gateway, self._config.metrics)  # it takes a while until they are opened
+        check_ports(self._config.gateway, self._config.metrics, self._beside)  # it takes a while until they are opened
         if prepare is not None:
             with self.clock.phase("builds"):
                 prepare()
@@ -91,6 +106,7 @@ class Cluster:
             self._processes.lease(recovery.partition_seconds, recovery.silent_seconds)
             self._processes.watch(self._fail)
             network = Network(self._config, self._processes)
+            self._room = IslandRoom(self._processes, self._config, network.where)
             islands = self._start_islands(max_model_len, network)
             self._wait_until_ready(islands.all, lambda: progress and progress(islands.progress()))
             clocks = [island.island.clock for island in islands.all]
@@ -99,14 +115,18 @@ class Cluster:
                 addresses = self._start_gateway(islands, max_model_len)
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
                 self.metrics_address = addresses.metrics
-            self._start_autoscaler(islands, network)
+            if self._predecessor is not None:
+                with self.clock.phase("replacement"):
+                    self._replace(self._predecessor, islands)
+            self._start_autoscaler()
         except BaseException:
-            self.stop()
+            self.stop(1.0 if self._predecessor is None else self._config.recovery.drain_seconds)
             raise
         return self.grpc_address
 
     def wait(self) -> None:
-        """Does not return. Raises WorkerLost when a part was lost too often, RayLost with its Ray."""
+        """Returns when a new cluster replaces this one. Raises WorkerLost when a part was lost too often, RayLost with
+        its Ray."""
         self._failure.result()
 
     def stop(self, grace: float = 1.0) -> None:
@@ -115,6 +135,8 @@ class Cluster:
             self._autoscaler.stop()
         if self._gateway is not None:
             self._gateway.grace = grace
+            if self._gives_way:
+                self._gateway.give_way(self._config.recovery.drain_seconds)
             self._gateway.stop()
             self._gateway.join()
         if self._islands is not None:
@@ -127,6 +149,72 @@ class Cluster:
         """As Island.worker_token, of the first island."""
         assert self._islands is not None, "start() comes first"
         return self._islands.all[0].island.worker_token
+
+    def offered(self) -> dict[str, Any]:
+        """What a new cluster that replaces this one must know. The values are JSON's."""
+        assert self._islands is not None, "start() comes first"
+        addresses = {"grpc": self.grpc_address, "http": self.http_address, "metrics": self.metrics_address}
+        return {
+            "islands": self._islands.count,
+            "ports": {name: int(there.rpartition(":")[2]) for name, there in addresses.items() if there},
+            "ray": self._processes.address,
+            "device": self._config.island.device,
+            "drain": self._config.recovery.drain_seconds,
+        }
+
+    def rest(self, rests: bool) -> None:
+        """Whether the scaling policy rests, as it does while a new cluster replaces this one."""
+        if not rests:
+            self._start_autoscaler()
+        elif self._autoscaler is not None:
+            self._autoscaler.stop()
+            self._autoscaler = None
+
+    def scale_islands(self, number: int) -> None:
+        """Returns when so many serve. Raises a TandemError where they serve on as they were."""
+        if self._islands is None:
+            raise StartFailed("the cluster stops")
+        if number != self._islands.count:
+            self._islands.scale(ScaleOrder(0, "", None, None, number)).result()
+
+    def give_way(self) -> None:
+        """wait() returns, and stop() then gives the calls under way recovery.drain_seconds. From any thread."""
+        self._gives_way = True
+        if not self._failure.done():
+            self._failure.set_result(None)
+
+    def _replace(self, old: Predecessor, islands: IslandSet) -> None:
+        """Takes over islands one by one where there is room for no more beside the old ones."""
+        wanted = self._config.num_islands
+        while islands.count < wanted and (old.islands > 1 or self._free(wanted - islands.count)):
+            self.scale_islands(islands.count + self._room_beside(old, wanted - islands.count))
+        log.info("this cluster serves in place of the old one (%s), which now ends", old.words)
+        old.end()
+        try:
+            while islands.count < wanted:
+                self.scale_islands(islands.count + self._room_beside(old, wanted - islands.count))
+        except TandemError as error:  # the old cluster is gone, so this one serves with what it has
+            log.warning("%d islands of num_islands %d serve: %s", islands.count, wanted, error)
+
+    def _room_beside(self, old: Predecessor, most: int) -> int:
+        """For how many islands there is room, `most` at most. Where for none, the old cluster gives up one of its own.
+
+        StartFailed when it has no more to give.
+        """
+        deadline = time.monotonic() + (0.0 if old.islands else ROOM_SECONDS)
+        while not (free := self._free(most)):
+            if time.monotonic() < deadline:
+                time.sleep(READY_POLL_SECONDS)
+                continue
+            if not old.islands:
+                raise StartFailed(f"there is room for {free} more")
+            old.give_up()
+            deadline = time.monotonic() + ROOM_SECONDS
+        return free
+
+    def _free(self, most: int) -> int:
+        assert self._room is not None, "the processes come first"
+        return self._room.free(most)
 
     def _check_model(self) -> int:
         """max_model_len. ConfigError for a wrong checkpoint, before any process starts."""
@@ -158,7 +246,11 @@ class Cluster:
         self._check_room()
         island_of = partial(self._island, max_model_len, network)
         self._islands = IslandSet(self._config, island_of, self._membership, self._fail)
-        self._islands.start()
+        count, old = self._config.num_islands, self._predecessor
+        if old is not None:
+            old.check_ray(self._processes.address, self._config.island.device)
+            count = self._room_beside(old, count)
+        self._islands.start(count)
         return self._islands
 
     def _check_room(self) -> None:
@@ -190,18 +282,17 @@ class Cluster:
             islands.scale,
             self._config.recovery,
             self._fail,
+            self._beside,
         )
         self._gateway.start()
         self._wait_until_ready([self._gateway], lambda: None)
         return self._gateway.addresses
 
-    def _start_autoscaler(self, islands: IslandSet, network: Network) -> None:
-        assert self._gateway is not None, "it has the numbers"
-        section = self._config.scaling
-        if not section.is_automatic:
+    def _start_autoscaler(self) -> None:
+        section, islands, room = self._config.scaling, self._islands, self._room
+        if not section.is_automatic or self._gateway is None or islands is None or room is None:
             return
         meter = LoadMeter(self._gateway.table, section.up_after_seconds)
-        room = IslandRoom(self._processes, self._config, network.where)
         self._autoscaler = Autoscaler(self._config, islands, meter, room, self._membership.update_scaling)
         self._autoscaler.start()
 

@@ -1,6 +1,7 @@
 """The gateway's ports, held for as long as a cluster lives, so that its processes can share them by SO_REUSEPORT."""
 
 import socket
+from collections.abc import Set
 from contextlib import ExitStack
 from importlib.util import find_spec
 
@@ -16,10 +17,19 @@ class SharedPorts:
     """
 
     def __init__(
-        self, host: str, port: int, http_port: int | None, metrics: tuple[str, int | None] = ("", None)
+        self,
+        host: str,
+        port: int,
+        http_port: int | None,
+        metrics: tuple[str, int | None] = ("", None),
+        beside: Set[int] = frozenset(),
     ) -> None:
-        """Takes the ports, a free one for 0. metrics: host and port of its own. Raises StartFailed."""
+        """Takes the ports, a free one for 0. metrics: host and port of its own. Raises StartFailed.
+
+        beside: ports of a cluster of this user that this one replaces.
+        """
         self._held = ExitStack()
+        self._beside = beside
         try:
             self.port = self._hold(host, port, "gateway.port", "--grpc-port")
             self.http_port = self.metrics_port = None
@@ -37,22 +47,28 @@ class SharedPorts:
         self._held.close()
 
     def _hold(self, host: str, port: int, key: str, option: str) -> int:
-        _check_port(host, port, key, option)
+        if port not in self._beside:
+            _check_port(host, port, key, option)
         try:
             held = self._held.enter_context(_socket(host))
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             held.bind((host, port))
             number = held.getsockname()[1]
-            name = self._held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            name.bind(f"\0tandem-gateway-{host}-{number}")
+            if number not in self._beside:
+                name = self._held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                name.bind(f"\0tandem-gateway-{host}-{number}")
         except OSError as error:
             raise _refused(host, port, key, option, error) from error
         return number
 
 
-def check_ports(section: GatewaySection, metrics: MetricsSection) -> None:
-    """StartFailed when another program has one of the ports, ConfigError where HTTP is not installed."""
-    _check_port(section.host, section.port, "gateway.port", "--grpc-port")
+def check_ports(section: GatewaySection, metrics: MetricsSection, beside: Set[int] = frozenset()) -> None:
+    """StartFailed when another program has one of the ports, ConfigError where HTTP is not installed.
+
+    beside: as SharedPorts'.
+    """
+    if section.port not in beside:
+        _check_port(section.host, section.port, "gateway.port", "--grpc-port")
     over_http = (
         (section.host, section.http_port, "gateway.http_port", "--http-port"),
         (metrics.host, metrics.port, "metrics.port", "--set metrics.port=…"),
@@ -65,7 +81,8 @@ def check_ports(section: GatewaySection, metrics: MetricsSection) -> None:
                 f"{key} is {port}; it needs uvicorn, which is not installed: "
                 "pip install 'tandem[http]', or leave the port out"
             )
-        _check_port(host, port, key, option)
+        if port not in beside:
+            _check_port(host, port, key, option)
 
 
 def _check_port(host: str, port: int, key: str, option: str) -> None:

@@ -63,11 +63,15 @@ class Cluster:
         return info.get("active", 0), missing, sum(int(worker["counters"]["prompt_tokens"]) for worker in workers)
 
     def answers(
-        self, folder: Path, prompts: Sequence[list[int] | str], cancelled: Sequence[int] = ()
+        self,
+        folder: Path,
+        prompts: Sequence[list[int] | str],
+        sampling: Mapping[str, object] | None = None,
+        cancelled: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Of a client on the last host, which goes away early from the requests of these numbers."""
+        """Of a client on the last host; sampling: greedily without. It goes away early from requests `cancelled`."""
         asked = folder / "asked.json"
-        asked.write_text(json.dumps([prompts, GREEDY | {"max_tokens": OUTPUT}, list(cancelled)]))
+        asked.write_text(json.dumps([prompts, sampling or GREEDY | {"max_tokens": OUTPUT}, list(cancelled)]))
         client = [sys.executable, "-m", "tests.e2e.client_on_a_host", self.address, str(self.ca), str(asked)]
         return json.loads(self._run(*client))
 
@@ -220,7 +224,7 @@ def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
 ) -> None:
     prompts = [random_prompt(5 + number % 8, 1000 + number) for number in range(200)]
     cancelled = range(0, len(prompts), 3)
-    answers = cluster.answers(tmp_path, prompts, cancelled)
+    answers = cluster.answers(tmp_path, prompts, cancelled=cancelled)
     expected = greedy_all(load_oracle(small_model), prompts, OUTPUT)
     for number, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
         assert answer == (tokens[: len(answer)] if number in cancelled else tokens)

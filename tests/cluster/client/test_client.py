@@ -138,6 +138,26 @@ def test_what_a_full_gateway_has_not_begun_is_sent_again(generate: Generate) -> 
     assert others == [first] * 2  # nothing to resume
 
 
+class Leaving(FakeGateway):
+    """Ends the first call as a gRPC server does with one that it had not looked at when it was told to stop."""
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        if not self.requests:
+            self.requests.append(request)
+            context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+        yield from super().Generate(request, context)
+
+
+@both
+def test_a_call_that_a_leaving_gateway_has_not_looked_at_is_sent_again(generate: Generate) -> None:
+    gateway = Leaving()
+    with serving(gateway) as address:
+        assert generate(address, "x")[-1].finish_reason == "stop"
+    assert len(gateway.requests) == 2
+
+
 @both
 def test_the_advice_of_a_full_gateway_must_fit_into_the_time_left(generate: Generate) -> None:
     gateway = FullGateway()

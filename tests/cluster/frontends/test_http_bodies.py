@@ -79,6 +79,7 @@ def test_chats() -> None:
         ("use_beam_search", True, "false"),
         ("length_penalty", 0.5, "1.0"),
         ("suffix", "x", '""'),
+        ("truncation_side", "right", '"left"'),
         ("audio", {}, "null"),
     ],
 )

@@ -82,7 +82,7 @@ def test_an_empty_map_is_accepted_when_nothing_is_expected() -> None:
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ([SKIP, SKIP, SKIP, SKIP, 20, 21], None),  # of 8 … 13, a query at 14 sees 12 and 13 in a window of 3
+        ([SKIP, SKIP, SKIP, SKIP, 20, 21], None),  # of 8 … 13; from 12, where 14's page starts, a window of 1 sees 12
         ([SKIP, SKIP, SKIP, 20, 21, 22], r"runs\[0\] skips 3 positions; it must skip the first 4"),
         ([SKIP, SKIP, SKIP, SKIP, SKIP, 20], r"runs\[0\] skips 5 positions; it must skip the first 4"),
         ([SKIP, SKIP, SKIP, SKIP, 20, SKIP], r"runs\[0\] skips 5 positions; it must skip the first 4"),
@@ -91,7 +91,7 @@ def test_an_empty_map_is_accepted_when_nothing_is_expected() -> None:
 )
 def test_with_a_window_exactly_what_is_behind_it_is_skipped(slots: list[int], message: str | None) -> None:
     first, second = LAYOUT.groups
-    layout = replace(LAYOUT, groups=(replace(first, keeps=Window(3)), second))
+    layout = replace(LAYOUT, groups=(replace(first, keeps=Window(1)), second))
     given = position_map(slots, GOOD.runs[1].slots().tolist())
     wire = encode_map(given, layout)
     if message is None:

@@ -58,8 +58,12 @@ def test_unknown_options_exit_with_2(capsys: Capture) -> None:
 
 class TestUp:
     def test_overrides_reach_the_launcher(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[tuple[ClusterConfig, str | None]] = []
-        launcher = SimpleNamespace(run_cluster=lambda *values: seen.append(values))
+        seen: list[tuple[ClusterConfig, str | None, bool]] = []
+
+        def run_cluster(config: ClusterConfig, address: str | None, *, replace: bool) -> None:
+            seen.append((config, address, replace))
+
+        launcher = SimpleNamespace(run_cluster=run_cluster)
         before = dict(os.environ)
         monkeypatch.setitem(sys.modules, "tandem.cluster.cli.foreground", launcher)
         path = tmp_path / "c.yaml"
@@ -67,7 +71,8 @@ class TestUp:
         model = tmp_path / "it's a model"
         options = ("--model", str(model), "--grpc-port", "0", "--set", "cache.num_pages=7", "--set", "name=other")
         assert run("up", str(path), *options, "--verify-kv", "--address", "10.0.0.1:6379") == 0
-        ((config, address),) = seen
+        ((config, address, replaces),) = seen
+        assert not replaces
         assert (config.name, config.cache.num_pages, config.gateway.port) == ("other", 7, 0)
         assert config.model.path == str(model)
         assert config.island.verify_kv

@@ -81,6 +81,24 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _are_counted(self) -> Self:
         metrics, guarded = self.metrics, self.security.is_guarded
+    @model_validator(mode="after")
+    def _is_reached(self) -> Self:
+        """Gateways of other hosts, by workers and by what they look for."""
+        gateway = self.gateway
+        if gateway.nodes == "launcher":
+            for key in ("node_resources", "node_labels"):
+                if getattr(gateway, key):
+                    raise ValueError(
+                        f"gateway.{key} is {getattr(gateway, key)}; it must be empty where gateway.nodes is launcher: "
+                        "set gateway.nodes=all"
+                    )
+        elif self.island.network == "loopback":
+            raise ValueError(
+                f"gateway.nodes is {gateway.nodes}; it must be launcher where island.network is loopback: gateways on "
+                "other hosts could not reach the workers"
+            )
+        return self
+
         if metrics.port is None:
             return self
         if not metrics.enabled:

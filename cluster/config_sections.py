@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from tandem.cluster.config_model import find_model, model_name
+from tandem.cluster.config_nodes import GatewayNodes
 from tandem.cluster.config_units import (
     Calls,
     Cpus,
@@ -185,9 +186,7 @@ Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/,*]+)$"
 Origins = Annotated[list[Origin], Field(max_length=64, json_schema_extra={"accepted": "a list of texts"})]
 
 
-class GatewaySection(Section):
-    host: str = "127.0.0.1"
-    """address to listen on"""
+class GatewaySection(GatewayNodes):
     port: Port = 50051
     """gRPC port; 0 takes any free one"""
     http_port: Port | None = None
@@ -198,7 +197,7 @@ class GatewaySection(Section):
     """web pages that browsers let call the HTTP server, by their origins, such as https://chat.example and
     http://localhost:3000, in lower case and without a path; "*" stands for all"""
     processes: Processes | None = Field(default=None, le=64)
-    """gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 and at most 4"""
+    """gateway processes of a host, sharing ports and limits; null is 1 for each 4 cores, at least 1 and at most 4"""
     max_queued: Requests = Field(default=1024, le=1 << 20)
     """most requests that wait for room"""
     max_queued_tokens: Tokens = Field(default=1 << 22, le=1 << 40)

@@ -31,8 +31,10 @@ from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
+from tandem.cluster.peers.far_placements import FarPlacements
+from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.peers.links import PeerLinks
-from tandem.cluster.peers.peer_server import PeerServer
+from tandem.cluster.peers.peer_server import HOST, Abroad, PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
@@ -61,6 +63,7 @@ from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2
 from tandem.workers.config import max_message_bytes
 from tandem.workers.models.registry import load_config
 from tandem.workers.sampling.guided import Grammars
+from tandem.workers.tls import Identity
 
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
@@ -73,11 +76,6 @@ READ_BY = (  # whose functions read long requests
 LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-
-
-def attempt_prefix(process: int, incarnation: int) -> str:
-    """How the ids begin under which workers know the requests of one start of one gateway process."""
-    return f"{process}.{incarnation}."
 
 
 @dataclass(frozen=True)
@@ -100,6 +98,19 @@ class GatewaySettings:
     table: str = ""  # path of the processes' table; empty for one process without a supervisor
     peer_token: str = field(default="", repr=False)  # by which the processes know each other
     started: float = 0.0  # when the first process was, in this host's monotonic seconds; 0: now
+    number: int = 0  # of this host's gateway, see GatewayHost
+    node: str = HOST  # the address of this host, as other hosts know it
+    peers: Identity | None = field(default=None, repr=False)  # shown to gateways of other hosts; None: there are none
+
+    @property
+    def origin(self) -> int:
+        """Of this process's claims, unlike those of all others."""
+        return self.number * 64 + self.process  # gateway.processes is at most 64
+
+    @property
+    def attempt_prefix(self) -> str:
+        """How the ids begin under which workers know the requests of this start of this process."""
+        return f"{self.number}-{self.process}.{self.incarnation}."
 
     @property
     def shares_ports(self) -> bool:
@@ -115,6 +126,7 @@ class GatewayAddresses:
     grpc: str
     http: str | None = None
     metrics: str | None = None  # where it has a port of its own
+    peer: str = ""  # for gateway processes of other hosts; empty where there are none
 
 
 class Gateway:
@@ -161,13 +173,15 @@ class Gateway:
         self._islands = Islands(
             max_message_bytes(settings.max_model_len), policy, settings.config.cache.page_size, self._table
         )
-        self._account = ClusterAccount(settings.config, self._islands, self._table, self._started)
-        self._links = PeerLinks(self._table, settings.peer_token)
+        self._links = PeerLinks(self._table, settings.peer_token, settings.peers, settings.number)
+        self._account = ClusterAccount(
+            settings.config, self._islands, self._table, self._started, settings.node, self._links.gateways
+        )
         self._queue = AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table, self._links.give_way)
         self._router = Router(
             self._islands,
             self._queue,
-            id_prefix=attempt_prefix(settings.process, settings.incarnation),
+            id_prefix=settings.attempt_prefix,
             queue_seconds=section.queue_seconds,
         )
         self._claims = Claims(self._table, self._links)
@@ -185,12 +199,15 @@ class Gateway:
             max_attempts=section.max_attempts,
             request_seconds=section.request_seconds,
             observe=all_of(self._observers()),
+            origin=settings.origin,
         )
         if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._limits, local=bound is not None)
         self._tasks = [asyncio.create_task(self._metrics.run())]
+        if settings.peers is not None and settings.process == 0:  # for all of this host
+            self._tasks.append(asyncio.create_task(FarPlacements(self._table, self._links).run()))
         if bound is not None:
-            turn = settings.process, settings.processes
+            turn = partial(self._links.turn, settings.process, settings.processes)
             rebalancer = Rebalancer(self._islands, self._requests, bound, turn)
             self._tasks.append(asyncio.create_task(rebalancer.run()))
         self._limit = CallLimit(section.max_calls, self._table)
@@ -202,8 +219,8 @@ class Gateway:
         self._http, self._monitor = self._http_servers(scrape)
         address = open_port(self._server, section.host, settings.port, settings.security.credentials())
         http, monitor = [None if server is None else await server.start() for server in (self._http, self._monitor)]
-        self._addresses = GatewayAddresses(address, http, monitor)
-        self._account.http_address = http or ""
+        self._addresses = GatewayAddresses(address, http, monitor, "" if self._peers is None else self._peers.address)
+        self._account.grpc_address, self._account.http_address = address, http or ""
         await self._tell_health()
         await self._server.start()
         return self._addresses
@@ -237,7 +254,7 @@ class Gateway:
             prefix_sharing=config.cache.prefix_sharing,
             adaptive=self._settings.token_seconds is not None,
         )
-        return Scrape(self._metrics, served, self._account.info, lambda: self._readiness.reason)
+        return Scrape(self._metrics, served, self._account.info_here, lambda: self._readiness.reason)
 
     async def _tell_health(self) -> None:
         """Inference, and the server as a whole, serve where requests would be served. Admin serves as long as the
@@ -250,9 +267,13 @@ class Gateway:
     async def _peer_server(self) -> PeerServer | None:
         """The table says where it listens before there is a request to ask for."""
         self._table.put(Column.PID, os.getpid())
-        if self._settings.processes == 1:
+        settings, requests, abroad = self._settings, self._requests, None
+        if settings.peers is not None:
+            gateways, placed = self._account.gateways_here, lambda: self._table.placed
+            abroad = Abroad(settings.node, settings.peers, requests.give_host, gateways, placed)
+        elif settings.processes == 1:
             return None
-        peers = PeerServer(self._settings.peer_token, self._requests.give, self._queue.give_way, self._tracer.find)
+        peers = PeerServer(settings.peer_token, requests.give, self._queue.give_way, self._tracer.find, abroad)
         self._table.put(Column.PORT, await peers.start())
         return peers
 
@@ -354,6 +375,10 @@ class Gateway:
         if state.workers:
             self._readiness.start()
         await self._tell_health()
+
+    async def update_hosts(self, hosts: GatewayHosts) -> None:
+        """Which hosts have gateways."""
+        self._links.update_hosts(hosts)
 
     async def update_scaling(self, state: ScalingState) -> None:
         """What the scaling policy is about."""

@@ -37,7 +37,9 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `cache.k_scale`, `cache.v_scale` | must be null unless `cache.kv_cache_dtype` is fp8_e4m3 |
 | `island.transport` | must be shared_memory where `island.device` is cpu, and nvshmem where it is cuda |
 | `gateway.host` | must be a loopback address unless `security` has a token and TLS |
-| `metrics.host` | the same, unless `metrics.public` is true |
+| `gateway.nodes` | must be launcher where `island.network` is loopback |
+| `gateway.node_resources`, `gateway.node_labels` | must be empty where `gateway.nodes` is launcher |
+| `metrics.host` | the same as `gateway.host`, unless `metrics.public` is true |
 | `gateway.http_port` | must differ from `gateway.port`; it needs `pip install 'tandem[http]'` |
 | `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |

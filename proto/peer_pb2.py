@@ -23,25 +23,34 @@ _sym_db = _symbol_database.Default()
 
 
 from tandem.proto import admin_pb2 as tandem_dot_proto_dot_admin__pb2
+from tandem.proto import inference_pb2 as tandem_dot_proto_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/proto/peer.proto\x12\ttandem.v1\x1a\x18tandem/proto/admin.proto\"B\n\x0c\x43laimRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07resumes\x18\x02 \x01(\x08\x12\r\n\x05stamp\x18\x03 \x01(\x03\"9\n\rClaimResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.tandem.v1.ClaimOutcome\" \n\x0eGiveWayRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\"#\n\x0fGiveWayResponse\x12\x10\n\x08gave_way\x18\x01 \x01(\x08*}\n\x0c\x43laimOutcome\x12\x1d\n\x19\x43LAIM_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LAIM_OUTCOME_FREE\x10\x01\x12\x18\n\x14\x43LAIM_OUTCOME_IN_USE\x10\x02\x12\x1c\n\x18\x43LAIM_OUTCOME_SUPERSEDED\x10\x03\x32\xc9\x01\n\x04Peer\x12:\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x18.tandem.v1.ClaimResponse\x12@\n\x07GiveWay\x12\x19.tandem.v1.GiveWayRequest\x1a\x1a.tandem.v1.GiveWayResponse\x12\x43\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x1b.tandem.v1.GetTraceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/proto/peer.proto\x12\ttandem.v1\x1a\x18tandem/proto/admin.proto\x1a\x1ctandem/proto/inference.proto\"f\n\x0c\x43laimRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07resumes\x18\x02 \x01(\x08\x12\r\n\x05stamp\x18\x03 \x01(\x03\x12\x12\n\nwhole_host\x18\x04 \x01(\x08\x12\x0e\n\x06origin\x18\x05 \x01(\x04\"9\n\rClaimResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.tandem.v1.ClaimOutcome\" \n\x0eGiveWayRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\"#\n\x0fGiveWayResponse\x12\x10\n\x08gave_way\x18\x01 \x01(\x08\"\x14\n\x12GetGatewaysRequest\"F\n\x13GetGatewaysResponse\x12/\n\x08gateways\x18\x01 \x03(\x0b\x32\x1d.tandem.v1.GatewayProcessInfo\"\x12\n\x10GetPlacedRequest\"2\n\x11GetPlacedResponse\x12\r\n\x05\x63\x65lls\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x12*}\n\x0c\x43laimOutcome\x12\x1d\n\x19\x43LAIM_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LAIM_OUTCOME_FREE\x10\x01\x12\x18\n\x14\x43LAIM_OUTCOME_IN_USE\x10\x02\x12\x1c\n\x18\x43LAIM_OUTCOME_SUPERSEDED\x10\x03\x32\xdf\x02\n\x04Peer\x12:\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x18.tandem.v1.ClaimResponse\x12@\n\x07GiveWay\x12\x19.tandem.v1.GiveWayRequest\x1a\x1a.tandem.v1.GiveWayResponse\x12\x43\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x1b.tandem.v1.GetTraceResponse\x12\x46\n\tGetPlaced\x12\x1b.tandem.v1.GetPlacedRequest\x1a\x1c.tandem.v1.GetPlacedResponse\x12L\n\x0bGetGateways\x12\x1d.tandem.v1.GetGatewaysRequest\x1a\x1e.tandem.v1.GetGatewaysResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.proto.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CLAIMOUTCOME']._serialized_start=262
-  _globals['_CLAIMOUTCOME']._serialized_end=387
-  _globals['_CLAIMREQUEST']._serialized_start=64
-  _globals['_CLAIMREQUEST']._serialized_end=130
-  _globals['_CLAIMRESPONSE']._serialized_start=132
-  _globals['_CLAIMRESPONSE']._serialized_end=189
-  _globals['_GIVEWAYREQUEST']._serialized_start=191
-  _globals['_GIVEWAYREQUEST']._serialized_end=223
-  _globals['_GIVEWAYRESPONSE']._serialized_start=225
-  _globals['_GIVEWAYRESPONSE']._serialized_end=260
-  _globals['_PEER']._serialized_start=390
-  _globals['_PEER']._serialized_end=591
+  _globals['_CLAIMOUTCOME']._serialized_start=494
+  _globals['_CLAIMOUTCOME']._serialized_end=619
+  _globals['_CLAIMREQUEST']._serialized_start=94
+  _globals['_CLAIMREQUEST']._serialized_end=196
+  _globals['_CLAIMRESPONSE']._serialized_start=198
+  _globals['_CLAIMRESPONSE']._serialized_end=255
+  _globals['_GIVEWAYREQUEST']._serialized_start=257
+  _globals['_GIVEWAYREQUEST']._serialized_end=289
+  _globals['_GIVEWAYRESPONSE']._serialized_start=291
+  _globals['_GIVEWAYRESPONSE']._serialized_end=326
+  _globals['_GETGATEWAYSREQUEST']._serialized_start=328
+  _globals['_GETGATEWAYSREQUEST']._serialized_end=348
+  _globals['_GETGATEWAYSRESPONSE']._serialized_start=350
+  _globals['_GETGATEWAYSRESPONSE']._serialized_end=420
+  _globals['_GETPLACEDREQUEST']._serialized_start=422
+  _globals['_GETPLACEDREQUEST']._serialized_end=440
+  _globals['_GETPLACEDRESPONSE']._serialized_start=442
+  _globals['_GETPLACEDRESPONSE']._serialized_end=492
+  _globals['_PEER']._serialized_start=622
+  _globals['_PEER']._serialized_end=973
 # @@protoc_insertion_point(module_scope)

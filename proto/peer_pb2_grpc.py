@@ -50,6 +50,16 @@ class PeerStub(object):
                 request_serializer=tandem_dot_proto_dot_admin__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_admin__pb2.GetTraceResponse.FromString,
                 _registered_method=True)
+        self.GetPlaced = channel.unary_unary(
+                '/tandem.v1.Peer/GetPlaced',
+                request_serializer=tandem_dot_proto_dot_peer__pb2.GetPlacedRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_peer__pb2.GetPlacedResponse.FromString,
+                _registered_method=True)
+        self.GetGateways = channel.unary_unary(
+                '/tandem.v1.Peer/GetGateways',
+                request_serializer=tandem_dot_proto_dot_peer__pb2.GetGatewaysRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_peer__pb2.GetGatewaysResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -78,6 +88,20 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPlaced(self, request, context):
+        """What the processes of this one's host have placed on workers. Another host asks again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetGateways(self, request, context):
+        """The gateway processes of this one's host.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +119,16 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.GetTrace,
                     request_deserializer=tandem_dot_proto_dot_admin__pb2.GetTraceRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_admin__pb2.GetTraceResponse.SerializeToString,
+            ),
+            'GetPlaced': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlaced,
+                    request_deserializer=tandem_dot_proto_dot_peer__pb2.GetPlacedRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_peer__pb2.GetPlacedResponse.SerializeToString,
+            ),
+            'GetGateways': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGateways,
+                    request_deserializer=tandem_dot_proto_dot_peer__pb2.GetGatewaysRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_peer__pb2.GetGatewaysResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +212,60 @@ class Peer(object):
             '/tandem.v1.Peer/GetTrace',
             tandem_dot_proto_dot_admin__pb2.GetTraceRequest.SerializeToString,
             tandem_dot_proto_dot_admin__pb2.GetTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlaced(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Peer/GetPlaced',
+            tandem_dot_proto_dot_peer__pb2.GetPlacedRequest.SerializeToString,
+            tandem_dot_proto_dot_peer__pb2.GetPlacedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGateways(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Peer/GetGateways',
+            tandem_dot_proto_dot_peer__pb2.GetGatewaysRequest.SerializeToString,
+            tandem_dot_proto_dot_peer__pb2.GetGatewaysResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,7 +52,8 @@ Family = Literal[
     "qwen3_moe",
 ]
 Address = Annotated[
-    str | None, typer.Option(help="Gateway's HOST:PORT; else the running cluster's or 127.0.0.1:50051.")
+    str | None,
+    typer.Option(help="HOST:PORT of a gateway, or of several with commas; else the running cluster's."),
 ]
 
 

@@ -28,7 +28,8 @@ OLD_SECONDS = 60.0  # from the end of the old cluster to that of its claim of th
 def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool = False) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT`, and returns after SIGINT or SIGTERM. It leaves nothing behind.
 
-    ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. stderr gets a line as each
+    ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. Where several hosts have
+    gateways, a comma stands between their addresses. stderr gets a line as each
     phase of the start begins, then the seconds of all, the address of the Ray, and later each loss and recovery.
     replace: a running cluster of that name ends once this one serves in its place, or serves on where this one fails.
     Raises ClusterRunning, ClusterNotRunning, ConfigError, StartFailed, WorkerLost.
@@ -71,14 +72,16 @@ def _serve(
         cluster = Cluster(config, processes, clock, predecessor)
     offer: Offer | None = None
     try:
-        address = cluster.start(report.show, lambda: prepare_start(config, report.line))
+        cluster.start(report.show, lambda: prepare_start(config, report.line))
         report.stop()
         if predecessor is not None:
             lock.rename(config.name, OLD_SECONDS)
-        lock.publish(address, clock.seconds)
-        others = {"http": cluster.http_address, "metrics": cluster.metrics_address}
-        opened = "".join(f" {name}={there}" for name, there in others.items() if there is not None)
-        print(f"ready grpc={address}{opened}", flush=True)
+        grpc, *others = zip(*((one.grpc, one.http, one.metrics) for one in cluster.addresses), strict=True)
+        lock.publish(",".join(grpc), clock.seconds)
+        opened = "".join(
+            f" {name}={','.join(there)}" for name, there in zip(("http", "metrics"), others, strict=True) if all(there)
+        )
+        print(f"ready grpc={','.join(grpc)}{opened}", flush=True)
         print(*phase_lines(clock.seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
         offer = Offer(config.name, cluster)
         cluster.wait()

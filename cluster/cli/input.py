@@ -21,7 +21,7 @@ def open_client(
 ) -> Client:
     """A client of the gateway at HOST:PORT, or of this machine's cluster. Raises UsageError, ConfigError.
 
-    Its token is that of token_file, else TANDEM_API_KEY's.
+    address: several may have commas between them, see Client. Its token is that of token_file, else TANDEM_API_KEY's.
     """
     paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
     key = os.environ.get(API_KEY) or None
@@ -49,10 +49,10 @@ def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, c
     return [{"role": "user", "content": content}] if chat else content
 
 
-def _reachable(address: str) -> str:
+def _reachable(addresses: str) -> str:
     """A certificate names no wildcard, and a token is not sent to one."""
-    host, _, port = address.rpartition(":")
-    return f"{'localhost' if host in WILDCARDS else host}:{port}"
+    pairs = [address.rpartition(":")[::2] for address in addresses.split(",")]
+    return ",".join(f"{'localhost' if host in WILDCARDS else host}:{port}" for host, port in pairs)
 
 
 def _read_token_ids(text: str) -> list[int]:

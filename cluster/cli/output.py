@@ -141,11 +141,11 @@ def print_scaled(done: admin_pb2.ScaleResponse, as_json: bool) -> None:
 
 def _gateways(gateways: Iterable[inference_pb2.GatewayProcessInfo]) -> Table:
     table = Table(title="gateway processes", title_justify="left")
-    for column in ("process", "pid", "active", "queued", "calls", "restarts"):
-        table.add_column(column, justify="right")
+    for column in ("host", "process", "pid", "active", "queued", "calls", "restarts"):
+        table.add_column(column, justify="left" if column == "host" else "right")
     for one in gateways:
         pid = one.pid or "is started again"
-        table.add_row(*map(str, (one.process, pid, one.active, one.queued, one.calls, one.restarts)))
+        table.add_row(*map(str, (one.host, one.process, pid, one.active, one.queued, one.calls, one.restarts)))
     return table
 
 

@@ -1,12 +1,14 @@
 """Clients of a gateway, one that blocks and one for asyncio. Every call has a deadline; errors are CallErrors.
 
-A stream that breaks because the gateway is started again goes on where it was, for resume_seconds at the longest.
+A stream that breaks because the gateway is started again goes on where it was, for resume_seconds at the longest. With
+several gateways it goes on at another one.
 """
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack
 
@@ -17,10 +19,13 @@ from google.protobuf.message import Message
 from tandem.cluster.client.client_messages import (
     CHANNEL_OPTIONS,
     LONGEST_CALL,
+    SEVERAL_OPTIONS,
     GenerateUpdate,
     call_error,
     client_metadata,
+    is_gone,
     scale_request,
+    split_addresses,
     update,
 )
 from tandem.cluster.client.resumption import Resumption
@@ -41,34 +46,66 @@ MetricsT = TypeVar("MetricsT")
 TraceT = TypeVar("TraceT")
 
 
+@dataclass(frozen=True)
+class _Gateway:
+    """A connection to one. It is opened with the first call."""
+
+    address: str
+    channel: Any
+    inference: Any
+    admin: Any
+
+
 class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, TraceT]):
-    """A channel to a gateway, and the calls of both clients. Each client gives the types that its calls return."""
+    """Channels to gateways, and the calls of both clients. Each client gives the types that its calls return."""
 
     _grpc: ClassVar[ModuleType]  # grpc or grpc.aio, whose channels have the same makers
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         security: ClientSecurity = NO_SECURITY,
         resume_seconds: float = RESUME_SECONDS,
         client_id: str | None = None,
     ) -> None:
-        """address: HOST:PORT. client_id: the user whose requests take turns together; None makes a new one.
+        """address: HOST:PORT, or several of one cluster, as a list or with commas between: the first is used until it
+        is gone, then the next, and after the last the first again. client_id: the user whose requests take turns
+        together; None makes a new one.
 
-        ConfigError unless client_id is printable ASCII, of 1 to 128 characters, and for what ClientSecurity refuses.
+        ConfigError unless client_id is printable ASCII, of 1 to 128 characters, for an empty address, and for what
+        ClientSecurity refuses.
         """
-        self.address = address
+        addresses = split_addresses(address)
         self._metadata = client_metadata(client_id)
         self._resume_seconds = resume_seconds
         self._answered = False
+        options = (*CHANNEL_OPTIONS, *(SEVERAL_OPTIONS if len(addresses) > 1 else ()))
+        self._gateways = [self._open(one, security, options) for one in addresses]
+        self._used = 0
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the gateway in use."""
+        return self._gateway.address
+
+    @property
+    def _gateway(self) -> _Gateway:
+        return self._gateways[self._used]
+
+    def _open(self, address: str, security: ClientSecurity, options: Sequence[tuple[str, int]]) -> _Gateway:
         credentials = security.credentials(address)
-        self._channel = (
-            self._grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        channel = (
+            self._grpc.insecure_channel(address, options=options)
             if credentials is None
-            else self._grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            else self._grpc.secure_channel(address, credentials, options=options)
         )
-        self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
-        self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
+        inference = security.authorize(inference_pb2_grpc.InferenceStub(channel))
+        return _Gateway(address, channel, inference, security.authorize(admin_pb2_grpc.AdminStub(channel)))
+
+    def _leave(self, gone: _Gateway) -> None:
+        """The next one is used from now on, unless another call has seen to it."""
+        if self._gateway is gone:
+            self._used = (self._used + 1) % len(self._gateways)
 
     def generate(
         self,
@@ -86,18 +123,18 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
 
     def model_info(self, timeout: float = INFO_SECONDS) -> ModelT:
-        return self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
+        return self._ask(lambda one: one.inference.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
 
     def cluster_info(self, timeout: float = INFO_SECONDS) -> ClusterT:
-        return self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
+        return self._ask(lambda one: one.inference.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
 
     def metrics(self, timeout: float = INFO_SECONDS) -> MetricsT:
         """What /metrics says, in Prometheus' text format."""
-        return self._ask(self._admin.GetMetrics, admin_pb2.GetMetricsRequest(), timeout)
+        return self._ask(lambda one: one.admin.GetMetrics, admin_pb2.GetMetricsRequest(), timeout)
 
     def trace(self, request_id: str, timeout: float = INFO_SECONDS) -> TraceT:
         """The spans of a request that has ended; without any where no gateway process keeps them."""
-        return self._ask(self._admin.GetTrace, admin_pb2.GetTraceRequest(request_id=request_id), timeout)
+        return self._ask(lambda one: one.admin.GetTrace, admin_pb2.GetTraceRequest(request_id=request_id), timeout)
 
     def scale(
         self,
@@ -113,22 +150,26 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         island may be empty where there is one. num_islands: alone, of the whole cluster; returns when the new ones
         serve, or when those that go have ended. Raises ScaleRefused when all serve on as they were.
         """
-        return self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode, num_islands), timeout)
+        return self._ask(
+            lambda one: one.admin.Scale, scale_request(island, num_prefill, num_decode, num_islands), timeout
+        )
 
     @abstractmethod
-    def _ask(self, call: Any, request: Message, timeout: float) -> Any:
-        """The answer of a call with one answer."""
+    def _ask(self, call: Callable[[_Gateway], Any], request: Message, timeout: float) -> Any:
+        """The answer of a call with one answer, of the first gateway that is there."""
 
     @abstractmethod
     def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> UpdatesT: ...
 
-    def _pause(self, error: grpc.RpcError, resumption: Resumption, timeout: float) -> float | None:
+    def _pause(self, error: grpc.RpcError, resumption: Resumption, gateway: _Gateway, timeout: float) -> float | None:
         """Seconds until a request whose stream broke is sent again; None when all of it has come. Raises CallError."""
         if resumption.finished:
             return None
         pause = resumption.pause(error, self._answered)
         if pause is None:
-            raise call_error(self.address, error, resumption.request, timeout) from None
+            raise call_error(gateway.address, error, resumption.request, timeout) from None
+        if is_gone(error):
+            self._leave(gateway)
         return pause
 
 
@@ -142,22 +183,30 @@ class Client(
         admin_pb2.GetTraceResponse,
     ]
 ):
-    """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
+    """A gateway at HOST:PORT, or several, for use from any thread: `with Client(address) as client: …`."""
 
     _grpc = grpc
 
-    def _ask(self, call: Any, request: Message, timeout: float) -> Any:
-        try:
-            answer = call(request, timeout=min(timeout, LONGEST_CALL))
-        except grpc.RpcError as error:
-            raise call_error(self.address, error, request, timeout) from None
-        self._answered = True
-        return answer
+    def _ask(self, call: Callable[[_Gateway], Any], request: Message, timeout: float) -> Any:
+        for others in reversed(range(len(self._gateways))):
+            gateway = self._gateway
+            try:
+                answer = call(gateway)(request, timeout=min(timeout, LONGEST_CALL))
+            except grpc.RpcError as error:
+                if is_gone(error):
+                    self._leave(gateway)
+                    if others:
+                        continue
+                raise call_error(gateway.address, error, request, timeout) from None
+            self._answered = True
+            return answer
+        raise AssertionError("there is at least one gateway")
 
     def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> Generator[GenerateUpdate, None, None]:
         resumption = Resumption(request, timeout, self._resume_seconds)
         while True:
-            call = self._stub.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
+            gateway = self._gateway
+            call = gateway.inference.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
             try:
                 for message in call:
                     self._answered = True
@@ -165,7 +214,7 @@ class Client(
                     yield update(message)
                 return
             except grpc.RpcError as error:
-                pause = self._pause(error, resumption, timeout)
+                pause = self._pause(error, resumption, gateway, timeout)
             finally:
                 call.cancel()
             if pause is None:
@@ -173,7 +222,8 @@ class Client(
             time.sleep(pause)
 
     def close(self) -> None:
-        self._channel.close()
+        for gateway in self._gateways:
+            gateway.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -196,20 +246,28 @@ class AsyncClient(
 
     _grpc = grpc.aio
 
-    async def _ask(self, call: Any, request: Message, timeout: float) -> Any:
-        try:
-            answer = await call(request, timeout=min(timeout, LONGEST_CALL))
-        except grpc.RpcError as error:
-            raise call_error(self.address, error, request, timeout) from None
-        self._answered = True
-        return answer
+    async def _ask(self, call: Callable[[_Gateway], Any], request: Message, timeout: float) -> Any:
+        for others in reversed(range(len(self._gateways))):
+            gateway = self._gateway
+            try:
+                answer = await call(gateway)(request, timeout=min(timeout, LONGEST_CALL))
+            except grpc.RpcError as error:
+                if is_gone(error):
+                    self._leave(gateway)
+                    if others:
+                        continue
+                raise call_error(gateway.address, error, request, timeout) from None
+            self._answered = True
+            return answer
+        raise AssertionError("there is at least one gateway")
 
     async def _updates(
         self, request: inference_pb2.GenerateRequest, timeout: float
     ) -> AsyncGenerator[GenerateUpdate, None]:
         resumption = Resumption(request, timeout, self._resume_seconds)
         while True:
-            call = self._stub.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
+            gateway = self._gateway
+            call = gateway.inference.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
             try:
                 async for message in call:
                     self._answered = True
@@ -217,7 +275,7 @@ class AsyncClient(
                     yield update(message)
                 return
             except grpc.RpcError as error:
-                pause = self._pause(error, resumption, timeout)
+                pause = self._pause(error, resumption, gateway, timeout)
             finally:
                 call.cancel()
             if pause is None:
@@ -225,7 +283,8 @@ class AsyncClient(
             await asyncio.sleep(pause)
 
     async def close(self) -> None:
-        await self._channel.close()
+        for gateway in self._gateways:
+            await gateway.channel.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 import struct
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from google.protobuf.message import Message
 
 from tandem.cluster.errors import (
     CallError,
+    Cancelled,
     ConfigError,
     DeadlineExceeded,
     InvalidRequest,
@@ -32,6 +34,16 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),  # a gateway that is started again is back within a second
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+
+# With several gateways: one whose host fell silent counts as gone, though no connection to it was closed.
+SEVERAL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),
+    ("grpc.http2.max_pings_without_data", 0),  # as many as it takes: a client sends nothing while it reads a stream
+    ("grpc.min_reconnect_backoff_ms", 5000),  # the longest that a connection may take to open
+)
+UNTAKEN = "CANCELLED"  # the whole text of a call that a server which was told to stop had not yet looked at
 
 
 @dataclass(frozen=True)

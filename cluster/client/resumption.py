@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import grpc
 
-from tandem.cluster.client.client_messages import LONGEST_CALL, retry_advice
+from tandem.cluster.client.client_messages import LONGEST_CALL, UNTAKEN, retry_advice
 from tandem.cluster.errors import Cancelled, Overloaded, Unavailable
 from tandem.cluster.statuses import error_of
 from tandem.proto import inference_pb2
@@ -19,7 +19,6 @@ LONGEST_PAUSE = 10.0  # unless the gateway advises a longer one
 FIRST_SECONDS = 1.0  # for a gateway that was never there: it may be starting again
 # The beginnings of gRPC's text for an established connection that broke.
 BROKEN = ("Stream removed", "Socket closed", "Connection reset", "recvmsg:", "GOAWAY")
-UNTAKEN = "CANCELLED"  # the whole text of a call that a server which was told to stop had not yet looked at
 
 
 class Resumption:

@@ -1,6 +1,8 @@
 """What the cluster says of itself: GetClusterInfo, and half of a scrape."""
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -8,6 +10,8 @@ from tandem.cluster.config import ClusterConfig
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.routing.islands import Islands
 from tandem.proto import inference_pb2
+
+Gateways = Sequence[inference_pb2.GatewayProcessInfo]
 
 
 @dataclass
@@ -18,30 +22,54 @@ class ClusterAccount:
     islands: Islands
     table: GatewayTable
     started: float  # the gateway, in this host's monotonic seconds
+    host: str  # the address of this host
+    elsewhere: Callable[[], Awaitable[Gateways]]  # asks the gateway processes of other hosts
+    grpc_address: str = ""
     http_address: str = ""  # empty where there is no HTTP server
     scaling: inference_pb2.ScalingInfo | None = None  # what the scaling policy is about; None without one
 
     async def info(self) -> inference_pb2.ClusterInfo:
-        """Asks all workers."""
-        islands = await self.islands.info(self.config.island.transport)
-        gateways = [self._process_info(process) for process in range(self.table.processes)]
-        return inference_pb2.ClusterInfo(
+        """Asks all workers, and other hosts' gateways."""
+        info, elsewhere = await asyncio.gather(self.info_here(), self.elsewhere())
+        _add(info, elsewhere)
+        return info
+
+    async def info_here(self) -> inference_pb2.ClusterInfo:
+        """As info(), with the gateway processes of this host only."""
+        info = inference_pb2.ClusterInfo(
             name=self.config.name,
             version=version("tandem"),
-            queued=sum(gateway.queued for gateway in gateways),
-            active=sum(gateway.active for gateway in gateways),
             uptime_seconds=time.monotonic() - self.started,
-            islands=islands,
-            gateway_restarts=sum(gateway.restarts for gateway in gateways),
+            islands=await self.islands.info(self.config.island.transport),
             http_address=self.http_address,
-            gateways=gateways,
             scaling=self.scaling,
         )
+        _add(info, self.gateways_here())
+        return info
+
+    def gateways_here(self) -> list[inference_pb2.GatewayProcessInfo]:
+        """The processes of this host."""
+        return [self._process_info(process) for process in range(self.table.processes)]
 
     def _process_info(self, process: int) -> inference_pb2.GatewayProcessInfo:
         """pid is 0 while it is started again."""
         columns = (Column.PID, Column.QUEUED, Column.ACTIVE, Column.CALLS, Column.RESTARTS)
         pid, queued, active, calls, restarts = (self.table.of(process, column) for column in columns)
         return inference_pb2.GatewayProcessInfo(
-            process=process, pid=pid, queued=queued, active=active, calls=calls, restarts=restarts
+            process=process,
+            pid=pid,
+            queued=queued,
+            active=active,
+            calls=calls,
+            restarts=restarts,
+            host=self.host,
+            address=self.grpc_address,
         )
+
+
+def _add(info: inference_pb2.ClusterInfo, gateways: Gateways) -> None:
+    """To the list and to its sums."""
+    info.gateways.extend(gateways)
+    info.queued += sum(gateway.queued for gateway in gateways)
+    info.active += sum(gateway.active for gateway in gateways)
+    info.gateway_restarts += sum(gateway.restarts for gateway in gateways)

@@ -1,12 +1,15 @@
-"""Takes a request's id over from the gateway's other processes, before a call of that id begins in this one."""
+"""Takes a request's id over from the other gateway processes, before a call of that id begins in this one."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc.aio
 
 from tandem.cluster.errors import InvalidRequest, Superseded
+from tandem.cluster.peers.claim_clock import ClaimClock
+from tandem.cluster.peers.hosts import GatewayHost
 from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.proto import peer_pb2
@@ -14,27 +17,38 @@ from tandem.proto import peer_pb2
 ANSWER_SECONDS = 1.0  # how long a call waits for a process that may run its id
 CLAIM_SECONDS = 60.0  # how long that process is asked: one that was stopped still ends its call when it goes on
 AGAIN_SECONDS = 0.05  # after a claim that did not arrive
+HOST_SECONDS = 5.0  # how long one process is asked for its whole host, before the next one is
+
+
+Holder = int | GatewayHost
+"""A process of this host, by its number, or another host."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One call of a request id. stamp: when it began, in monotonic nanoseconds; of two calls, that decides."""
+    """One call of a request id. stamp: ClaimClock.next(), which decides between two. origin: of its process."""
 
     request_id: str
     resumes: bool
     stamp: int
+    origin: int = 0
+
+    def is_after(self, other: "Claim") -> bool:
+        return (self.stamp, self.origin) > (other.stamp, other.origin)
 
 
 class Claims:
     """Asks the other processes. Owned by the gateway's event loop.
 
-    Only processes in whose row the id's cell counts something are asked: for most requests none is.
+    Of this host only processes in whose row the id's cell counts something are asked: for most requests none is. Other
+    hosts have tables of their own. A call that resumes asks one process of each, for its whole host.
     """
 
     def __init__(self, table: GatewayTable, links: PeerLinks) -> None:
         self._table = table
         self._links = links
-        self._asking: set[asyncio.Task[int]] = set()
+        self.clock = ClaimClock(table)
+        self._asking: set[asyncio.Task[peer_pb2.ClaimOutcome]] = set()
 
     def holders(self, request_id: str) -> list[int]:
         """The processes that may run a request of that id. Its own cell counts it before this looks: of two processes
@@ -42,30 +56,60 @@ class Claims:
         column = self._table.id_column(request_id)
         return [other for other in self._table.others() if self._table.of(other, column)]
 
-    async def take(self, claim: Claim, holders: list[int]) -> None:
+    def asked(self, claim: Claim) -> Sequence[Holder]:
+        """Whom a call asks before it begins: holders(), and the other hosts where it resumes a request."""
+        hosts = self._links.hosts if claim.resumes else ()
+        return [*self.holders(claim.request_id), *hosts]
+
+    async def take(self, claim: Claim, holders: Sequence[Holder]) -> None:
         """Returns when none of `holders` runs the id any more. A process that does not answer is not waited for long:
         what it sends goes to a client that has left it.
 
         InvalidRequest: it is in use. Superseded: a later call has resumed it.
         """
-        questions = [asyncio.create_task(self._ask(claim, holder)) for holder in holders]
+        outcome = await self.outcome(claim, holders)
+        if outcome == peer_pb2.CLAIM_OUTCOME_IN_USE:
+            raise in_use(claim.request_id)
+        if outcome == peer_pb2.CLAIM_OUTCOME_SUPERSEDED:
+            raise superseded(claim.request_id)
+
+    async def outcome(self, claim: Claim, holders: Sequence[Holder]) -> peer_pb2.ClaimOutcome:
+        """As take(), as a value: the first of the reasons why the id is not free."""
+        questions = [
+            asyncio.create_task(
+                self._ask_host(claim, holder.number) if isinstance(holder, GatewayHost) else self._ask(claim, holder)
+            )
+            for holder in holders
+        ]
         for question in questions:
             self._asking.add(question)
             question.add_done_callback(self._asking.discard)
         done, _ = await asyncio.wait(questions, timeout=ANSWER_SECONDS)
         outcomes = {question.result() for question in done}
-        if peer_pb2.CLAIM_OUTCOME_IN_USE in outcomes:
-            raise in_use(claim.request_id)
-        if peer_pb2.CLAIM_OUTCOME_SUPERSEDED in outcomes:
-            raise superseded(claim.request_id)
+        reasons = (peer_pb2.CLAIM_OUTCOME_IN_USE, peer_pb2.CLAIM_OUTCOME_SUPERSEDED)
+        return next((reason for reason in reasons if reason in outcomes), peer_pb2.CLAIM_OUTCOME_FREE)
 
     def close(self) -> None:
         for question in self._asking:
             question.cancel()
 
-    async def _ask(self, claim: Claim, holder: int) -> int:
+    async def _ask_host(self, claim: Claim, number: int) -> peer_pb2.ClaimOutcome:
+        """The outcome on another host. As _ask(), of one process after another."""
+        request = _request(claim, whole_host=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLAIM_SECONDS):
+                pause = AGAIN_SECONDS
+                while peers := self._links.peers_of(number):
+                    for peer in peers:
+                        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+                            return (await self._links.stub(peer).Claim(request, timeout=HOST_SECONDS)).outcome
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, HOST_SECONDS)  # a lost host's streams are all resumed at once
+        return peer_pb2.CLAIM_OUTCOME_FREE
+
+    async def _ask(self, claim: Claim, holder: int) -> peer_pb2.ClaimOutcome:
         """The outcome. Asks until there is one, the process has ended, or the time is over."""
-        request = peer_pb2.ClaimRequest(request_id=claim.request_id, resumes=claim.resumes, stamp=claim.stamp)
+        request = _request(claim)
         column, port = self._table.id_column(claim.request_id), self._table.of(holder, Column.PORT)
         with suppress(TimeoutError):
             async with asyncio.timeout(CLAIM_SECONDS):
@@ -75,6 +119,16 @@ class Claims:
                     except (grpc.aio.AioRpcError, grpc.aio.UsageError):
                         await asyncio.sleep(AGAIN_SECONDS)
         return peer_pb2.CLAIM_OUTCOME_FREE
+
+
+def _request(claim: Claim, *, whole_host: bool = False) -> peer_pb2.ClaimRequest:
+    return peer_pb2.ClaimRequest(
+        request_id=claim.request_id,
+        resumes=claim.resumes,
+        stamp=claim.stamp,
+        whole_host=whole_host,
+        origin=claim.origin,
+    )
 
 
 def in_use(request_id: str) -> InvalidRequest:

@@ -1,40 +1,78 @@
 """A gateway process's connections to the others, and what it asks of them besides ids."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import grpc
 import grpc.aio
+import numpy as np
 
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.peers.hosts import PEER_NAME, GatewayHost, GatewayHosts
 from tandem.cluster.peers.table import Column, GatewayTable
-from tandem.proto import admin_pb2, peer_pb2, peer_pb2_grpc
+from tandem.proto import admin_pb2, inference_pb2, peer_pb2, peer_pb2_grpc
 from tandem.workers.authentication import authorized
+from tandem.workers.tls import Identity
 
 TRACE_SECONDS = 2.0  # for each process that is asked
 GIVE_WAY_SECONDS = 1.0  # for each process that is asked
+GATEWAYS_SECONDS = 2.0  # for each host
+PLACED_SECONDS = 1.0  # for each host
+OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000)]
 
 
 class PeerLinks:
-    """Channels by port, opened when first needed. Owned by the gateway's event loop."""
+    """Channels, opened when first needed: to processes of this host by port, to those of other hosts by HOST:PORT.
 
-    def __init__(self, table: GatewayTable, token: str) -> None:
-        """token: of all peers."""
+    Owned by the gateway's event loop.
+    """
+
+    def __init__(self, table: GatewayTable, token: str, identity: Identity | None = None, number: int = 0) -> None:
+        """token: of all peers. identity: what other hosts are shown; None where there are none. number: of this host's
+        gateway, see GatewayHost."""
         self._table = table
         self._token = token
-        self._channels: dict[int, tuple[grpc.aio.Channel, peer_pb2_grpc.PeerStub]] = {}
+        self._identity = identity
+        self._number = number
+        self._hosts = GatewayHosts()
+        self._channels: dict[int | str, tuple[grpc.aio.Channel, peer_pb2_grpc.PeerStub]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def stub(self, port: int) -> Any:
-        """Of the process that listens there."""
-        if port not in self._channels:
-            there = {self._table.of(other, Column.PORT) for other in self._table.others()}
+    @property
+    def hosts(self) -> tuple[GatewayHost, ...]:
+        """The other hosts that have gateways."""
+        return self._hosts.without(self._number)
+
+    def peers_of(self, number: int) -> tuple[str, ...]:
+        """HOST:PORT of another host's processes; empty where it has none any more."""
+        return self._hosts.peers_of(number)
+
+    def update_hosts(self, hosts: GatewayHosts) -> None:
+        """Takes the hosts as the launcher knows them. What is older than the last is ignored."""
+        if hosts.version > self._hosts.version:
+            self._hosts = hosts
+
+    def stub(self, peer: int | str) -> Any:
+        """Of the process that listens on that port of this host, or at that address of another one."""
+        if peer not in self._channels:
+            there: set[int | str] = {self._table.of(other, Column.PORT) for other in self._table.others()}
+            there.update(*(host.peers for host in self.hosts))
             for gone in self._channels.keys() - there:
                 channel, _ = self._channels.pop(gone)
                 closing = asyncio.create_task(channel.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
-            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)])
-            self._channels[port] = channel, authorized(peer_pb2_grpc.PeerStub(channel), self._token)
-        return self._channels[port][1]
+            channel = self._open(peer)
+            self._channels[peer] = channel, authorized(peer_pb2_grpc.PeerStub(channel), self._token)
+        return self._channels[peer][1]
+
+    def _open(self, peer: int | str) -> grpc.aio.Channel:
+        if isinstance(peer, int):
+            return grpc.aio.insecure_channel(f"127.0.0.1:{peer}", options=OPTIONS)
+        assert self._identity is not None, "who knows other hosts has something to show them"
+        named = [*OPTIONS, ("grpc.ssl_target_name_override", PEER_NAME)]
+        return grpc.aio.secure_channel(peer, self._identity.channel_credentials(), options=named)
 
     async def give_way(self, client_column: int) -> bool:
         """Whether another process has ended a waiting request of that client. Those that have most are asked first."""
@@ -51,15 +89,54 @@ class PeerLinks:
 
     async def find_trace(self, request: admin_pb2.GetTraceRequest) -> admin_pb2.GetTraceResponse:
         """Of the first other process that has it; empty where none has."""
-        for other in self._table.others():
+        for peer in self._all():
             try:
-                stub = self.stub(self._table.of(other, Column.PORT))
-                answer = await stub.GetTrace(request, timeout=TRACE_SECONDS)
+                answer = await self.stub(peer).GetTrace(request, timeout=TRACE_SECONDS)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError):
                 continue
             if answer.HasField("trace"):
                 return answer
         return admin_pb2.GetTraceResponse()
+
+    async def gateways(self) -> list[inference_pb2.GatewayProcessInfo]:
+        """Of all other hosts, which are asked at once. One that does not answer has a single one, without a pid."""
+        found = await asyncio.gather(*map(self._gateways_of, self.hosts))
+        return [gateway for gateways in found for gateway in gateways]
+
+    async def _gateways_of(self, host: GatewayHost) -> list[inference_pb2.GatewayProcessInfo]:
+        request = peer_pb2.GetGatewaysRequest()
+        answer = await self._first(host, lambda stub: stub.GetGateways(request, timeout=GATEWAYS_SECONDS))
+        return [inference_pb2.GatewayProcessInfo(host=host.address)] if answer is None else [*answer.gateways]
+
+    async def placed(self) -> list[tuple[Int64Array, Int64Array]]:
+        """What each other host has placed, if it answers: cells of GatewayTable.placed, and the tokens in each."""
+        request = peer_pb2.GetPlacedRequest()
+        asked = (self._first(host, lambda stub: stub.GetPlaced(request, timeout=PLACED_SECONDS)) for host in self.hosts)
+        found = [one for one in await asyncio.gather(*asked) if one is not None]
+        return [(np.array(one.cells, np.int64), np.array(one.tokens, np.int64)) for one in found]
+
+    async def _first(self, host: GatewayHost, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The answer of the host's first process that is there; None where none is, or where one is silent: most likely
+        its host is."""
+        for peer in host.peers:
+            try:
+                return await ask(self.stub(peer))
+            except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    return None
+            except grpc.aio.UsageError:
+                continue  # its channel is being closed
+        return None
+
+    def turn(self, process: int, processes: int) -> tuple[int, int]:
+        """The place of a process of this host among those of all hosts that have as many, and how many these are."""
+        numbers = sorted({self._number, *(host.number for host in self.hosts)})
+        return numbers.index(self._number) * processes + process, len(numbers) * processes
+
+    def _all(self) -> list[int | str]:
+        """All other processes, this host's first."""
+        near = [self._table.of(other, Column.PORT) for other in self._table.others()]
+        return [*near, *(peer for host in self.hosts for peer in host.peers)]
 
     async def close(self) -> None:
         await asyncio.gather(*self._closing, *(channel.close() for channel, _ in self._channels.values()))

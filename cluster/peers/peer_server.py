@@ -1,14 +1,19 @@
-"""The loopback port on which a gateway process hears from the others."""
+"""Where a gateway process hears from the others: on loopback, and at its host's address from those of other hosts."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import grpc.aio
+import numpy as np
 
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import StartFailed
 from tandem.cluster.peers.claims import Claim
-from tandem.proto import admin_pb2, peer_pb2, peer_pb2_grpc
+from tandem.proto import admin_pb2, inference_pb2, peer_pb2, peer_pb2_grpc
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.connections import lenient_options
 from tandem.workers.service.well_formed import WellFormedRequired
+from tandem.workers.tls import Identity, bracketed
 
 HOST = "127.0.0.1"
 MESSAGE_BYTES = 1 << 16
@@ -19,20 +24,42 @@ GiveWay = Callable[[int], bool]
 Find = Callable[[str], admin_pb2.Trace | None]
 
 
+@dataclass(frozen=True)
+class Abroad:
+    """For processes of other hosts, which have to show a certificate of the authority of `identity`."""
+
+    host: str  # the address of this one
+    identity: Identity
+    give_host: Give  # as PeerServer's give, of all processes of this host
+    gateways: Callable[[], list[inference_pb2.GatewayProcessInfo]]  # these processes
+    placed: Callable[[], Int64Array]  # GatewayTable.placed
+
+
 class PeerServer(peer_pb2_grpc.PeerServicer):
     """Answers claims with what `give` says of them. Runs on the gateway's event loop."""
 
-    def __init__(self, token: str, give: Give, give_way: GiveWay, find: Find) -> None:
-        """give_way: as AdmissionQueue.give_way. find: the trace of a request that has ended here."""
+    def __init__(self, token: str, give: Give, give_way: GiveWay, find: Find, abroad: Abroad | None = None) -> None:
+        """give_way: as AdmissionQueue.give_way. find: the trace of a request that has ended here. abroad: None where no
+        other host has a gateway."""
         self._give = give
         self._give_way = give_way
         self._find = find
+        self._abroad = abroad
+        self.address = ""
+        """HOST:PORT for other hosts, after start(); empty where there are none."""
         self._server = grpc.aio.server(options=OPTIONS, interceptors=[TokenRequired(token), WellFormedRequired()])
         peer_pb2_grpc.add_PeerServicer_to_server(self, self._server)
 
     async def start(self) -> int:
-        """Its port, a free one."""
+        """Its port on loopback, a free one. StartFailed where the host's address cannot be listened on."""
         port = self._server.add_insecure_port(f"{HOST}:0")
+        if self._abroad is not None:
+            host, credentials = self._abroad.host, self._abroad.identity.server_credentials()
+            try:
+                far = self._server.add_secure_port(f"{bracketed(host)}:0", credentials)
+            except RuntimeError as error:
+                raise StartFailed(f"{host} cannot be listened on for gateways of other hosts: {error}") from error
+            self.address = f"{bracketed(host)}:{far}"
         await self._server.start()
         return port
 
@@ -40,7 +67,8 @@ class PeerServer(peer_pb2_grpc.PeerServicer):
         await self._server.stop(0)
 
     async def Claim(self, request: peer_pb2.ClaimRequest, context: grpc.aio.ServicerContext) -> peer_pb2.ClaimResponse:
-        outcome = await self._give(Claim(request.request_id, request.resumes, request.stamp))
+        give = self._abroad.give_host if self._abroad and request.whole_host else self._give
+        outcome = await give(Claim(request.request_id, request.resumes, request.stamp, request.origin))
         return peer_pb2.ClaimResponse(outcome=outcome)
 
     async def GiveWay(
@@ -52,3 +80,17 @@ class PeerServer(peer_pb2_grpc.PeerServicer):
         self, request: admin_pb2.GetTraceRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetTraceResponse:
         return admin_pb2.GetTraceResponse(trace=self._find(request.request_id))
+
+    async def GetGateways(
+        self, request: peer_pb2.GetGatewaysRequest, context: grpc.aio.ServicerContext
+    ) -> peer_pb2.GetGatewaysResponse:
+        return peer_pb2.GetGatewaysResponse(gateways=self._abroad.gateways() if self._abroad else ())
+
+    async def GetPlaced(
+        self, request: peer_pb2.GetPlacedRequest, context: grpc.aio.ServicerContext
+    ) -> peer_pb2.GetPlacedResponse:
+        if self._abroad is None:
+            return peer_pb2.GetPlacedResponse()
+        placed = self._abroad.placed()
+        cells = np.flatnonzero(placed)
+        return peer_pb2.GetPlacedResponse(cells=cells, tokens=placed[cells])

@@ -1,4 +1,4 @@
-"""How much a worker has to do: what this gateway process, and all of them, have placed on it."""
+"""How much a worker has to do: what this gateway process, and all of them on all hosts, have placed on it."""
 
 from tandem.cluster.peers.table import GatewayTable
 
@@ -10,7 +10,7 @@ class SharedCount:
         self.own = 0
         self._table = table
         self._column = column
-        self._cells, self._others = table.elsewhere(column)
+        self._cells, self._others = table.placed_elsewhere(column)
 
     def add(self, amount: int) -> None:
         self.own += amount

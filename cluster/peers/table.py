@@ -1,7 +1,8 @@
-"""What the gateway's processes tell each other without a message: a table in shared memory, a row for each process.
+"""What a host's gateway processes tell each other without a message: a table in shared memory, a row for each.
 
     row 0   port  pid  calls  queued …   tokens placed on each worker   waiting by client  running ids   lasting counts
     row 1   …
+    far                                  tokens placed on each worker by gateways of other hosts, see FarPlacements
 
 Each process writes its own row and reads all of them, so no lock is needed. A cell is an aligned int64, which is read
 and written whole. The supervisor makes the file, and clears the row of a process that has ended. The lasting counts
@@ -17,6 +18,7 @@ from threading import Lock
 
 import numpy as np
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import StartFailed
 
 NAME = "tandem-gateway"
@@ -42,6 +44,7 @@ class Column(IntEnum):
     TURN_LOOKED = auto()  # when the head last looked for room
     TURNS_DONE = auto()  # the highest number of a turn that found room
     GIVEN_BACK = auto()  # counts what may have made room
+    CLOCK = auto()  # the highest number of a claim that the process has given or seen
     RESTARTS = auto()  # written by the supervisor, and kept when the row is cleared
 
 
@@ -62,7 +65,11 @@ class GatewayTable:
         self._first_id = self._first_client + 2 * CLIENT_CELLS
         self._first_lasting = self._first_id + ID_CELLS
         self._cells = memoryview(memory).cast("q")
-        cells = np.frombuffer(memory, np.int64).reshape(processes, self._width)
+        everything = np.frombuffer(memory, np.int64)
+        self._first_far = processes * self._width
+        self._far = everything[self._first_far :]
+        cells = everything[: self._first_far].reshape(processes, self._width)
+        self._placed = cells[:, SINGLE : self._first_client]
         self._clients = cells[:, self._first_client : self._first_id].reshape(processes, 2, CLIENT_CELLS)
         self._own = process * self._width
         self._rows = [number * self._width for number in range(processes)]
@@ -114,10 +121,20 @@ class GatewayTable:
         cells = self._cells
         return sum([cells[row + column] for row in self._rows])
 
-    def elsewhere(self, column: int) -> tuple["memoryview[int]", tuple[int, ...]]:
-        """The table's cells, and which of them the other processes have in a column: for sums that are taken often."""
+    def placed_elsewhere(self, column: int) -> tuple["memoryview[int]", tuple[int, ...]]:
+        """The table's cells, and which of them the other processes and hosts have in one of placed_columns(): for sums
+        that are taken often."""
         others = [row for number, row in enumerate(self._rows) if number != self.process]
-        return self._cells, tuple(row + column for row in others)
+        return self._cells, (*(row + column for row in others), self._first_far + column - SINGLE)
+
+    @property
+    def placed(self) -> Int64Array:
+        """What this host's processes have placed, [workers' cells]: all placed_columns() in order."""
+        return self._placed.sum(0)
+
+    def put_far(self, placed: Int64Array) -> None:
+        """What all other hosts have placed, as `placed`. One process of a host writes it."""
+        self._far[:] = placed
 
     def highest(self, column: int) -> int:
         cells = self._cells
@@ -192,4 +209,4 @@ def row_cells(num_islands: int) -> int:
 
 
 def table_bytes(processes: int, num_islands: int) -> int:
-    return 8 * processes * row_cells(num_islands)
+    return 8 * (processes * row_cells(num_islands) + 2 * num_islands * WORKERS)

@@ -20,26 +20,29 @@ class Node:
 
 @dataclass(frozen=True)
 class Where:
-    """What a node must have beside room. here: be the launcher's own. resources: Ray's, of which it must have as many
-    in all. labels: Ray's, with these values. spread: members of a group go to as many nodes as there are, not to one.
+    """What a node must have beside room. here: be the launcher's own. address: be the one there, unless it is empty.
+    resources: Ray's, of which it must have as many in all. labels: Ray's, with these values. spread: members of a group
+    go to as many nodes as there are, not to one.
     """
 
     here: bool = False
     resources: Resources = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     spread: bool = False
+    address: str = ""
 
     def fits(self, node: Node, here: str) -> bool:
         """here: the address of the launcher's node."""
         return (
             (not self.here or node.address == here)
+            and self.address in ("", node.address)
             and all(node.total.get(name, 0) >= amount for name, amount in self.resources.items())
             and all(node.labels.get(name) == value for name, value in self.labels.items())
         )
 
     def __str__(self) -> str:
         """In words, empty for any node."""
-        parts = ["this host"] * self.here
+        parts = ["this host"] * self.here + [f"the address {self.address}"] * bool(self.address)
         parts += [f"{amount:g} {name}" for name, amount in self.resources.items()]
         parts += [f"the label {name}={value}" for name, value in self.labels.items()]
         return " and ".join(parts)

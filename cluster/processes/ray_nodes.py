@@ -80,7 +80,8 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
     """The address of a node for each bundle, all the same unless `where` spreads them, by the deadline at the latest.
 
     groups: as nodes_with_room(). NoRoom at once where no node has so much, free or not. A node that does not
-    answer is not chosen: Ray takes half a minute or more to see that it is gone.
+    answer is not chosen: Ray takes half a minute or more to see that it is gone. Where it is the only one that may be
+    chosen, NoRoom comes at once.
     """
     needed = sum_of(bundles)
     text, here = words_of(needed), own_address()
@@ -104,7 +105,7 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
         if chosen and not mute:
             return [node.address for node in chosen]
         silent |= mute
-        if time.monotonic() >= deadline:
+        if (mute and where.address) or time.monotonic() >= deadline:  # others wait for their places meanwhile
             unheard = f"; no answer from {', '.join(sorted(silent))}" if silent else ""
             raise NoRoom(f"Ray has no node with {text} free: {in_words(fitting)}{unheard}")
         if not chosen:

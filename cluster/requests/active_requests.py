@@ -2,10 +2,11 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.cluster.errors import DeadlineExceeded, Superseded, Unavailable, WorkerCallError, WorkerTimedOut
-from tandem.cluster.peers.claims import Claim, Claims, in_use, superseded
+from tandem.cluster.peers.claims import Claim, Claims, Holder, in_use, superseded
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.requests.answers import Answers, Write
 from tandem.cluster.requests.body_budget import release_current_body
@@ -59,7 +60,9 @@ class ActiveRequests:
         max_attempts: int,
         request_seconds: float,
         observe: Observe | None = None,
+        origin: int = 0,
     ) -> None:
+        """origin: of this process's claims."""
         self._observe = observe or all_of(())
         self._validator = validator
         self._readers = readers
@@ -71,6 +74,7 @@ class ActiveRequests:
         self._turns = FairTurns(MESSAGES_A_ROUND)
         self._table = table
         self._claims = claims
+        self._origin = origin
         self._running: dict[str, _Call] = {}
         self._ended: Unavailable | None = None
 
@@ -112,9 +116,10 @@ class ActiveRequests:
             release_current_body()
             observer.validated(valid)
             answers = self._answers(valid, arrived, observer, client)
-            call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), answers)
+            claim = Claim(valid.request_id, valid.resumes, self._claims.clock.next(), self._origin)
+            call = self._enter(claim, answers)
             # An id that the gateway has just made runs nowhere else.
-            holders = self._claims.holders(valid.request_id) if is_named else []
+            holders = self._claims.asked(claim) if is_named else []
             await self._finish(call, holders, client, write, deadline, limit)
         except BaseException as error:
             _end(observer, answers, error)
@@ -134,7 +139,7 @@ class ActiveRequests:
         return answers
 
     async def _finish(
-        self, call: _Call, holders: list[int], client: str, write: Write, deadline: float, limit: float
+        self, call: _Call, holders: Sequence[Holder], client: str, write: Write, deadline: float, limit: float
     ) -> None:
         """Runs a call that has entered to its end. limit: the seconds that led to the deadline."""
         call.settled = not holders
@@ -182,10 +187,11 @@ class ActiveRequests:
 
     async def give(self, claim: Claim) -> peer_pb2.ClaimOutcome:
         """Ends the call that another process claims, and returns when it has ended; or says why it goes on."""
+        self._claims.clock.see(claim.stamp)
         call = self._running.get(claim.request_id)
         if call is None:
             return peer_pb2.CLAIM_OUTCOME_FREE
-        later = call.claim.stamp > claim.stamp
+        later = call.claim.is_after(claim)
         if not claim.resumes:
             # Of two that begin at once the earlier one goes on: it hears the same from the other side.
             mine = call.settled or not later
@@ -196,6 +202,14 @@ class ActiveRequests:
             return peer_pb2.CLAIM_OUTCOME_FREE  # it will be refused there
         await self._end(call)
         return peer_pb2.CLAIM_OUTCOME_FREE
+
+    async def give_host(self, claim: Claim) -> peer_pb2.ClaimOutcome:
+        """As give(), of all processes of this host: another host asks."""
+        outcome = await self.give(claim)
+        holders = self._claims.holders(claim.request_id)
+        if outcome != peer_pb2.CLAIM_OUTCOME_FREE or not holders:
+            return outcome
+        return await self._claims.outcome(claim, holders)
 
     def _enter(self, claim: Claim, answers: Answers) -> _Call:
         """A call that resumes a request ends the one that runs. That one's client has gone, perhaps unnoticed."""
@@ -239,7 +253,7 @@ class ActiveRequests:
             return await asyncio.to_thread(self._validator.validate, request, open_ended, credential, tokens)
         return self._validator.validate(request, open_ended, credential, tokens)
 
-    async def _run(self, call: _Call, holders: list[int], client: str, write: Write, deadline: float) -> None:
+    async def _run(self, call: _Call, holders: Sequence[Holder], client: str, write: Write, deadline: float) -> None:
         if holders:
             await self._claims.take(call.claim, holders)
             call.settled = True

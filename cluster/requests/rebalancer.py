@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.routing.islands import Islands
@@ -14,10 +15,15 @@ class Rebalancer:
     """Looks at the workers' loads now and then. Owned by the gateway's event loop."""
 
     def __init__(
-        self, islands: Islands, requests: ActiveRequests, token_seconds: float, turn: tuple[int, int] = (0, 1)
+        self,
+        islands: Islands,
+        requests: ActiveRequests,
+        token_seconds: float,
+        turn: Callable[[], tuple[int, int]] = lambda: (0, 1),
     ) -> None:
-        """turn: this gateway process and how many there are: all see the same loads, so they look in turns."""
-        self._process, self._processes = turn
+        """turn: this gateway process among those of all hosts, and how many these are now: all see the same loads, so
+        they look in turns, by the time of day."""
+        self._turn = turn
         self._islands = islands
         self._requests = requests
         self._token_seconds = token_seconds
@@ -26,7 +32,8 @@ class Rebalancer:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
-            if int(time.monotonic() / PERIOD_SECONDS) % self._processes == self._process:
+            process, processes = self._turn()
+            if int(time.time() / PERIOD_SECONDS) % processes == process:
                 self.look()
 
     def look(self) -> None:

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.cluster.peers.hosts import GatewayHost, GatewayHosts
 from tandem.cluster.processes.processes import ActorProcess
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.cluster.scaling import ScalingState
@@ -29,12 +30,16 @@ class IslandState:
 
 
 class Membership:
-    """The latest state of every island. Owned by the cluster; its supervisors use it from their threads."""
+    """The latest state of every island, and the hosts of gateways.
+
+    Owned by the cluster; its supervisors use it from their threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._states: dict[str, IslandState] = {}
         self._gateways: list[ActorProcess] = []
+        self._hosts = GatewayHosts()
         self._scaling: ScalingState | None = None
 
     def update(
@@ -62,6 +67,14 @@ class Membership:
             for gateway in self._gateways:
                 gateway.call("update_scaling", state)
 
+    def update_host(self, host: GatewayHost) -> None:
+        """Tells all which processes a host's gateway has now. One without any is there no more."""
+        with self._lock:
+            others = self._hosts.without(host.number)
+            self._hosts = GatewayHosts(self._hosts.version + 1, (*others, host) if host.peers else others)
+            for gateway in self._gateways:
+                gateway.call("update_hosts", self._hosts)
+
     def remove(self, name: str) -> None:
         """Tells all that the island is gone. Another one may take its name and number later."""
         with self._lock:
@@ -78,6 +91,8 @@ class Membership:
             self._gateways.append(gateway)
             if self._scaling is not None:
                 gateway.call("update_scaling", self._scaling)
+            if self._hosts.version:
+                gateway.call("update_hosts", self._hosts)
             return [gateway.call("update_island", state) for state in self._states.values()]
 
     def detach(self, gateway: ActorProcess) -> None:

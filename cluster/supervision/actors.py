@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from tandem.cluster.errors import TandemError
 from tandem.cluster.gateway import Gateway, GatewayAddresses, GatewaySettings
+from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.processes.actor_server import set_title
 from tandem.cluster.processes.gpus import VARIABLE, GpuClaim, with_peers
 from tandem.cluster.routing.membership import IslandState
@@ -121,7 +122,8 @@ class GatewayActor:
     """The gateway in a process of its own."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        name = f"{settings.config.name}/gateway.{settings.process}"
+        host = f"{settings.node}." if settings.peers is not None else ""
+        name = f"{settings.config.name}/gateway.{host}{settings.process}"
         self._log = open_log(settings.config.logging.settings, name)
         self._stopped = threading.Event()
         self._events = EventLoopThread("gateway")
@@ -138,6 +140,9 @@ class GatewayActor:
 
     def update_island(self, state: IslandState) -> None:
         self._events.run(self._gateway.update_island(state), timeout=30)
+
+    def update_hosts(self, hosts: GatewayHosts) -> None:
+        self._events.run(self._gateway.update_hosts(hosts), timeout=30)
 
     def update_scaling(self, state: ScalingState) -> None:
         self._events.run(self._gateway.update_scaling(state), timeout=30)

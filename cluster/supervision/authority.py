@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tandem.cluster.peers.hosts import PEER_NAME
 from tandem.transfer.endpoint import PAGES_NAME, Endpoint
 from tandem.workers.tls import SERVER_NAME, Identity
 
@@ -38,6 +39,10 @@ class Authority:
         """
         issued = self._issue("pages", PAGES_NAME, ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
         return Endpoint(host, issued.authority, issued.certificate, issued.key)
+
+    def peer(self) -> Identity:
+        """For gateway processes, which call each other both ways. As pages(): of an authority of their own."""
+        return self._issue("peer", PEER_NAME, ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def _issue(self, name: str, dns_name: str | None, *uses: x509.ObjectIdentifier) -> Identity:
         key = ec.generate_private_key(ec.SECP256R1())

@@ -1,7 +1,6 @@
-"""Keeps the gateway's processes running, on the same ports, and takes the scale orders that reach them."""
+"""Keeps one host's gateway processes running, on the same ports, and takes the scale orders that reach them."""
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Set
 from concurrent.futures import Future
@@ -11,28 +10,35 @@ from typing import Any, NoReturn
 
 from tandem.cluster.config_sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
-from tandem.cluster.gateway import GatewayAddresses, GatewaySettings, attempt_prefix
-from tandem.cluster.peers.table import GatewayFile, GatewayTable
+from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
+from tandem.cluster.peers.hosts import GatewayHost
+from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.supervision.actors import GatewayActor
+from tandem.cluster.supervision.gateways.host_share import (
+    FarShare,
+    HostCounts,
+    HostShare,
+    OwnShare,
+    ShareOrder,
+    ShareOwner,
+)
 from tandem.cluster.supervision.liveness import Liveness
-from tandem.cluster.supervision.shared_ports import SharedPorts
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.supervisor import RETRY_SECONDS, Supervisor
 
 SERVE_SECONDS = 120.0
 STOP_SECONDS = 30.0
 HTTP_SERVER = "tandem.cluster.frontends.http.server"
-TOKEN_BYTES = 32
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class GatewayShape:
-    """How many processes the gateway has, and how many islands they may serve at a time."""
+    """How many processes a host's gateway has, and how many islands they may serve at a time."""
 
     processes: int
     num_islands: int
@@ -45,17 +51,19 @@ class _Gateway:
     settings: GatewaySettings
     member: ActorProcess | None = None
     serves: bool = False
+    peer: str = ""  # where processes of other hosts find it
 
     @property
     def spec(self) -> ActorSpec:
         settings = self.settings
-        name = f"{settings.config.name}/gateway.{settings.process}.{settings.incarnation}"
+        number = f"{settings.number}-" if settings.number else ""
+        name = f"{settings.config.name}/gateway.{number}{settings.process}.{settings.incarnation}"
         modules = () if settings.http_port is None and settings.metrics_port is None else (HTTP_SERVER,)
         return ActorSpec(name, GatewayActor, settings, modules)
 
 
 class GatewaySupervisor(Supervisor):
-    """A process that is lost is started again alone, while the others serve.
+    """A process that is lost is started again alone, while the others serve. With their host all are, once it is back.
 
     release is given the prefix of request ids that workers may still hold for a process that is gone; scale is given
     the orders that a process took, and does not block.
@@ -72,22 +80,28 @@ class GatewaySupervisor(Supervisor):
         recovery: RecoverySection,
         failed: Callable[[TandemError], None],
         beside: Set[int] = frozenset(),
+        *,
+        is_here: bool = True,
     ) -> None:
-        """settings: of one process by itself, with the ports that are asked for. beside: as SharedPorts'."""
-        super().__init__("the gateway", recovery, failed)
+        """settings: of one process by itself, with the ports that are asked for, its host's address and number. beside:
+        as SharedPorts'. is_here: on this process's host, which then owns what the others share."""
+        super().__init__("the gateway" if is_here else f"the gateway on {settings.node}", recovery, failed)
         self._processes = processes
         self._settings = settings
         self._shape = shape
         self._membership = membership
         self._release = release
         self._scale = scale
-        self._beside = beside
-        self._ports: SharedPorts | None = None
-        self._file = GatewayFile(shape.processes, shape.num_islands)
+        self._beside = frozenset(beside)
+        self._is_here = is_here
+        self._where = Where(here=True) if is_here else Where(address=settings.node)
+        self._share: HostShare | None = None
         self._group: ProcessGroup | None = None
         self._gateways: list[_Gateway] = []
+        self._incarnation = settings.incarnation  # of those that are started together
         self._orders: dict[Future[Any], ActorProcess] = {}
         self._liveness = Liveness((), recovery, self._stop)
+        self._retires = False
         self.grace = 1.0  # seconds that calls under way have when the gateway is told to stop
         self.addresses = GatewayAddresses("")
         self._drain_seconds = settings.config.gateway.drain_seconds
@@ -95,17 +109,37 @@ class GatewaySupervisor(Supervisor):
 
     @property
     def table(self) -> GatewayTable:
-        """What the gateway's processes count, read here. Valid until the end."""
-        return self._file.table
+        """What the gateway's processes of this host count, read here. Valid from `ready` to the end."""
+        assert isinstance(self._share, OwnShare), "the processes share it on this host"
+        return self._share.table
+
+    def counts(self) -> "Future[HostCounts] | None":
+        """What the host's processes count; None while they are away."""
+        share = self._share
+        return None if share is None else share.counts()
 
     def give_way(self, grace: float) -> None:
         """Before stop(): another gateway serves on the same ports, so this one need not say that it is not ready."""
         self.grace, self._drain_seconds = grace, 0.0
         self._join_seconds += grace
 
+    def retire(self) -> None:
+        """As stop(), where others serve on: they hear that this one is gone, and workers forget its requests."""
+        self._retires = True
+        self.stop()
+
     def _begin(self) -> None:
-        if not self._gateways:
-            self._gateways = self._plan()
+        try:
+            self._begin_there()
+        except TandemError as error:
+            if self._is_here or self.ready.done():
+                raise
+            raise StartFailed(f"the gateway on {self._settings.node}: {error}") from error
+
+    def _begin_there(self) -> None:
+        if self._share is None:
+            self._share = self._open_share()
+            self._gateways = self._plan(self._share)
         started = self._start()
         try:
             addresses = self._liveness.results([member.call("serve") for member in started], SERVE_SECONDS)
@@ -116,29 +150,49 @@ class GatewaySupervisor(Supervisor):
         except Exception as error:
             raise StartFailed(f"{type(error).__name__}: {error}") from error
         self.addresses = next(iter(addresses), self.addresses)
-        for gateway in self._gateways:
-            gateway.serves = True
+        for member, address in zip(started, addresses, strict=True):
+            (gateway,) = (one for one in self._gateways if one.member is member)
+            gateway.serves, gateway.peer = True, address.peer
+        self._tell_hosts()
         self._orders |= {member.call("next_order"): member for member in started}
 
-    def _plan(self) -> list[_Gateway]:
+    def _open_share(self) -> HostShare:
         settings, shape = self._settings, self._shape
-        self._ports = SharedPorts(
+        order = ShareOrder(
             settings.config.gateway.host,
             settings.port,
             settings.http_port,
             (settings.config.metrics.host, settings.metrics_port),
             self._beside,
+            shape.processes,
+            shape.num_islands,
         )
+        if self._is_here:
+            return OwnShare(order)
+        name = f"{settings.config.name}/gateway.{settings.number}-share.{self._incarnation}"
+        spec = ActorSpec(name, ShareOwner, order)
+        group = self._processes.start_group([spec], gpus=0, threads=1, where=self._where)
+        self._liveness.add(group.members)
+        try:
+            (shared,) = self._liveness.results([group.members[0].call("shared")], SERVE_SECONDS)
+        except BaseException:
+            self._liveness.forget(group.members)
+            group.end()
+            raise
+        return FarShare(group, shared)
+
+    def _plan(self, share: HostShare) -> list[_Gateway]:
+        shape, shared = self._shape, share.shared
         one = replace(
-            settings,
+            self._settings,
             processes=shape.processes,
             num_islands=shape.num_islands,
-            table=self._file.path,
-            peer_token=secrets.token_urlsafe(TOKEN_BYTES),
-            port=self._ports.port,
-            http_port=self._ports.http_port,
-            metrics_port=self._ports.metrics_port,
+            table=shared.table,
+            port=shared.port,
+            http_port=shared.http_port,
+            metrics_port=shared.metrics_port,
             started=time.monotonic(),
+            incarnation=self._incarnation,
         )
         return [_Gateway(replace(one, process=process)) for process in range(shape.processes)]
 
@@ -150,7 +204,7 @@ class GatewaySupervisor(Supervisor):
                 [gateway.spec for gateway in absent],
                 gpus=0,
                 threads=1,
-                where=Where(here=True),  # its ports are there
+                where=self._where,  # its ports are there
             )
             for gateway, member in zip(absent, self._group.members, strict=True):
                 gateway.member = member
@@ -188,26 +242,65 @@ class GatewaySupervisor(Supervisor):
         return None
 
     def _clear(self, lost: TandemError) -> None:
+        if self._share is None:
+            return
+        if not self._share.is_there():
+            self._clear_host(self._share)
+            return
         for gateway in self._gateways:
             gone = isinstance(lost, ProcessEnded) and gateway.member is not None and gateway.member.name == lost.name
             if gone or not gateway.serves:
-                self._clear_one(gateway)
+                self._clear_one(gateway, self._share)
+        self._tell_hosts()
 
-    def _clear_one(self, gateway: _Gateway) -> None:
+    def _clear_one(self, gateway: _Gateway, share: HostShare) -> None:
         member, settings = gateway.member, gateway.settings
         if member is not None:
-            self._membership.detach(member)
-            self._liveness.forget([member])
-            self._orders = {order: asked for order, asked in self._orders.items() if asked is not member}
+            self._forget(member)
         if member is not None and self._group is not None and not gateway.serves:  # its place may be why
             self._group.shrink([member])
             gateway.member = None
-        self._file.table.clear(settings.process, settings.incarnation)
-        self._release(attempt_prefix(settings.process, settings.incarnation))
+        share.clear(settings.process, settings.incarnation)
+        self._release(settings.attempt_prefix)
         gateway.settings = replace(settings, incarnation=settings.incarnation + 1)
         gateway.serves = False
 
+    def _clear_host(self, share: HostShare) -> None:
+        """The owner of what the processes share is lost, with its host most likely: none of them can go on."""
+        gateways, self._gateways = self._gateways, []
+        self._tell_hosts()
+        for gateway in gateways:
+            if gateway.member is not None:
+                self._forget(gateway.member)
+            self._release(gateway.settings.attempt_prefix)
+        self._incarnation = 1 + max(gateway.settings.incarnation for gateway in gateways)
+        if isinstance(share, FarShare):
+            self._liveness.forget([share.owner])
+        self._share, group, self._group = None, self._group, None
+        if group is not None:
+            group.end()
+        share.close()
+
+    def _forget(self, member: ActorProcess) -> None:
+        self._membership.detach(member)
+        self._liveness.forget([member])
+        self._orders = {order: asked for order, asked in self._orders.items() if asked is not member}
+
+    def _tell_hosts(self) -> None:
+        """Gateways of other hosts hear where the processes that serve listen for them."""
+        if self._settings.peers is None:
+            return
+        peers = tuple(gateway.peer for gateway in self._gateways if gateway.serves)
+        self._membership.update_host(GatewayHost(self._settings.number, self._settings.node, peers))
+
     def _end(self) -> None:
+        if self._retires:
+            gateways, self._gateways = self._gateways, []
+            self._tell_hosts()
+            for gateway in gateways:
+                if gateway.member is not None:
+                    self._membership.detach(gateway.member)
+            self._gateways = gateways
         if self._group is not None:
             serving = [one.member for one in self._gateways if one.serves and one.member is not None]
             if self._drain_seconds:
@@ -216,9 +309,11 @@ class GatewaySupervisor(Supervisor):
             calls = [member.call("stop", self.grace) for member in serving]
             StopSignal().answers(calls, STOP_SECONDS + self.grace)
             self._group.end()  # kills what did not stop by itself
-        if self._ports is not None:
-            self._ports.close()
-        self._file.close()
+        if self._retires:
+            for gateway in self._gateways:
+                self._release(gateway.settings.attempt_prefix)
+        if self._share is not None:
+            self._share.close()
 
 
 def _answer(gateway: ActorProcess, number: int, done: Future[ScaleOutcome]) -> None:

@@ -1,4 +1,4 @@
-"""A whole cluster: its islands, its gateway, and the processes that they run in."""
+"""A whole cluster: its islands, its gateways, and the processes that they run in."""
 
 import logging
 import time
@@ -21,7 +21,8 @@ from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, Shape
 from tandem.cluster.supervision.autoscaler import Autoscaler, IslandRoom
-from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
+from tandem.cluster.supervision.gateway_supervisor import GatewayShape
+from tandem.cluster.supervision.gateways.gateway_set import GatewaySet
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
 from tandem.cluster.supervision.load_meter import LoadMeter
@@ -77,7 +78,7 @@ class Cluster:
         self._processes = processes or RayProcesses()
         self._membership = Membership()
         self._islands: IslandSet | None = None
-        self._gateway: GatewaySupervisor | None = None
+        self._gateways: GatewaySet | None = None
         self._autoscaler: Autoscaler | None = None
         self._room: IslandRoom | None = None
         self._gives_way = False
@@ -112,7 +113,7 @@ class Cluster:
             clocks = [island.island.clock for island in islands.all]
             self.clock.seconds |= max(clocks, key=lambda clock: sum(clock.seconds.values())).seconds
             with self.clock.phase("gateway"):
-                addresses = self._start_gateway(islands, max_model_len)
+                addresses = self._start_gateways(islands, max_model_len, network)
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
                 self.metrics_address = addresses.metrics
             if self._predecessor is not None:
@@ -133,16 +134,18 @@ class Cluster:
         """Ends the gateway, whose calls under way have `grace` seconds, then the islands, then what placed them."""
         if self._autoscaler is not None:
             self._autoscaler.stop()
-        if self._gateway is not None:
-            self._gateway.grace = grace
-            if self._gives_way:
-                self._gateway.give_way(self._config.recovery.drain_seconds)
-            self._gateway.stop()
-            self._gateway.join()
+        if self._gateways is not None:
+            self._gateways.stop(grace, self._config.recovery.drain_seconds if self._gives_way else None)
         if self._islands is not None:
             self._islands.stop()
-        self._autoscaler, self._gateway, self._islands = None, None, None
+        self._autoscaler, self._gateways, self._islands = None, None, None
         self._processes.stop()
+
+    @property
+    def addresses(self) -> list[GatewayAddresses]:
+        """Of each host's gateway, the launcher's own first. Clients may use any."""
+        assert self._gateways is not None, "start() comes first"
+        return self._gateways.addresses
 
     @property
     def worker_token(self) -> str:
@@ -271,28 +274,28 @@ class Cluster:
             island.clock.listener = self.clock.listener
         return island
 
-    def _start_gateway(self, islands: IslandSet, max_model_len: int) -> GatewayAddresses:
-        settings = gateway_settings(self._config, max_model_len, islands.num_pages)
-        self._gateway = GatewaySupervisor(
+    def _start_gateways(self, islands: IslandSet, max_model_len: int, network: Network) -> GatewayAddresses:
+        """The first one's addresses."""
+        self._gateways = GatewaySet(
             self._processes,
-            settings,
+            gateway_settings(self._config, max_model_len, islands.num_pages),
             GatewayShape(gateway_processes(self._config), max_islands(self._config)),
+            network,
             self._membership,
             islands.release,
             islands.scale,
-            self._config.recovery,
             self._fail,
             self._beside,
         )
-        self._gateway.start()
-        self._wait_until_ready([self._gateway], lambda: None)
-        return self._gateway.addresses
+        self._wait_until_ready(self._gateways.start(), lambda: None)
+        self._gateways.watch()
+        return self._gateways.addresses[0]
 
     def _start_autoscaler(self) -> None:
         section, islands, room = self._config.scaling, self._islands, self._room
-        if not section.is_automatic or self._gateway is None or islands is None or room is None:
+        if not section.is_automatic or self._gateways is None or islands is None or room is None:
             return
-        meter = LoadMeter(self._gateway.table, section.up_after_seconds)
+        meter = LoadMeter(self._gateways.table, section.up_after_seconds)
         self._autoscaler = Autoscaler(self._config, islands, meter, room, self._membership.update_scaling)
         self._autoscaler.start()
 

@@ -28,6 +28,8 @@ class Network:
         self._worker: Identity | None = None
         self._gateway: Identity | None = None
         self._issue_pages: Callable[[str], Endpoint] | None = None
+        self.peers: Identity | None = None
+        """What gateways of several hosts show each other; None where only the launcher's host has one."""
         if self.spans_hosts:
             from tandem.cluster.supervision.authority import Authority  # what it needs takes 0.1 s to import
 
@@ -35,6 +37,8 @@ class Network:
             self._worker, self._gateway = authority.worker(), authority.gateway()
             # Of an authority of their own: workers are no callers of workers.
             self._issue_pages = Authority(f"{config.name} pages").pages
+            if config.gateway.nodes == "all":
+                self.peers = Authority(f"{config.name} gateways").peer()
 
     def listening(self, host: str) -> tuple[str, Identity | None]:
         """What a worker on that host listens on, and by which certificate it is known."""

@@ -138,7 +138,7 @@ def agreed_pages(config: ClusterConfig, rooms: Sequence[int], max_model_len: int
 
 
 def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
-    """Of the first gateway process by itself, as it first starts. GatewaySupervisor makes all others from it."""
+    """Of the first gateway process by itself, as it first starts. GatewaySet makes all others from it."""
     return GatewaySettings(
         config,
         max_model_len,
@@ -150,3 +150,4 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
         security=config.security.server,
     )
+        peer_token=secrets.token_urlsafe(TOKEN_BYTES),

@@ -65,9 +65,10 @@ class SharedPorts:
 def check_ports(section: GatewaySection, metrics: MetricsSection, beside: Set[int] = frozenset()) -> None:
     """StartFailed when another program has one of the ports, ConfigError where HTTP is not installed.
 
-    beside: as SharedPorts'.
+    beside: as SharedPorts'. Where gateway.nodes leaves this host out, perhaps, its ports do not count.
     """
-    if section.port not in beside:
+    is_here = not (section.node_resources or section.node_labels)
+    if is_here and section.port not in beside:
         _check_port(section.host, section.port, "gateway.port", "--grpc-port")
     over_http = (
         (section.host, section.http_port, "gateway.http_port", "--http-port"),
@@ -81,7 +82,7 @@ def check_ports(section: GatewaySection, metrics: MetricsSection, beside: Set[in
                 f"{key} is {port}; it needs uvicorn, which is not installed: "
                 "pip install 'tandem[http]', or leave the port out"
             )
-        if port not in beside:
+        if is_here and port not in beside:
             _check_port(host, port, key, option)
 
 

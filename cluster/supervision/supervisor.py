@@ -68,6 +68,11 @@ class Supervisor(ABC):
         if self._thread.ident is not None:
             self._thread.join(self._join_seconds)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
     @abstractmethod
     def _begin(self) -> None:
         """Starts the processes and returns when they serve. Raises a TandemError when they do not."""

@@ -66,8 +66,8 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer):
         island = inference_pb2.IslandInfo(name="i", epoch=1, transport="shared_memory", workers=[lost, worker])
         lost_island = inference_pb2.IslandInfo(name="j", epoch=7, transport="shared_memory", restarts=6)
         processes = [
-            inference_pb2.GatewayProcessInfo(process=0, pid=4711, active=1, calls=2),
-            inference_pb2.GatewayProcessInfo(process=1, restarts=2),
+            inference_pb2.GatewayProcessInfo(process=0, pid=4711, active=1, calls=2, host="10.0.0.7"),
+            inference_pb2.GatewayProcessInfo(process=1, restarts=2, host="10.0.0.7"),
         ]
         return inference_pb2.ClusterInfo(
             name="c", version="0", islands=[island, lost_island], gateway_restarts=2, gateways=processes

@@ -119,6 +119,8 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
         ("island.device=cuda", ["island.transport is 'shared_memory'", "must be nvshmem", "island.device is cuda"]),
         ("island.span_hosts=true", ["island.span_hosts is True", "false unless island.transport is tcp"]),
         ("island.device=tpu", ["island.device is 'tpu'", "'cpu' or 'cuda'"]),
+        ("gateway.nodes=each", ["gateway.nodes is 'each'", "'launcher' or 'all'", "which hosts have a gateway"]),
+        ("gateway.node_labels={zone: a}", ["gateway.node_labels is {'zone': 'a'}", "set gateway.nodes=all"]),
         ("gateway.port=65536", ["gateway.port is 65536", "less than or equal to 65535"]),
         ("gateway.queue_seconds=0", ["gateway.queue_seconds is 0", "greater than 0"]),
         ("gateway.queue_seconds=.nan", ["gateway.queue_seconds is nan"]),
@@ -161,6 +163,11 @@ def test_the_pool_is_given_once() -> None:
     assert line.startswith(
         "cache.gpu_memory_utilization is 0.5; it must be null where cache.num_pages is given, here 5"
     )
+
+
+def test_gateways_on_all_hosts_have_to_reach_the_workers() -> None:
+    (line,) = refused("gateway.nodes=all", "island.network=loopback")
+    assert "gateway.nodes is all; it must be launcher where island.network is loopback" in line
 
 
 @pytest.mark.parametrize(

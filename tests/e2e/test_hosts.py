@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,21 @@ TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 TOKEN = secrets.token_hex(16)
 OUTPUT = 12
 READY_SECONDS = 120
+GATEWAYS: dict[str, object] = {"gateway.nodes": "all", "gateway.port": 50061}
 OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.verify_kv": "true"}
 
 
 @dataclass
 class Cluster:
     hosts: Hosts
-    address: str  # of the gateway, on the first host
+    addresses: list[str]  # of the gateways, the first host's first
     ca: Path
     token_file: Path
+
+    @property
+    def address(self) -> str:
+        """Of the first host's gateway."""
+        return self.addresses[0]
 
     def islands(self) -> dict[str, tuple[str, list[str]]]:
         """The host of each island, and its workers' addresses."""
@@ -74,6 +80,35 @@ class Cluster:
         asked.write_text(json.dumps([prompts, sampling or GREEDY | {"max_tokens": OUTPUT}, list(cancelled)]))
         client = [sys.executable, "-m", "tests.e2e.client_on_a_host", self.address, str(self.ca), str(asked)]
         return json.loads(self._run(*client))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of clients."""
+        paths = {"TANDEM_TOKEN_FILE": str(self.token_file), "TANDEM_TLS_CA": str(self.ca)}
+        return self.hosts.environment | paths | {"TOKEN": TOKEN}
+
+    def gateways(self) -> list[str]:
+        """The hosts whose gateways serve."""
+        return sorted(gateway["host"] for gateway in self.info()["gateways"] if gateway["pid"])
+
+    def done(self, task: str) -> Any:
+        """What a client of all gateways says, see several_gateways_on_a_host."""
+        return json.loads(self._run(*self._several(task, self.addresses)))
+
+    @contextmanager
+    def going_on(self, addresses: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """A client of these gateways whose request has begun when the block does; what it says is there after it."""
+        command = self.hosts.command(3, *self._several("goes_on", addresses))
+        said: dict[str, Any] = {}
+        with subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "begun\n"
+            yield said
+            said |= json.loads(client.communicate(timeout=READY_SECONDS)[0])
+
+    def _several(self, task: str, addresses: Sequence[str]) -> list[str]:
+        module = [sys.executable, "-m", "tests.e2e.several_gateways_on_a_host"]
+        return [*module, task, ",".join(addresses), str(self.ca)]
 
     def heard_by_strangers(self, folder: Path, addresses: Sequence[str]) -> list[list[bool]]:
         """Whether the servers answer a stranger on the last host: without TLS; with another cluster's certificate."""
@@ -113,14 +148,8 @@ class Cluster:
             self._run(sys.executable, "-c", send, self.hosts.addresses[0], *hexed)
 
     def _run(self, *command: str) -> str:
-        environment = self.hosts.environment | {
-            "TOKEN": TOKEN,
-            "TANDEM_TOKEN_FILE": str(self.token_file),
-            "TANDEM_TLS_CA": str(self.ca),
-        }
-        done = subprocess.run(
-            self.hosts.command(3, *command), env=environment, capture_output=True, text=True, timeout=90, check=False
-        )
+        run = self.hosts.command(3, *command)
+        done = subprocess.run(run, env=self.environment, capture_output=True, text=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -146,7 +175,7 @@ def joined_hosts() -> Iterator[Hosts]:
 def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, object]) -> Iterator[Cluster]:
     """A cluster whose gateway is on the first host. settings: beside those that all have."""
     authority = trustme.CA()
-    certificate = authority.issue_cert(made.addresses[0])
+    certificate = authority.issue_cert(*made.addresses)
     paths = {name: folder / name for name in ("ca.pem", "cert.pem", "key.pem", "token")}
     authority.cert_pem.write_to_path(str(paths["ca.pem"]))
     certificate.cert_chain_pems[0].write_to_path(str(paths["cert.pem"]))
@@ -158,6 +187,7 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
         "name": f"hosts-{secrets.token_hex(3)}",
         "cache.num_pages": 128,
         "gateway.host": made.addresses[0],
+        "gateway.port": 0,
         "gateway.processes": 1,
         "island.threads_per_worker": 1,
         "security.token_file": paths["token"],
@@ -165,7 +195,7 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
         "security.tls_key": paths["key.pem"],
         **settings,
     }
-    command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0", "--address", made.ray]
+    command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--address", made.ray]
     for key, value in together.items():
         command += ["--set", f"{key}={value}"]
     with (folder / "log").open("w") as log:
@@ -175,7 +205,7 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
         assert process.stdout is not None
         found = re.fullmatch(r"ready grpc=(\S+:\d+)\n", process.stdout.readline())
         assert found, (folder / "log").read_text()
-        yield Cluster(made, found[1], paths["ca.pem"], paths["token"])
+        yield Cluster(made, found[1].split(","), paths["ca.pem"], paths["token"])
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=READY_SECONDS)
@@ -183,7 +213,7 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
 
 @pytest.fixture(scope="module")
 def cluster(joined_hosts: Hosts, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(joined_hosts, tmp_path_factory.mktemp("hosts"), small_model, {"num_islands": 2}) as cluster:
+    with running(joined_hosts, tmp_path_factory.mktemp("hosts"), small_model, GATEWAYS | {"num_islands": 2}) as cluster:
         yield cluster
 
 
@@ -209,7 +239,7 @@ def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
     cluster: Cluster, small_model: Path, tmp_path: Path
 ) -> None:
     assert len({host for host, _ in cluster.islands().values()}) == 2
-    cluster.scale("--islands", "3")
+    replace(cluster, addresses=cluster.addresses[1:]).scale("--islands", "3")  # by another host's gateway
     islands = cluster.islands()
     assert sorted(host for host, _ in islands.values()) == cluster.hosts.addresses[:3]
     for host, workers in islands.values():
@@ -217,6 +247,25 @@ def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
         assert all(worker.startswith(f"{host}:") for worker in workers)
     prompts = [random_prompt(5 + 7 * number, number) for number in range(24)]
     assert cluster.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
+
+
+def test_any_gateway_serves_any_island_and_takes_a_request_over_from_another_host(
+    cluster: Cluster, small_model: Path, tmp_path: Path
+) -> None:
+    assert cluster.gateways() == sorted(address.rpartition(":")[0] for address in cluster.addresses)
+    assert cluster.gateways() == cluster.hosts.addresses[:3]
+    prompts = [random_prompt(5 + 3 * number, 300 + number) for number in range(6)]
+    expected = greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    for address in cluster.addresses[1:]:
+        assert replace(cluster, addresses=[address]).answers(tmp_path, prompts) == expected
+    said = cluster.done("takes_over")
+    assert said["tokens"] == said["whole"]
+    assert said["ended"] == ["ABORTED: a later call has taken request_id 'mine' over"] * 2
+    until(lambda: cluster.held()[:2] == (0, {0}))
+
+
+def test_gateways_of_several_hosts_see_what_the_others_have_placed(cluster: Cluster) -> None:
+    assert cluster.done("beside")
 
 
 def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
@@ -256,13 +305,21 @@ def test_no_prompt_crosses_the_network_in_the_open(cluster: Cluster, small_model
     assert all(seen["found"])  # so the capture would have shown them
 
 
-def test_the_islands_of_a_lost_host_go_to_another_and_islands_are_given_back(
+@pytest.mark.timeout(300)
+def test_the_islands_of_a_lost_host_go_to_another_and_its_gateway_comes_back_with_it(
     cluster: Cluster, small_model: Path, tmp_path: Path
 ) -> None:
     before = cluster.islands()
     lost = cluster.hosts.addresses[2]
     (name,) = (name for name, (host, _) in before.items() if host == lost)
-    cluster.hosts.lose(2)
+    here, lost_gateway = cluster.addresses[0], cluster.addresses[2]
+    with cluster.going_on([lost_gateway, here]) as said:
+        cluster.hosts.lose(2)
+    assert said["address"] == here
+    with cluster.going_on([here]) as undisturbed:
+        pass
+    assert said["tokens"] == undisturbed["tokens"]
+    assert cluster.gateways() == cluster.hosts.addresses[:2]
     deadline = time.monotonic() + READY_SECONDS
     while True:
         host, workers = cluster.islands()[name]
@@ -277,3 +334,7 @@ def test_the_islands_of_a_lost_host_go_to_another_and_islands_are_given_back(
         cluster.scale("--islands", "1")
         assert answers.result() == greedy_all(load_oracle(small_model), prompts, OUTPUT)
     assert len(cluster.islands()) == 1
+    cluster.hosts.start_ray(2)
+    until(lambda: cluster.gateways() == cluster.hosts.addresses[:3])
+    back = replace(cluster, addresses=[lost_gateway])
+    assert back.answers(tmp_path, prompts[:2]) == greedy_all(load_oracle(small_model), prompts[:2], OUTPUT)

@@ -51,6 +51,12 @@ def test_members_of_a_group_are_spread_as_far_as_there_is_room(
     assert addresses(spread_over(NODES, bundles, Counter(groups))) == expected
 
 
+def test_an_address_names_one_node() -> None:
+    where = Where(address="b")
+    assert [where.fits(node, "a") for node in NODES] == [False, True, False]
+    assert str(where) == "the address b"
+
+
 def test_rounding_of_fractions_costs_no_room() -> None:
     node = Node("a", {"CPU": 0.3}, {"CPU": 0.29999999}, {})
     assert nodes_with_room([node], {"CPU": 0.3}, Counter()) == [node]

@@ -65,7 +65,7 @@ def test_an_http_call_counts_at_both_frontends(narrow: OpenGateway) -> None:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_grpc_call_counts_at_both_frontends(narrow: OpenGateway, leaves: bool) -> None:
     with Client(narrow.grpc) as client:
-        first = client._stub.Generate(build_request(PROMPT, {"max_tokens": len(TOKENS)}, None), timeout=60)
+        first = client._gateway.inference.Generate(build_request(PROMPT, {"max_tokens": len(TOKENS)}, None), timeout=60)
         until(lambda: narrow.running)
         assert_full(narrow, client)
         if leaves:

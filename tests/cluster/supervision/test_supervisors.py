@@ -446,7 +446,7 @@ class TestGateway:
         assert (again.process, again.incarnation) == (1, 2)
         assert 0 not in (again.port, again.http_port)
         assert (again.port, again.http_port, again.table) == (first.port, first.http_port, first.table)
-        assert gateway.released == ["1.1."]
+        assert gateway.released == ["0-1.1."]
         assert gateway.table(0).total(Column.CALLS) == 5
         assert gateway.table(0).total(Column.RESTARTS) == 1
         assert not gateway.failure.done()

@@ -1,0 +1,213 @@
+"""The gateways of a running cluster: one on the launcher's host, or one on each host that fits."""
+
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from tandem.cluster.credentials import is_loopback
+from tandem.cluster.errors import NoRoom, TandemError
+from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
+from tandem.cluster.peers.table import LASTING_CELLS, Column, GatewayTable, table_bytes
+from tandem.cluster.processes.placement import Where
+from tandem.cluster.processes.processes import Processes
+from tandem.cluster.routing.membership import Membership
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
+from tandem.cluster.supervision.gateways.host_share import HostCounts
+from tandem.cluster.supervision.network import Network
+from tandem.workers.tls import bracketed
+
+LOOK_SECONDS = 2.0  # between two looks at which hosts there are
+AGAIN_SECONDS = 60.0  # until a host on which no gateway could be started is tried again
+WILDCARDS = ("0.0.0.0", "::")
+log = logging.getLogger(__name__)
+
+
+class GatewaySet:
+    """Owned by the cluster. A host that joins later gets a gateway, and one that leaves loses it.
+
+    A gateway of the launcher's host that is lost too often ends the cluster. One of another host starts again later.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        settings: GatewaySettings,
+        shape: GatewayShape,
+        network: Network,
+        membership: Membership,
+        release: Callable[[str], None],
+        scale: Callable[[ScaleOrder], Future[ScaleOutcome]],
+        failed: Callable[[TandemError], None],
+        beside: Set[int] = frozenset(),
+    ) -> None:
+        """As GatewaySupervisor. network: after the processes' start."""
+        section = settings.config.gateway
+        self._processes = processes
+        security = settings.security
+        if network.peers is not None and security.token_file is not None:
+            # The token travels. Certificates name their hosts, and are read there.
+            security = replace(security, api_key=security.token(), token_file=None)
+        self._settings = replace(settings, peers=network.peers, security=security)
+        self._shape = shape
+        self._membership = membership
+        self._release, self._scale, self._failed = release, scale, failed
+        self._beside = beside
+        self._moves = network.peers is not None
+        self._where = Where(not self._moves, section.node_resources, section.node_labels)
+        self._numbers = 0
+        self._supervisors: dict[str, GatewaySupervisor] = {}  # by their hosts' addresses
+        self._numbered: dict[str, int] = {}  # and the numbers of their gateways
+        self._broken: dict[str, TandemError] = {}  # hosts whose gateways were lost too often
+        self._retired: list[GatewaySupervisor] = []
+        self._again: dict[str, float] = {}  # hosts without a gateway: when to try again
+        self._counts = _Counts()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gateways", daemon=True)
+
+    def start(self) -> Sequence[GatewaySupervisor]:
+        """Begins to start one on each host that fits now. They have `ready`. NoRoom without such a host."""
+        (here,) = self._processes.hosts_for(Where(here=True))[:1]
+        hosts = self._hosts() if self._moves else self._hosts()[:1]
+        for address in sorted(hosts, key=lambda address: (address != here, address)):  # the launcher's own first
+            self._add(address, is_here=address == here)
+        if not self._supervisors:
+            raise NoRoom(f"no host has what gateway.nodes asks for: {self._where}")
+        return self.all
+
+    def watch(self) -> None:
+        """Once they serve: from now on gateways come and go with their hosts."""
+        if self._moves:
+            self._thread.start()
+
+    @property
+    def all(self) -> list[GatewaySupervisor]:
+        return list(self._supervisors.values())
+
+    @property
+    def addresses(self) -> list[GatewayAddresses]:
+        """Of those that are there, the launcher's host first. A wildcard stands for the host's own address."""
+        if not self._moves:
+            return [one.addresses for one in self.all]
+        return [_at(one.addresses, address) for address, one in self._supervisors.items()]
+
+    @property
+    def table(self) -> GatewayTable:
+        """What all processes count together. Valid until the end."""
+        return self._counts.table if self._moves else self.all[0].table
+
+    def stop(self, grace: float, drain_seconds: float | None) -> None:
+        """Ends all. grace: as GatewaySupervisor's. drain_seconds: as give_way's; None where no other takes over."""
+        self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        everyone = [*self.all, *self._retired]
+        for one in everyone:
+            one.grace = grace
+            if drain_seconds is not None:
+                one.give_way(drain_seconds)
+            one.stop()
+        for one in everyone:
+            one.join()
+
+    def _add(self, address: str, *, is_here: bool) -> None:
+        settings = self._settings if is_here and not self._moves else self._settings_on(address, is_here)
+        self._numbered[address] = self._numbers
+        self._numbers += 1
+        supervisor = GatewaySupervisor(
+            self._processes,
+            settings,
+            self._shape,
+            self._membership,
+            self._release,
+            self._scale,
+            settings.config.recovery,
+            self._failed if is_here else partial(self._broken.__setitem__, address),
+            self._beside,
+            is_here=is_here,
+        )
+        self._supervisors[address] = supervisor
+        supervisor.start()
+
+    def _settings_on(self, address: str, is_here: bool) -> GatewaySettings:
+        """What differs from host to host."""
+        settings, config = self._settings, self._settings.config
+        if not is_here:
+            gateway = config.gateway.model_copy(update={"host": _host_on(config.gateway.host, address)})
+            metrics = config.metrics.model_copy(update={"host": _host_on(config.metrics.host, address)})
+            config = config.model_copy(update={"gateway": gateway, "metrics": metrics})
+        return replace(settings, config=config, number=self._numbers, node=address)
+
+    def _hosts(self) -> Sequence[str]:
+        return self._processes.hosts_for(self._where)
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                hosts = self._hosts()
+            except Exception as error:  # Ray's: whether it is lost is seen to elsewhere
+                log.warning("which hosts there are is not known: %s", error)
+                continue
+            self._follow(hosts)
+            self._counts.look({self._numbered[address]: one for address, one in self._supervisors.items()})
+
+    def _follow(self, hosts: Sequence[str]) -> None:
+        (here,) = self._processes.hosts_for(Where(here=True))[:1]
+        for address, one in list(self._supervisors.items()):
+            error = self._broken.pop(address, None) or (one.ready.exception() if one.ready.done() else None)
+            if address in hosts and error is None:
+                continue
+            log.warning("the gateway on %s is gone: %s", address, error or "its host is")
+            self._again[address] = time.monotonic() + (AGAIN_SECONDS if error else 0.0)
+            self._retired.append(self._supervisors.pop(address))
+            one.retire()
+        self._retired = [one for one in self._retired if one.is_alive]
+        for address in hosts:
+            if address not in self._supervisors and time.monotonic() >= self._again.get(address, 0.0):
+                log.info("a gateway starts on %s", address)
+                self._add(address, is_here=address == here)
+
+
+class _Counts:
+    """What all hosts' processes count together, in a row as those of one host have it. Owned by the set's thread."""
+
+    def __init__(self) -> None:
+        self.table = GatewayTable(mmap.mmap(-1, table_bytes(1, 1)), 1, 1)
+        self._asked: dict[int, Future[HostCounts]] = {}
+        self._known: dict[int, HostCounts] = {}  # also of those that are gone: no count goes down
+
+    def look(self, gateways: dict[int, GatewaySupervisor]) -> None:
+        """Takes what they have answered since the last time, and asks again. By their numbers."""
+        for number, answer in list(self._asked.items()):
+            if answer.done():
+                if answer.exception() is None:
+                    self._known[number] = answer.result()
+                del self._asked[number]
+        for number, gateway in gateways.items():
+            if number not in self._asked and (answer := gateway.counts()) is not None:
+                self._asked[number] = answer
+        lasting = np.frombuffer(self.table.lasting(0), np.int64)
+        lasting[:] = sum((one.lasting for one in self._known.values()), np.zeros(LASTING_CELLS, np.int64))
+        self.table.put(Column.QUEUED, sum(one.queued for number, one in self._known.items() if number in gateways))
+
+
+def _host_on(host: str, address: str) -> str:
+    """What a gateway on the host of that address listens on, by what the launcher's listens on."""
+    return host if host in WILDCARDS or is_loopback(host) else address
+
+
+def _at(addresses: GatewayAddresses, node: str) -> GatewayAddresses:
+    def named(address: str | None) -> str | None:
+        host, _, port = (address or "").rpartition(":")
+        return f"{bracketed(node)}:{port}" if host.strip("[]") in WILDCARDS else address
+
+    return replace(
+        addresses, grpc=named(addresses.grpc) or "", http=named(addresses.http), metrics=named(addresses.metrics)
+    )

@@ -1,0 +1,39 @@
+"""Which of a Ray's nodes are chosen when one does not answer."""
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tandem.cluster.errors import NoRoom
+from tandem.cluster.processes import ray_nodes
+from tandem.cluster.processes.placement import ANYWHERE, Node, Where
+from tandem.cluster.processes.ray_nodes import choose_nodes
+
+CPUS = {"CPU": 4.0}
+NEED = [{"CPU": 1.0}]
+
+
+@pytest.fixture(autouse=True)
+def _nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of one, 127.0.0.2, the raylet is gone, and Ray does not know it yet."""
+    with socket.create_server(("127.0.0.3", 0)) as there, socket.create_server(("127.0.0.2", 0)) as gone:
+        port, lost = there.getsockname()[1], gone.getsockname()[1]
+        gone.close()
+        nodes = [Node("127.0.0.2", CPUS, CPUS, port=lost), Node("127.0.0.3", CPUS, {"CPU": 2.0}, port=port)]
+        monkeypatch.setattr(ray_nodes, "alive_nodes", lambda: nodes)
+        monkeypatch.setattr(ray_nodes, "own_address", lambda: "127.0.0.1")
+        yield
+
+
+def test_a_node_that_does_not_answer_is_passed_over() -> None:
+    assert choose_nodes(NEED, ANYWHERE, Counter(), time.monotonic() + 60) == ["127.0.0.3"]
+
+
+def test_a_node_that_must_be_chosen_and_does_not_answer_is_not_waited_for() -> None:
+    """Islands that are started again wait for their own places meanwhile."""
+    with pytest.raises(NoRoom, match=r"no answer from 127\.0\.0\.2"):
+        choose_nodes(NEED, Where(address="127.0.0.2"), Counter(), time.monotonic() + 3600)
+    assert choose_nodes(NEED, Where(address="127.0.0.3"), Counter(), time.monotonic() + 60) == ["127.0.0.3"]

@@ -1,0 +1,93 @@
+"""A client of several gateways, for other hosts. argv: a task, the gateways' addresses with commas between, and the CA.
+
+takes_over: one request begins at the first gateway, and each other one resumes it. Prints the tokens of a call that ran
+through, those that came over all calls, and how the calls that lost the request ended.
+beside: while a request of the first gateway runs, the second one is sent others. Prints whether one of them was decoded
+by another island.
+goes_on: prints `begun` when the first tokens are there, then all tokens, and the gateway that sent the last.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import grpc
+
+from tandem.cluster.client import Client
+from tandem.cluster.credentials import ClientSecurity
+from tandem.cluster.protocol import build_request
+from tandem.proto import inference_pb2, inference_pb2_grpc
+from tests.support.client_requests import GREEDY
+from tests.support.oracle import random_prompt
+
+PROMPT = random_prompt(50, 77)
+SHORT, LONG = 300, 1500
+RECEIVED = 5  # messages until the next call resumes the request
+
+
+def takes_over(addresses: list[str], security: ClientSecurity) -> dict[str, Any]:
+    credentials = security.credentials(addresses[0])
+    assert credentials is not None
+    stubs: list[Any] = [
+        security.authorize(inference_pb2_grpc.InferenceStub(grpc.secure_channel(one, credentials))) for one in addresses
+    ]
+
+    def call(stub: Any, received: list[int] | None = None) -> Any:
+        request = build_request(PROMPT, {**GREEDY, "max_tokens": SHORT, "seed": 1}, "mine")
+        if received is not None:
+            request.resume.CopyFrom(inference_pb2.Resume(token_ids=received))
+        return stub.Generate(request, timeout=60)
+
+    whole = [token for message in call(stubs[-1]) for token in message.token_ids]
+    calls, tokens = [call(stubs[0])], []
+    for stub in [*stubs[1:], None]:
+        tokens += [token for _ in range(RECEIVED) for token in next(calls[-1]).token_ids]
+        if stub is not None:
+            calls.append(call(stub, tokens))
+    tokens += [token for message in calls[-1] for token in message.token_ids]
+    ended: list[str] = []
+    for old in calls[:-1]:
+        try:
+            list(old)
+            ended.append("well")
+        except grpc.RpcError as error:
+            ended.append(f"{error.code().name}: {error.details()}")  # type: ignore[attr-defined]
+    return {"whole": whole, "tokens": tokens, "ended": ended}
+
+
+def goes_on(addresses: list[str], security: ClientSecurity) -> dict[str, Any]:
+    with Client(addresses, security) as client:
+        tokens: list[int] = []
+        sampling: Any = {**GREEDY, "max_tokens": LONG}
+        for update in client.generate(PROMPT, timeout=120, **sampling):
+            if not tokens:
+                print("begun", flush=True)
+            tokens += update.token_ids
+        return {"tokens": tokens, "address": client.address}
+
+
+def beside(addresses: list[str], security: ClientSecurity) -> bool:
+    def decoded(client: Client) -> dict[str, int]:
+        islands = client.cluster_info().islands
+        return {one.name: sum(worker.counters.decoded_tokens for worker in one.workers) for one in islands}
+
+    sampling: Any = {**GREEDY, "max_tokens": 2}
+    with Client(addresses[0], security) as first, Client(addresses[1], security) as second:
+        running = first.generate(PROMPT, timeout=60, **(sampling | {"max_tokens": LONG}))
+        for number, _ in enumerate(running):
+            before = decoded(second)
+            list(second.generate(random_prompt(20, 500 + number), timeout=60, **sampling))
+            after = decoded(second)
+            if sum(after[name] > before[name] for name in after) > 1:
+                return True
+    return False
+
+
+def main(task: str, addresses: str, ca: str) -> None:
+    tasks = {"takes_over": takes_over, "beside": beside, "goes_on": goes_on}
+    print(json.dumps(tasks[task](addresses.split(","), ClientSecurity(os.environ["TOKEN"], ca))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

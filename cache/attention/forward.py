@@ -1,6 +1,6 @@
 """A forward: what is asked for, what was planned of it, and how a model's layers attend in it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +16,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.tables import TokenLayout
+from tandem.cache.plan.temperature import Temperature
 
 if TYPE_CHECKING:
     from tandem.cache.attention.graph_buffers import GraphBuffers
@@ -50,7 +51,9 @@ class Attention:
     plans: Sequence[GroupPlan]
     layers: LayerIndex
     standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
+    locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
     ran: int = 0  # a bit for each layer
+    _factors: Tensor | None = None
 
     def attend(
         self,
@@ -85,6 +88,14 @@ class Attention:
         if len(self.groups) > 1 or not self.plans[0].captured:
             return None
         return self.groups[0].backend.step_pages(self.plans[0])
+
+    def temperatures(self, rule: Temperature) -> Tensor:
+        """See CachedAttention; a model has one rule."""
+        if self._factors is None:
+            if self.locate is None:
+                raise InvalidArgument("the forward knows no positions; PagedKVCache.begin makes one that does")
+            self._factors = rule.factors(self.locate())
+        return self._factors
 
     def check_complete(self) -> None:
         """InvalidArgument when a layer never ran."""

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.cache.attention.forward import Attention, LayerIndex
 from tandem.cache.attention.group_attention import GroupAttention
@@ -46,23 +47,26 @@ class GraphBuffers:
         self._rotations = rotations
         self._layers = layers
         self._page_size = page_size
-        sizes = _sizes(limits, len(groups), max_pages)
+        of_groups = [limits.in_chunks(group.chunk) for group in groups]
+        sizes = _sizes(limits, [group.chunk for group in groups], max_pages)
         self._arrays = FixedArrays(staging, sizes)
         self._fetch = partial(staging.fetch, FixedArrays.num_bytes(sizes))
         end = 1 + len(limits.inputs)
         self._positions, *self.inputs = self._arrays.tensors[:end]  # int64, those that the caller fills along
-        indptr, tables = (None, end) if limits.one_each else (self._arrays.tensors[end], end + 1)
+        count = 4 if limits.one_each and not limits.runs else 5
+        self._room = [own.num_sequences for own in of_groups]
         self._buffers = [
             group.backend.buffers(
-                limits if group.shares_in_graphs else limits.without_sharing(),
-                DeviceTables(*self._arrays.tensors[begin : begin + 4], qo_indptr=indptr),
+                own if group.shares_in_graphs else own.without_sharing(),
+                _device_tables(self._arrays.tensors[begin : begin + count], limits),
             )
-            for begin, group in zip(range(tables, len(sizes), 4), groups, strict=True)
+            for begin, group, own in zip(range(end, len(sizes), count), groups, of_groups, strict=True)
         ]
 
     @staticmethod
-    def num_bytes(limits: Limits, num_groups: int, max_pages: int) -> int:
-        return FixedArrays.num_bytes(_sizes(limits, num_groups, max_pages))
+    def num_bytes(limits: Limits, chunks: Sequence[int | None], max_pages: int) -> int:
+        """chunks: Span.chunk of each layer group."""
+        return FixedArrays.num_bytes(_sizes(limits, chunks, max_pages))
 
     @property
     def size(self) -> int:
@@ -79,19 +83,20 @@ class GraphBuffers:
             GroupPlan(own, rotation, num_tokens=self.size, stored=stored, captured=True)
             for own, rotation, stored in zip(self._buffers, self._rotations.at(self._positions), noted, strict=True)
         ]
-        return Attention(self._groups, plans, self._layers, None)
+        return Attention(self._groups, plans, self._layers, None, lambda: self._positions)
 
     def clear(self) -> None:
         """Makes all rows of a decode step padding. Of prompts: as many tokens as there may be, of a sequence that
         stores nothing and reads page 0 again and again."""
         count, nothing = 0 if self.limits.one_each else -(-self.size // self._page_size), np.empty(0, np.int64)
-        tokens = lay_out_tokens(nothing, nothing)
+        tokens = lay_out_tokens(nothing, nothing).apart()
         tables = replace(NO_TABLES, kv_indptr=np.zeros(1, np.int32))
         if count:
             tokens = lay_out_tokens(np.zeros(1, np.int64), np.array([self.size]))
             tables = look_up_pages(np.zeros((1, count), np.int32), np.zeros(1, np.int64), tokens, self._page_size)
             tables = replace(tables, slot_mapping=np.full(self.size, SKIP_SLOT, np.int32))
-        self.prepare(tokens, [tables] * len(self._groups), [nothing] * len(self.inputs))
+        groups = len(self._groups)
+        self.prepare([tokens] * groups, [tables] * groups, [nothing] * len(self.inputs))
         self._arrays.send()
 
     def takes_shared(self, shared: Sequence[SharedPrefixes | None]) -> bool:
@@ -101,28 +106,34 @@ class GraphBuffers:
             for group, buffers, one in zip(self._groups, self._buffers, shared, strict=True)
         )
 
-    def prepare(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
+    def prepare(
+        self, layouts: Sequence[TokenLayout], tables: Sequence[PageTables], inputs: Sequence[Int64Array]
+    ) -> None:
         """The forward that the next replay computes, once send() ends this; none that shares its staging is prepared
-        between. inputs: the first elements of those of the buffers."""
-        limits = self.limits
-        missing = limits.num_tokens - tokens.positions.size
+        between. layouts, tables: of each layer group, see GroupAttention.split. inputs: the first elements of those of
+        the buffers."""
+        limits, positions = self.limits, layouts[0].positions
+        missing = limits.num_tokens - positions.size
         if limits.one_each:
             tables = [pad_tables(one, missing, missing, 1) for one in tables] if missing else tables
         else:
-            absent = limits.num_sequences - tokens.seq_lens.size
-            tokens = replace(tokens, qo_indptr=pad(tokens.qo_indptr, absent, int(tokens.qo_indptr[-1])))
-            tables = [pad_tables(one, missing, absent, 0) for one in tables]
+            absent = [room - one.seq_lens.size for room, one in zip(self._room, layouts, strict=True)]
+            layouts = [pad_layout(one, count) for one, count in zip(layouts, absent, strict=True)]
+            tables = [pad_tables(one, missing, count, 0) for one, count in zip(tables, absent, strict=True)]
             self._arrays.open()  # a plan's own copies come before these: what a backend copied last is gone, too
-        for group, buffers, one in zip(self._groups, self._buffers, tables, strict=True):
+        for group, buffers, tokens, one in zip(self._groups, self._buffers, layouts, tables, strict=True):
             group.backend.plan(tokens, one, buffers)
-        arrays: list[np.ndarray] = [tokens.positions, *inputs]
+        arrays: list[np.ndarray] = [positions, *inputs]
         if missing or not limits.one_each:
             widths = limits.num_tokens, *limits.inputs
             arrays = [pad(one, width - one.size, 0) for one, width in zip(arrays, widths, strict=True)]
-        if not limits.one_each:
-            arrays.append(tokens.qo_indptr)
-        for one in tables:
+        for tokens, one in zip(layouts, tables, strict=True):
             arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
+            if limits.runs:
+                assert tokens.preceding is not None, "rows of a verify step stand apart"
+                arrays.append(pad(tokens.preceding, missing, 0))
+            elif not limits.one_each:
+                arrays.append(tokens.qo_indptr)
         self._arrays.prepare(arrays)
 
     def send(self, inputs: Sequence[Int64Array] = ()) -> None:
@@ -143,7 +154,8 @@ def make_graph_buffers(
     fit = [] if rotations.by_length else [one for one in limits if _fits(one, groups, max_pages * page_size)]
     if not fit:
         return []
-    num_bytes = max(GraphBuffers.num_bytes(one, len(groups), max_pages) for one in fit)
+    chunks = [group.chunk for group in groups]
+    num_bytes = max(GraphBuffers.num_bytes(one, chunks, max_pages) for one in fit)
     staging = (FetchedStaging if fit[0].one_each else CopiedStaging)(num_bytes, rotations.device)
     return [
         GraphBuffers(one, groups, rotations, layers, max_pages=max_pages, page_size=page_size, staging=staging)
@@ -153,11 +165,19 @@ def make_graph_buffers(
 
 def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> bool:
     if limits.one_each:
-        able = all(group.backend.capabilities.step_graphs for group in groups)
+        capabilities = [group.backend.capabilities for group in groups]
+        able = all(one.verify_graphs if limits.runs else one.step_graphs for one in capabilities)
         return able and (not limits.sharing or any(group.shares_in_graphs for group in groups))
-    count, heads = limits.num_sequences, limits.num_q_heads
-    largest = min(count * max_length, *(group.backend.largest_prompt(count, heads) for group in groups))
-    return limits.num_tokens <= largest
+    counts = [limits.in_chunks(group.chunk).num_sequences for group in groups]
+    largest = (
+        group.backend.largest_prompt(count, limits.num_q_heads) for group, count in zip(groups, counts, strict=True)
+    )
+    return limits.num_tokens <= min(limits.num_sequences * max_length, *largest)
+
+
+def pad_layout(tokens: TokenLayout, sequences: int) -> TokenLayout:
+    """`sequences` more without a token."""
+    return replace(tokens, qo_indptr=pad(tokens.qo_indptr, sequences, int(tokens.qo_indptr[-1])))
 
 
 def pad_tables(tables: PageTables, tokens: int, sequences: int, pages: int) -> PageTables:
@@ -178,11 +198,23 @@ def pad(array: IntArray, count: int, value: int) -> IntArray:
     return np.concatenate((array, np.full(count, value, array.dtype))) if count else array
 
 
-def _sizes(limits: Limits, num_groups: int, max_pages: int) -> list[ArraySize]:
-    """Positions and inputs, and qo_indptr unless it is known; for each group slots, kv_indptr, kv_last_page_len and
-    kv_indices."""
-    tokens, sequences = limits.num_tokens, limits.num_sequences
-    of_group = [tokens, sequences + 1, sequences, sequences * max_pages]
-    indptr = [] if limits.one_each else [(sequences + 1, torch.int32)]
-    heads = [(count, torch.int64) for count in (tokens, *limits.inputs)]
-    return heads + indptr + [(count, torch.int32) for count in of_group] * num_groups
+def _sizes(limits: Limits, chunks: Sequence[int | None], max_pages: int) -> list[ArraySize]:
+    """Positions and inputs; for each group slots, kv_indptr, kv_last_page_len and kv_indices, then qo_indptr unless it
+    is known, or `preceding` of a verify step."""
+    tokens = limits.num_tokens
+    sizes: list[ArraySize] = [(count, torch.int64) for count in (tokens, *limits.inputs)]
+    for chunk in chunks:
+        sequences = limits.in_chunks(chunk).num_sequences
+        of_group = [tokens, sequences + 1, sequences, sequences * max_pages]
+        if limits.runs:
+            of_group.append(sequences)
+        elif not limits.one_each:
+            of_group.append(sequences + 1)
+        sizes += [(count, torch.int32) for count in of_group]
+    return sizes
+
+
+def _device_tables(arrays: Sequence[Tensor], limits: Limits) -> DeviceTables:
+    """Of one group, in the order of _sizes()."""
+    four, fifth = arrays[:4], arrays[4] if len(arrays) > 4 else None
+    return DeviceTables(*four, preceding=fifth) if limits.runs else DeviceTables(*four, qo_indptr=fifth)

@@ -15,6 +15,7 @@ from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
+from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.stored_layers import StoredLayers
@@ -32,15 +33,21 @@ class GroupAttention:
     table: GroupTable
     writer: PageWriter | None
     stored: StoredLayers | None  # on a GPU, where what the group stores may be sent
+    chunk: int | None = None  # see Span.chunk
 
     def __post_init__(self) -> None:
-        self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing)
-        self.tables = PageLookUp(self.table)
+        # Chunks end what sequences have in common.
+        self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing if self.chunk is None else None)
+        self.tables = PageLookUp(self.table, self.chunk)
 
     @property
     def shares_in_graphs(self) -> bool:
         can = self.backend.capabilities
-        return can.sharing_graphs and can.sharing is not None
+        return can.sharing_graphs and self.prefixes.rule is not None
+
+    def split(self, rows: Int64Array, tokens: TokenLayout) -> tuple[Int64Array, TokenLayout]:
+        """The sequences of a forward as the group's kernels take them: see split_by_chunks."""
+        return (rows, tokens) if self.chunk is None else split_by_chunks(rows, tokens, self.chunk)
 
     def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
         """The tables of sequences with one new token each, without the pages that segments of their `shared` cover."""
@@ -61,6 +68,7 @@ class GroupAttention:
         shared = None
         if self.prefixes.rule is not None:
             shared = self.prefixes.find(rows, tokens.seq_lens, able_to_share(tokens, sliding))
+        rows, tokens = self.split(rows, tokens)
         tables = self.tables.look_up(rows, tokens, shared)
         own = self.backend.plan(tokens, tables)
         if sends and self.backend.capabilities.pushes:

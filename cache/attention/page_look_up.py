@@ -19,22 +19,33 @@ POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 class _Table(ctypes.Structure):
     """Table of page_tables.c."""
 
-    _fields_ = (("pages", POINTER), ("begins", POINTER), ("max_pages", INT64), ("page_size", INT32), ("unused", INT32))
+    _fields_ = (
+        ("pages", POINTER),
+        ("begins", POINTER),
+        ("max_pages", INT64),
+        ("page_size", INT32),
+        ("chunk_pages", INT32),
+    )
 
 
 class PageLookUp:
-    """Looks up rows of `table`."""
+    """Looks up rows of `table`. chunk: see Span.chunk; a row may hold pages before the chunk that it ends in."""
 
-    def __init__(self, table: GroupTable) -> None:
+    def __init__(self, table: GroupTable, chunk: int | None = None) -> None:
         self._table = table
+        self._chunk_pages = 0 if chunk is None else chunk // table.page_size
         library = load_short_calls(SOURCE)
-        self._native = None if library is None else _NativeLookUp(library, table)
+        self._native = None if library is None else _NativeLookUp(library, table, self._chunk_pages)
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
-        """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
+        """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`. With chunks
+        the tokens of each are those of one chunk, see split_by_chunks."""
         if self._native is not None:
             return self._native.look_up(rows, tokens, shared)
         table, begins = self._table, self._table.begins[rows]
+        if self._chunk_pages:
+            ends = (tokens.seq_lens.astype(np.int64) - 1) // table.page_size
+            begins = ends - ends % self._chunk_pages
         return look_up_pages(table.pages, rows, tokens, table.page_size, begins if begins.any() else None, shared)
 
     def sliding_slots(
@@ -52,9 +63,9 @@ class PageLookUp:
 class _NativeLookUp:
     """As PageLookUp, of whose table it reads the pages and begins where they stand."""
 
-    def __init__(self, library: ctypes.PyDLL, table: GroupTable) -> None:
+    def __init__(self, library: ctypes.PyDLL, table: GroupTable, chunk_pages: int) -> None:
         width, page_size = table.pages.shape[1], table.page_size
-        self._table = _Table(address_of(table.pages), address_of(table.begins), width, page_size)
+        self._table = _Table(address_of(table.pages), address_of(table.begins), width, page_size, chunk_pages)
         self._address = ctypes.addressof(self._table)
         self._look_up, self._sliding_slots = library.look_up, library.stream_slots
         self._look_up.argtypes = (POINTER, INT32, *(POINTER,) * 3, INT32, POINTER, INT64)

@@ -54,6 +54,10 @@ class Rotations:
         """Per group the rotation of positions, int64 [T] on any device; not by_length."""
         return self._to_groups([None if one is None else one.rotation(positions) for one in self._embeddings])
 
+    def locate(self, tokens: TokenLayout) -> Tensor:
+        """int64 [T], on the device: where each token stands in its text."""
+        return upload([tokens.rope_positions], self.device)[0]
+
     def plan(
         self,
         tokens: TokenLayout,

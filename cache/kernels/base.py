@@ -31,6 +31,7 @@ class Capabilities:
     sharing: SharingRule | None = None  # when sequences read shared pages once for all; None: never
     step_graphs: bool = False  # decode steps in graph buffers
     sharing_graphs: bool = False  # decode steps whose sequences share pages, in graph buffers
+    verify_graphs: bool = False  # verify steps in graph buffers
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,19 @@ class Limits:
     num_sequences: int
     num_q_heads: int
     inputs: tuple[int, ...]  # elements of each int64 array that the caller fills along
-    one_each: bool  # a decode step: each sequence has one new token
+    one_each: bool  # a decode step: each sequence, or row of a verify step, has one new token
     sharing: bool = False  # sequences that share pages attend to them together
+    runs: bool = False  # a verify step: neighbouring rows may be new tokens of one sequence
 
     @classmethod
     def of_step(cls, size: int, num_q_heads: int, num_inputs: int, *, sharing: bool = False) -> "Limits":
         """A decode step of up to `size` sequences. Each of num_inputs arrays has an element a sequence."""
         return cls(size, size, num_q_heads, (size,) * num_inputs, one_each=True, sharing=sharing)
+
+    @classmethod
+    def of_verification(cls, size: int, num_q_heads: int, num_inputs: int) -> "Limits":
+        """A verify step of up to `size` tokens. Each of num_inputs arrays has an element a token."""
+        return cls(size, size, num_q_heads, (size,) * num_inputs, one_each=True, runs=True)
 
     @classmethod
     def of_prompts(cls, size: int, num_sequences: int, num_q_heads: int) -> "Limits":
@@ -57,6 +64,14 @@ class Limits:
     def without_sharing(self) -> "Limits":
         return replace(self, sharing=False)
 
+    def in_chunks(self, chunk: int | None) -> "Limits":
+        """Of a layer group whose prompts become a sequence for each chunk of so many positions, see split_by_chunks:
+        any of them may cross a border, and a long one more than that. None: they do not."""
+        if chunk is None or self.one_each:
+            return self
+        most = 2 * self.num_sequences + self.num_tokens // chunk
+        return replace(self, num_sequences=min(most, self.num_tokens))
+
 
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
@@ -65,6 +80,8 @@ class DeviceTables:
     slots: int32 [T], negative for a token that is not stored. kv_indptr int32 [B + 1], kv_last_page_len int32 [B],
     kv_indices int32, as many as can be needed. qo_indptr: int32 [B + 1], the sequences' tokens; those from qo_indptr[B]
     on are padding. None: each sequence has one.
+    preceding: int32 [B], of a verify step: how many of the rows right before a row are earlier new tokens of the same
+    sequence. None: each row is of another sequence.
     """
 
     slots: Tensor
@@ -72,6 +89,7 @@ class DeviceTables:
     kv_last_page_len: Tensor
     kv_indices: Tensor
     qo_indptr: Tensor | None = None
+    preceding: Tensor | None = None
 
 
 EMPTY = np.empty(0, np.int32)

@@ -1,6 +1,7 @@
 """The forward face of a cache: what a forward needs, from its batch to what it sent."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -26,7 +27,8 @@ class ForwardCalls(Parts):
         """Grows the batch's sequences and plans the forward that computes the new positions.
 
         buffers: are filled with the forward; it pushes nothing, takes no token trees and no sequence that slides.
-        inputs: the first elements of those of the buffers, int64. What the forward before sees of a decode step's
+        Those of a verify step take several new positions of a sequence, as rows of their own. inputs: the first
+        elements of those of the buffers, int64. What the forward before sees of a decode step's
         sequences stays, for that forward may still run.
         """
         sequences, given = ids_of(batch.seq_ids), batch.append_lengths
@@ -34,7 +36,10 @@ class ForwardCalls(Parts):
         if buffers is not None:
             self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
             rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
-            self._prepare(buffers, rows, tokens, inputs)
+            if buffers.limits.runs:
+                self._prepare(buffers, rows[tokens.owners], tokens.apart(), inputs)
+            else:
+                self._prepare(buffers, rows, tokens, inputs)
             buffers.send()
             standing = None if buffers.limits.one_each else self._table.standing(rows)
             return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
@@ -49,7 +54,8 @@ class ForwardCalls(Parts):
             for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
         )
         standing = self._table.standing(rows)
-        return Forward(sequences, tokens, Attention(self._groups, plans, self._layers, standing), sent, standing)
+        attention = Attention(self._groups, plans, self._layers, standing, partial(self._rotations.locate, tokens))
+        return Forward(sequences, tokens, attention, sent, standing)
 
     def commit(self, forward: Forward) -> None:
         """All layers of the forward were launched: what it had to send counts as issued.
@@ -86,7 +92,8 @@ class ForwardCalls(Parts):
         node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
         later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
         sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
-        nodes. Sequences that slide or are being sent take no trees.
+        nodes. Sequences that slide or are being sent take no trees. In layers that attend in chunks a tree has to end
+        within its chunk.
         """
         return self.begin(Batch(seq_ids, append_lengths, rope_lengths, token_tree_parents, push))
 
@@ -165,7 +172,9 @@ class ForwardCalls(Parts):
     ) -> None:
         sharing = buffers.limits.sharing
         look_ups = [group.look_up_apart if sharing else group.tables.look_up for group in self._groups]
-        buffers.prepare(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
+        parts = [group.split(rows, tokens) for group in self._groups]
+        tables = [look_up(*part) for look_up, part in zip(look_ups, parts, strict=True)]
+        buffers.prepare([layout for _, layout in parts], tables, inputs)
 
     def _check_owner(self, forward: Forward) -> None:
         if forward.standing is not None and forward.standing.table is not self._table:
@@ -181,11 +190,11 @@ class ForwardCalls(Parts):
     ) -> None:
         count, total = len(sequences), appends.size if batch.append_lengths is None else int(appends.sum())
         room = limits.num_sequences, limits.num_tokens
-        if count > room[0] or total > room[1] or (limits.one_each and count != total):
+        if count > room[0] or total > room[1] or (limits.one_each and not limits.runs and count != total):
             raise InvalidArgument(f"the batch has {count} sequences and {total} tokens; the buffers are {limits}")
         shapes = [array.shape for array in inputs]
         if limits.one_each:
-            fit = shapes == [(count,)] * len(limits.inputs)
+            fit = shapes == [(total,)] * len(limits.inputs)
         else:
             fit = shapes[:1] == [(total,)] and len(shapes) == 2 and inputs[1].size <= limits.num_sequences
         if not fit:

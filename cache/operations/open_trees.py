@@ -23,6 +23,7 @@ class OpenTrees:
     def __init__(self, table: SequenceTable, pages: SequencePages, marks: SendMarks, groups: LayerGroups) -> None:
         self._table, self._pages, self._marks = table, pages, marks
         self._backends = [group.backend for group in groups]
+        self._chunks = [group.chunk for group in groups]
         self._parents: dict[int, Int64Array] = {}
 
     def check_closed(self, sequence: int) -> None:
@@ -60,7 +61,10 @@ class OpenTrees:
             if nodes.size != int(appends[index]):
                 raise InvalidArgument(f"{name} has {nodes.size} entries; append_lengths[{index}] is {appends[index]}")
             self._check_can_open(sequence)
-            trees[sequence] = extend_tree(self._parents.get(sequence, NO_NODES), nodes, name)
+            tree = self._parents.get(sequence, NO_NODES)
+            trees[sequence] = extend_tree(tree, nodes, name)
+            base = int(self._table.lengths[self._table.row(sequence)]) - tree.size
+            self._check_chunks(name, base, trees[sequence].size)
         return trees
 
     def bases(self, seq_ids: tuple[int, ...], lengths: Int64Array) -> Int64Array:
@@ -99,6 +103,16 @@ class OpenTrees:
         for sequence, row, base, path in zip(seq_ids, rows, bases, paths, strict=True):
             del self._parents[sequence]
             self._pages.cut(int(row), int(base) + path.size)
+
+    def _check_chunks(self, name: str, base: int, num_nodes: int) -> None:
+        """A node is stored behind those before it, wherever in the text it stands: all have to see one chunk."""
+        for group, chunk in enumerate(self._chunks):
+            room = num_nodes if chunk is None else chunk - base % chunk
+            if num_nodes > room:
+                raise InvalidArgument(
+                    f"{name} makes a tree of {num_nodes} nodes behind {base} positions; layer group {group} keeps "
+                    f"chunks of {chunk}, so at most {room} nodes are accepted"
+                )
 
     def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
         tree = self._parents.get(sequence)

@@ -101,6 +101,8 @@ class PrefixIndex:
             if entry == NO_PAGE and not bounded:
                 break
             found.append(entry)
+        while found and found[-1] == NO_PAGE:  # what a chunk begins behind is needed by nobody, known or not
+            found.pop()
         entries = np.array(found, np.int64)
         pages = np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
         length, begins = self._longest(pages)

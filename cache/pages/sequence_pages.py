@@ -148,7 +148,8 @@ class SequencePages:
         """Shortens a row to `length`; what it has reserved stays, and becomes its own. OutOfPages changes nothing."""
         self.check_held("the sequence", row, length)
         reserved, used = int(self._table.reserved_ends[row]), -(-length // self._page_size)
-        owned = [group.plan_ownership(row, length, reserved) for group in self._groups]
+        # It takes no page for those that the prefix index shares by now: these come back when they leave the window.
+        owned = [group.plan_ownership(row, length, min(reserved, int(group.table.ends[row]))) for group in self._groups]
         self._own(row, owned)
         ends = [max(used, change.end) for change in owned]
         self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))

@@ -67,6 +67,11 @@ class KVLayout:
                 integer(f"{name} of group {index}", getattr(group, name), least=1)
             if not isinstance(group.keeps, Span):
                 raise InvalidArgument(f"keeps of group {index} is {group.keeps!r}; a Span is accepted, as {ALL}")
+            if group.keeps.chunk is not None and group.keeps.chunk % self.page_size:
+                raise InvalidArgument(
+                    f"keeps of group {index} is chunks of {group.keeps.chunk} positions; a multiple of page_size, "
+                    f"{self.page_size}, is accepted"
+                )
             _check_latent(index, group)
         if self.scales is not None:
             heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}

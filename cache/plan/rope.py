@@ -61,8 +61,6 @@ class RopeParameters:
                 raise InvalidArgument(f"rotary_dim is {self.rotary_dim}; rope_type 'dynamic' needs at least 4")
         if self.rope_type == "llama3":
             self._require("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-            if self.low_freq_factor == self.high_freq_factor:
-                raise InvalidArgument(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
         if self.rope_type == "yarn":
             self._require("original_max_position_embeddings")
             if self.theta == 1:
@@ -243,6 +241,8 @@ def _llama3(parameters: RopeParameters, inv_freq: Tensor) -> Tensor:
     assert length is not None
     wavelength = 2 * math.pi / inv_freq
     stretched = torch.where(wavelength > length / low, inv_freq / factor, inv_freq)
+    if low == high:  # nothing lies between, as in Llama 4
+        return stretched
     smooth = (length / wavelength - low) / (high - low)
     between = ~(wavelength < length / high) & ~(wavelength > length / low)
     return torch.where(between, (1 - smooth) * stretched / factor + smooth * stretched, stretched)

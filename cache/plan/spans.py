@@ -24,6 +24,11 @@ class Span(ABC):
         """How many positions a query sees, its own included, as attention kernels take it; None: all before it."""
         return None
 
+    @property
+    def chunk(self) -> int | None:
+        """How many positions a chunk has, where a query sees only those of its own chunk; None elsewhere."""
+        return None
+
     @abstractmethod
     def first_needed(self, queries: Int64Array) -> Int64Array:
         """int64 [n]: the first entry that a query at each position of `queries` (int64 [n]), or after it, needs."""
@@ -82,6 +87,33 @@ class Window(Span):
         before = -(-(self.size - 1) // page_size)  # the page that the first query stands in
         grown = (page_size - 2 + max(longest_append, 1)) // page_size + 1  # it, and what follows if it is nearly full
         return min(-(-num_tokens // page_size), before + grown)
+
+
+@dataclass(frozen=True)
+class Chunk(Span):
+    """A query at p needs the entries of its chunk up to its own: ⌊p / size⌋ · size … p (transformers' chunked
+    attention). A chunk is some whole pages.
+
+    InvalidArgument unless size is an integer of at least 1.
+    """
+
+    size: int
+
+    drops_past = True
+
+    def __post_init__(self) -> None:
+        integer("size of the chunk", self.size, least=1)
+
+    @property
+    def chunk(self) -> int:
+        return self.size
+
+    def first_needed(self, queries: Int64Array) -> Int64Array:
+        return queries - queries % self.size
+
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+        reached = self.size - 1 + max(longest_append, 1)  # from the start of the chunk that the first query ends
+        return min(-(-num_tokens // page_size), -(-reached // page_size))
 
 
 ALL = All()

@@ -19,7 +19,7 @@ class TokenLayout:
     qo_indptr: int32 [B + 1], tokens qo_indptr[i] … qo_indptr[i + 1] - 1 are those of sequence i.
     seq_lens: int32 [B], positions stored of each sequence after the append. positions: int32 [T], among those.
     owners: int64 [T], the sequence, 0 … B - 1, of each token. trees: whose new tokens are nodes of trees, which do not
-    see all positions before their own; None where nobody's are.
+    see all positions before their own; None where nobody's are. preceding: int32 [B], see apart(); else None.
     """
 
     qo_indptr: Int32Array
@@ -27,6 +27,17 @@ class TokenLayout:
     positions: Int32Array
     owners: Int64Array
     trees: TokenTrees | None = None
+    preceding: Int32Array | None = None
+
+    def apart(self) -> "TokenLayout":
+        """Each token as a sequence of its own, that ends with it. `preceding` says how many of the tokens right before
+        it are of its sequence."""
+        count = self.positions.size
+        first = self.positions[self.qo_indptr[self.owners]]
+        indptr = np.arange(count + 1, dtype=np.int32)
+        return TokenLayout(
+            indptr, self.positions + np.int32(1), self.positions, np.arange(count), preceding=self.positions - first
+        )
 
     @property
     def each_one(self) -> bool:

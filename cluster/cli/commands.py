@@ -44,6 +44,7 @@ Family = Literal[
     "gemma3_text",
     "gpt_oss",
     "llama",
+    "llama4",
     "mistral",
     "mixtral",
     "phi3",

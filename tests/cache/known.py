@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
-from tests.cache.naive import run_layer
+from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
+from tests.cache.naive import first_seen, run_layer
 from tests.cache.oracle import MAX_POSITIONS
 
 LONGEST, LONGEST_STREAM = 30, 300
@@ -148,6 +148,14 @@ class Side:
         most, longest = known.reserved
         return len(known.nodes) + count <= longest and (known.stream is not None or known.length + count <= most)
 
+    def leaves_chunk(self, sequence: int, count: int, parents: list[int] | None) -> bool:
+        """Whether `count` more nodes do not fit into the chunk that their tree begins in."""
+        if parents is None:
+            return False
+        base, length = len(self.known[sequence].ids), self.known[sequence].length
+        chunks = [group.keeps.chunk for group in self.cache.layout.groups]
+        return any(base // chunk != (length + count - 1) // chunk for chunk in chunks if chunk is not None)
+
     def overtakes(self, sequence: int, count: int) -> bool:
         """Whether a stream that has not sent what it holds would grow beyond the end of its map."""
         known = self.known[sequence]
@@ -159,8 +167,8 @@ class Side:
 
     def first_page_indexes(self, query: int) -> list[int]:
         size = self.cache.layout.page_size
-        windows = [group.keeps.window or MAX_POSITIONS for group in self.cache.layout.groups]
-        return [max(query // size * size - window + 1, 0) // size for window in windows]
+        spans = [group.keeps for group in self.cache.layout.groups]
+        return [max(first_seen(span, query // size * size), 0) // size for span in spans]
 
     def can_be_cut(self, sequence: int, length: int) -> bool:
         """Whether the windows at `length` show nothing that is gone."""
@@ -180,11 +188,28 @@ def check_tables(cache: PagedKVCache, plan: Forward) -> None:
     for name in ("qo_indptr", "seq_lens", "positions", "owners"):
         assert_same(getattr(plan.tokens, name), getattr(tokens, name))
     for index, (group, planned) in enumerate(zip(table.groups, plan.attention.plans, strict=True)):
-        begins = group.begins[rows] if cache.layout.groups[index].keeps.drops_past else None
-        tables = look_up_pages(group.pages, rows, tokens, size, begins)
+        keeps = cache.layout.groups[index].keeps
+        parts = part_tokens(tokens, keeps.chunk or MAX_POSITIONS)
+        of = rows[[sequence for sequence, _, _ in parts]]
+        begins = group.begins[of] if keeps.drops_past else None
+        if keeps.chunk is not None:
+            begins = np.array([begin // keeps.chunk * keeps.chunk // size for _, begin, _ in parts])
+        lengths, counts = np.array([[begin, end - begin] for _, begin, end in parts]).T
+        tables = look_up_pages(group.pages, of, lay_out_tokens(lengths, counts), size, begins)
         for name in ("slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_lens"):
             assert_same(getattr(planned.tables, name), getattr(tables, name))
         assert not cache._pools.allocators[index].are_shared(planned.tables.slot_mapping // size).any()
+
+
+def part_tokens(tokens: TokenLayout, chunk: int) -> list[tuple[int, int, int]]:
+    """A sequence's number, and the positions begin … end - 1 of new tokens in one chunk, of all in their order."""
+    parts: list[tuple[int, int, int]] = []
+    for sequence, position in zip(tokens.owners.tolist(), tokens.positions.tolist(), strict=True):
+        if parts and parts[-1][0] == sequence and position % chunk:
+            parts[-1] = (sequence, parts[-1][1], position + 1)
+        else:
+            parts.append((sequence, position, position + 1))
+    return parts
 
 
 def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
-from tandem.cache.plan.spans import span_of
+from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 
 QUERY_HEADS = 4
 HEAD_DIM = 8
@@ -56,8 +57,20 @@ def up_projections(rank: int, dtype: torch.dtype = torch.float32) -> UpProjectio
 
 def windowed(layout: KVLayout, *windows: int | None) -> KVLayout:
     """The layout with these windows in its groups."""
-    groups = zip(layout.groups, windows, strict=True)
-    return replace(layout, groups=tuple(replace(group, keeps=span_of(window)) for group, window in groups))
+    return spanned(layout, *map(span_of, windows))
+
+
+def spanned(layout: KVLayout, *spans: Span) -> KVLayout:
+    """The layout whose groups keep these."""
+    groups = zip(layout.groups, spans, strict=True)
+    return replace(layout, groups=tuple(replace(group, keeps=keeps) for group, keeps in groups))
+
+
+def first_seen(span: Span, query: Any) -> Any:
+    """The first position that a query at `query`, an integer or integers, sees, by the definition of each span."""
+    if isinstance(span, Chunk):
+        return query // span.size * span.size
+    return query * 0 if span.window is None else query - span.window + 1
 
 
 def cache_of(
@@ -169,12 +182,12 @@ class NaiveCache:
     def __post_init__(self) -> None:
         kinds = [self.rope] * len(self.layout.groups) if isinstance(self.rope, RopeParameters) else self.rope
         self._rotaries: dict[int, RotaryEmbedding | None] = {}
-        self._windows: dict[int, int | None] = {}
+        self._spans: dict[int, Span] = {}
         self._ranks = {layer: group.latent_rank for layer, group in groups_by_layer(self.layout).items()}
         for group, rope in zip(self.layout.groups, kinds, strict=True):
             embedding = RotaryEmbedding(rope, MAX_LENGTH, "cpu", torch.float64) if rope.rope_type != "none" else None
             self._rotaries.update(dict.fromkeys(group.layers, embedding))
-            self._windows.update(dict.fromkeys(group.layers, group.keeps.window))
+            self._spans.update(dict.fromkeys(group.layers, group.keeps))
 
     def add(self, sequence: int) -> None:
         groups = [group for _, group in sorted(groups_by_layer(self.layout).items())]
@@ -218,7 +231,7 @@ class NaiveCache:
             self._rotated(layer, q.double(), positions),
             keys,
             values,
-            window=self._windows[layer],
+            span=self._spans[layer],
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
@@ -274,7 +287,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     *,
-    window: int | None = None,
+    span: Span = ALL,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -287,7 +300,7 @@ def attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     own, others = torch.arange(length - count, length)[:, None], torch.arange(length)
-    hidden = (others > own) | (others <= own - (length if window is None else window))
+    hidden = (others > own) | (others < first_seen(span, own))
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, count, 1)), -1)

@@ -14,7 +14,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
-from tests.cache.naive import LATENT_HEADS, expand_latents
+from tests.cache.naive import LATENT_HEADS, expand_latents, first_seen
 
 NUM_TOKENS = 512  # kinds of tokens
 MAX_POSITIONS = 64
@@ -105,10 +105,7 @@ class Oracle:
         last = ids[np.arange(len(texts)), lengths - 1]
         outputs = []
         for layer, group in enumerate(self._groups):
-            window = group.keeps.window
-            hidden = positions >= lengths[:, None]
-            if window is not None:
-                hidden |= positions < lengths[:, None] - window
+            hidden = (positions >= lengths[:, None]) | (positions < first_seen(group.keeps, lengths[:, None] - 1))
             q = self.rotated_q[layer][last, lengths - 1]
             k, v = self.rotated_k[layer][ids, positions], self.v[layer][ids]
             if group.latent_rank is not None:

@@ -230,6 +230,11 @@ class Program:
         added = [self.draw_ids(count) for count in counts]
         inputs = self.oracle.inputs([id_ for ids in added for id_ in ids])
         free = side.cache.num_free_pages
+        if any(map(side.leaves_chunk, batch, counts, parents)):
+            with pytest.raises(InvalidArgument, match=r"keeps chunks of .* nodes are accepted"):
+                side.forward(batch, counts, inputs, parents, self._sinks)
+            self.count("trees across chunks refused")
+            return
         if any(map(side.overtakes, batch, counts)):
             with pytest.raises(InvalidArgument, match="up to the end of its position map"):
                 side.forward(batch, counts, inputs, parents, self._sinks)

@@ -4,7 +4,8 @@ import torch
 
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.plan.layout import KVLayout, LayerGroup
-from tests.cache.naive import HEAD_DIM, ROPE, windowed
+from tandem.cache.plan.spans import ALL, Chunk
+from tests.cache.naive import HEAD_DIM, ROPE, spanned, windowed
 from tests.cache.oracle import Setting
 
 PLAIN = KVLayout((LayerGroup((1,), 1, HEAD_DIM), LayerGroup((0,), 2, HEAD_DIM)), 4, torch.float32)
@@ -18,5 +19,7 @@ SETTINGS = {
     "page of 1, softcap and sinks": Setting(ONE_GROUP, ROPE, softcap=2.0, sinks=SINKS),
     "latents": Setting(LATENTS, ROPE),
     "window of 7": Setting(windowed(PLAIN, None, 7), ROPE, sinks=SINKS),
+    "chunks of 8": Setting(spanned(PLAIN, ALL, Chunk(8)), ROPE, sinks=SINKS),
+    "chunks of 4 and 12": Setting(spanned(PLAIN, Chunk(4), Chunk(12)), ROPE, kernels=TorchKernels),
     "windows of 4 and 13": Setting(windowed(PLAIN, 4, 13), ROPE, softcap=2.0),
 }

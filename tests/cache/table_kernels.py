@@ -25,7 +25,7 @@ class TableKernels(TorchKernels):
 
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         super().__init__(pool, scoring, fp8)
-        self.capabilities = replace(self.capabilities, step_graphs=True, sharing_graphs=True)
+        self.capabilities = replace(self.capabilities, step_graphs=True, sharing_graphs=True, verify_graphs=True)
         self._shared: dict[int, SharedPrefixes | None] = {}  # by buffers for sharing, which their owner keeps
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> Any:

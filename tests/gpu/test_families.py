@@ -40,9 +40,11 @@ def processes() -> Iterator[list[PeProcess]]:
 
 
 @contextmanager
-def running_workers(processes: list[PeProcess], model: Path, dtype: str) -> Iterator[str]:
+def running_workers(processes: list[PeProcess], model: Path, dtype: str, speculation: str = "none") -> Iterator[str]:
     """An island of the processes; where its gateway listens. Free pages are full of NaN."""
     overrides = {
+        "speculation.method": speculation,
+        "speculation.max_step_tokens": 4 * len(PROMPTS),
         "model.path": str(model),
         "model.dtype": dtype,
         "cache.page_size": PAGE,
@@ -86,6 +88,34 @@ def test_logprobs_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
     ours = np.array([logprob for updates in answers for _, _, logprob in entries_of(updates)])
     assert ours.size == len(PROMPTS) * OUTPUT * 6
     assert np.median(np.abs(ours - exact)) < ERROR_RATIO * np.median(np.abs(theirs - exact))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3", "llama4"])
+def test_drafts_change_no_token_in_float32(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
+    """Small models repeat themselves, so that drafts by prompt lookup hold."""
+    make_model(family).save_pretrained(tmp_path)
+    expected = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
+    with running_workers(processes, tmp_path, "float32", "ngram") as address:
+        answers = complete_all_updates(address, PROMPTS, max_tokens=OUTPUT, **GREEDY)
+    assert [tokens_of(updates) for updates in answers] == expected
+    assert accepted_in(answers) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3", "llama4"])
+def test_logprobs_of_verified_drafts_in_bfloat16(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
+    """Verify steps are CUDA graphs of FlashInfer's kernels, where the family has them."""
+    make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
+    with running_workers(processes, tmp_path, "bfloat16", "ngram") as address:
+        answers = complete_all_updates(address, PROMPTS, max_tokens=OUTPUT, logprobs=5, **GREEDY)
+    assert accepted_in(answers) > 0
+    exact, theirs = (logprobs_of(tmp_path, dtype, answers) for dtype in (torch.float32, torch.bfloat16))
+    ours = np.array([logprob for updates in answers for _, _, logprob in entries_of(updates)])
+    assert np.median(np.abs(ours - exact)) < ERROR_RATIO * np.median(np.abs(theirs - exact))
+
+
+def accepted_in(answers: Sequence[Sequence[GenerateUpdate]]) -> int:
+    """Drafted tokens that held."""
+    return sum(usage.accepted_tokens for updates in answers if (usage := updates[-1].usage))
 
 
 def entries_of(updates: Sequence[GenerateUpdate]) -> Iterator[tuple[int, int, float]]:

@@ -37,6 +37,6 @@ def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ro
     for parted in (projection.PARTED_ROWS, ()):
         monkeypatch.setattr(projection, "PARTED_ROWS", parted)
         with torch.inference_mode():
-            logits.append(model.forward(tokens, NoPages(64), None))
+            logits.append(model.forward(tokens, NoPages(64, tokens), None))
     assert shapes == 2 * [(2, rows, 6144, 4096)]
     assert error(logits[0], logits[1].float()) < 0.03

@@ -3,12 +3,15 @@
 import gc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.workers.runner.forward_graphs import GraphCapture
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.support.checkpoints import make_model, sizes_on_gpu
 from tests.support.oracle import random_prompt
 from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv
@@ -24,10 +27,11 @@ CASES = {
     "phi3-96": ("phi3-head-dim", "float16", sizes_on_gpu("phi3-head-dim")),
     "qwen3_moe": ("qwen3_moe", "float16", sizes_on_gpu("qwen3_moe")),
     "gpt_oss": ("gpt_oss", "float16", sizes_on_gpu("gpt_oss")),  # a window and sinks
+    "llama4": ("llama4", "float16", sizes_on_gpu("llama4")),  # chunks
 }
 LOGPROB = {"float16": 0.03, "bfloat16": 0.2}  # transformers' own are off by as much from float32
 ENTRY = {"float16": 0.02, "bfloat16": 0.15}
-WITH_EXPERTS = ("qwen3_moe", "gpt_oss")
+WITH_EXPERTS = ("qwen3_moe", "gpt_oss", "llama4")
 MOSTLY = 0.9  # of the best tokens are the same, and of the tokens' entries, where there are experts
 SCALES = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
 
@@ -41,12 +45,13 @@ def pair(folder: Path, dtype: str, scales: KVScales | None = None) -> tuple[Prom
     return ours, theirs
 
 
-def assert_alike(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+def assert_alike(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, share: float = 1.0) -> None:
+    """share: of the rows, at least, that are as near as that."""
     assert ours.shape == theirs.shape
     best = theirs.argmax(-1)
     assert (ours.argmax(-1) == best).float().mean() >= MOSTLY
     mine, other = (logits.float().log_softmax(-1).gather(1, best[:, None]) for logits in (ours, theirs))
-    torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
+    assert ((mine - other).abs() <= tolerance).float().mean() >= share
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,10 +59,11 @@ def test_several_prompts_in_chunks(case: str, tmp_path: Path) -> None:
     family, dtype, sizes = CASES[case]
     make_model(family, **sizes).save_pretrained(tmp_path)
     ours, theirs = pair(tmp_path, dtype)
-    assert_alike(ours.run_all(), theirs.run_all(), LOGPROB[dtype])
+    share = MOSTLY if case in WITH_EXPERTS else 1.0
+    assert_alike(ours.run_all(), theirs.run_all(), LOGPROB[dtype], share)
     assert ours.replays == len(FORWARDS) - NUM_PLAIN
     # A token between two experts may take the other one, and is another in all layers behind.
-    assert_same_kv(ours, theirs, ENTRY[dtype], MOSTLY if case in WITH_EXPERTS else 1.0)
+    assert_same_kv(ours, theirs, ENTRY[dtype], share)
 
 
 def test_lone_prompts_around_the_sizes(tmp_path: Path) -> None:
@@ -100,3 +106,31 @@ def test_nothing_is_collected_within_a_capture() -> None:
     assert gc.isenabled()
     number.fill_(5)
     assert replay().item() == 6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_are_verified_in_graphs(case: str, tmp_path: Path) -> None:
+    """Drafts of unlike lengths beside rows without: logits as those of the eager path, and K and V."""
+    family, dtype, sizes = CASES[case]
+    make_model(family, **sizes).save_pretrained(tmp_path)
+    both = pair(tmp_path, dtype)
+    both[0].runner.capture_verification(32, both[0].counting(GraphCapture()))
+    sampling, found = SamplingParams(temperature=0), []
+    for runner in both:
+        for sequence in range(6):
+            runner.cache.add_sequence(sequence)
+            prompt = random_prompt(40 + 9 * sequence, sequence)
+            runner.forward({sequence: prompt}, {sequence: len(prompt)})
+        sampled: list[np.ndarray] = []
+        before, cache = runner.replays, runner.cache
+        for counts in ({2: 4}, {0: 1, 1: 3, 4: 2, 5: 5}, {3: 8, 2: 8, 1: 8, 0: 8}):
+            tokens = [np.array(random_prompt(count, sequence)) for sequence, count in counts.items()]
+            positions = np.array([cache.num_tokens(sequence) + 1 for sequence in counts])
+            rows = SampleBatch.from_params([sampling] * len(counts))
+            samples = runner.runner.verify(list(counts), tokens, rows, positions).wait()
+            sampled.append(samples.token_ids)
+        found.append((np.concatenate(sampled), runner.replays - before))
+    assert (found[0][0] == found[1][0]).mean() >= MOSTLY
+    assert found[0][1] == 3
+    assert found[1][1] == 0
+    assert_same_kv(*both, ENTRY[dtype], MOSTLY if case in WITH_EXPERTS else 1.0)

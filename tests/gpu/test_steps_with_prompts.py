@@ -19,7 +19,7 @@ pytestmark = [
 GREEDY = SamplingParams(temperature=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "llama4"])
 def test_one_graph_gives_what_two_give(family: str, tmp_path: Path) -> None:
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     together, apart = (

@@ -128,6 +128,6 @@ def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ro
                 monkeypatch.setattr(module, "choose_streamed_gemm", lambda *_, **__: None)
         model = load_decoder(tmp_path, config, load_format="dummy", device="cuda")
         with torch.inference_mode():
-            logits.append(model.forward(tokens, NoPages(64), None))
+            logits.append(model.forward(tokens, NoPages(64, tokens), None))
     assert len(calls) == 2 * 4
     assert error(logits[0], logits[1].float()) < 0.03

@@ -15,6 +15,8 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -39,6 +41,7 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "llama4": (Llama4TextConfig, Llama4ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
@@ -76,6 +79,15 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "swiglu_limit": 0.5,
     "rope_parameters": {**YARN, **THETA, "truncate": False},
+}
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "attention_chunk_size": 32,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 5,
 }
 DEEPSEEK = {
     "num_key_value_heads": None,
@@ -144,6 +156,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "mscale_all_dim": 0.5,
                 "truncate": False,
             }
+        },
+    ),
+    "llama4": ("llama4", {**LLAMA4, "rope_parameters": {**LLAMA3, **THETA}, "rms_norm_eps": 0.1}),
+    "llama4-options": (
+        "llama4",
+        {
+            **LLAMA4,
+            "no_rope_layers": [0, 1, 1, 0],
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "attention_chunk_size": 16,
         },
     ),
     "mistral": ("mistral", {"sliding_window": None}),

@@ -63,9 +63,11 @@ class PromptRunner:
         self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
         self.replays = 0
         if capture is not None:
-            self.runner.capture_prompts(CAPTURED, self._counting(capture))
+            self.runner.capture_prompts(CAPTURED, self.counting(capture))
 
-    def _counting(self, capture: Capture) -> Capture:
+    def counting(self, capture: Capture) -> Capture:
+        """What captures as it does counts in `replays`."""
+
         def counted(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
             inner = capture(compute)
 

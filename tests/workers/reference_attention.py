@@ -8,6 +8,7 @@ from torch import Tensor
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
+from tandem.cache.plan.temperature import Temperature
 from tandem.workers.models.config import ModelConfig
 
 
@@ -27,13 +28,23 @@ class ReferenceAttention:
     def __init__(self, config: ModelConfig, max_positions: int = 512) -> None:
         self._config = config
         self._scale = config.attn_scale or config.head_dim**-0.5
-        self._windows = config.layer_windows or (None,) * config.num_layers
+        self._spans = config.layer_spans
         ropes = (config.rope, config.local_rope or config.rope)
-        self._rotary = [RotaryEmbedding(rope, max_positions, torch.device("cpu"), torch.float32) for rope in ropes]
+        self._rotary = [
+            None
+            if rope.rope_type == "none"
+            else RotaryEmbedding(rope, max_positions, torch.device("cpu"), torch.float32)
+            for rope in ropes
+        ]
         self.batch: list[tuple[Sequence, int]] = []
 
     def step_pages(self) -> None:
         """There are none."""
+
+    def temperatures(self, rule: Temperature) -> Tensor:
+        """See CachedAttention."""
+        begins = [(sequence.cached, sequence.cached + count) for sequence, count in self.batch]
+        return rule.factors(torch.cat([torch.arange(begin, end) for begin, end in begins]))
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         """K and V are made of the latents at once, and kept."""
@@ -58,14 +69,14 @@ class ReferenceAttention:
     def _attend_one(
         self, sequence: Sequence, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        config, count, window = self._config, q.shape[0], self._windows[layer]
+        config, count, span = self._config, q.shape[0], self._spans[layer]
         positions = torch.arange(sequence.cached, sequence.cached + count)
         lengths = torch.clamp(positions + 1, min=sequence.prompt_length)
-        cos, sin = (
-            table.to(q.dtype)[:, None] for table in self._rotary[window is not None].cos_sin(positions, lengths)
-        )
-        first = 0 if config.latent is None else config.latent.heads.key_dim
-        q, k = rotate(q, cos, sin, first), rotate(k, cos, sin, first)
+        rotary = self._rotary[span.drops_past]
+        if rotary is not None:
+            cos, sin = (table.to(q.dtype)[:, None] for table in rotary.cos_sin(positions, lengths))
+            first = 0 if config.latent is None else config.latent.heads.key_dim
+            q, k = rotate(q, cos, sin, first), rotate(k, cos, sin, first)
         if layer in sequence.keys:
             k, v = torch.cat([sequence.keys[layer], k]), torch.cat([sequence.values[layer], v])
         sequence.keys[layer], sequence.values[layer] = k.clone(), v.clone()
@@ -75,9 +86,8 @@ class ReferenceAttention:
         if config.attn_softcap is not None:
             scores = config.attn_softcap * torch.tanh(scores / config.attn_softcap)
         others = torch.arange(k.shape[0])[None]
-        hidden = others > positions[:, None]
-        if window is not None:
-            hidden |= others <= positions[:, None] - window
+        firsts = torch.from_numpy(span.first_needed(positions.numpy()))
+        hidden = (others > positions[:, None]) | (others < firsts[:, None])
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, count, 1)], -1)

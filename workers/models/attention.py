@@ -10,11 +10,13 @@ from torch import Tensor
 from tandem.cache.kernels.base import StepPages
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
+from tandem.cache.plan.temperature import Temperature
 from tandem.workers.kernels.base import LayerKernels, Linear
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.parameters import AttentionParameters, LatentParameters
 from tandem.workers.models.projection import Projection
+from tandem.workers.models.window_fields import ChunkedConfig
 
 LATENT_NORM_EPS = 1e-6  # transformers gives these norms their class's, not the config's
 
@@ -36,6 +38,10 @@ class CachedAttention(Protocol):
         """o [T, H, value_dim]; see PagedKVCache.latent_attention. May overwrite q, latents and keys."""
         ...
 
+    def temperatures(self, rule: Temperature) -> Tensor:
+        """float32 [T, 1, 1]: by what the q of each new token is multiplied, computed once a forward."""
+        ...
+
 
 AttentionBlock = Callable[[Tensor, int, CachedAttention], Tensor]
 """(x [T, hidden], layer, cached) -> o [T, num_heads · head_dim]."""
@@ -45,6 +51,8 @@ def prepare_attention(
     config: ModelConfig, parameters: AttentionParameters | LatentParameters, kernels: LayerKernels
 ) -> AttentionBlock:
     if isinstance(parameters, AttentionParameters):
+        if config.chunked is not None:
+            return ChunkedAttention(config, config.chunked, parameters, kernels)
         return GroupedQueryAttention(config, parameters, kernels)
     assert config.latent is not None  # parameters with latents come from it
     return LatentAttention(config.latent, config.num_heads, parameters, kernels)
@@ -61,13 +69,43 @@ class GroupedQueryAttention:
         self._padding = config.stored_head_dim - config.head_dim
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        q, k, v = split_heads(self._config, self.qkv(x))
+        return self._attend(*split_heads(self._config, self.qkv(x)), self.qk_norm, layer, cached)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, norm: HeadNorm | None, layer: int, cached: CachedAttention
+    ) -> Tensor:
         if not self._padding:
-            return cached.attend(layer, q, k, v, self._sinks, self.qk_norm).flatten(1)
-        if self.qk_norm is not None:
-            q, k = self.qk_norm.apply(q, k)
+            return cached.attend(layer, q, k, v, self._sinks, norm).flatten(1)
+        if norm is not None:
+            q, k = norm.apply(q, k)
         q, k, v = (F.pad(heads, (0, self._padding)) for heads in (q, k, v))
         return cached.attend(layer, q, k, v, self._sinks, None)[:, :, : self._config.head_dim].flatten(1)
+
+
+class ChunkedAttention(GroupedQueryAttention):
+    """As ChunkedConfig says. The norm stands behind the rotation, but without a weight both may change places."""
+
+    def __init__(
+        self, config: ModelConfig, chunked: ChunkedConfig, parameters: AttentionParameters, kernels: LayerKernels
+    ) -> None:
+        """Puts rows of interleaved rotated numbers in order, in `parameters`."""
+        heads = config.num_heads + config.num_kv_heads
+        for rows in (parameters.qkv.weight, parameters.qkv.bias):
+            if rows is not None:
+                halves_first(rows[: heads * config.head_dim].view(heads, config.head_dim, -1))
+        super().__init__(config, parameters, kernels)
+        self._chunked = chunked
+        if chunked.qk_norm:
+            weight = torch.ones(heads, config.head_dim, dtype=config.dtype, device=parameters.qkv.weight.device)
+            self.qk_norm = HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)
+
+    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
+        q, k, v = split_heads(self._config, self.qkv(x))
+        if layer in self._chunked.layers:
+            return self._attend(q, k, v, self.qk_norm, layer, cached)
+        if self._chunked.temperature is not None:
+            q = (q * cached.temperatures(self._chunked.temperature)).to(q.dtype)
+        return self._attend(q, k, v, None, layer, cached)
 
 
 class LatentAttention:

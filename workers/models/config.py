@@ -9,13 +9,14 @@ from tandem.cache.kernels.base import GPU_HEAD_DIMS
 from tandem.cache.plan.layout import DTYPES
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shard import WHOLE, Shard
+from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.quantization import AS_COMPUTED, Quantization, read_quantization
 from tandem.workers.models.activation import Activation, read_activation
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.rope_fields import read_rope
-from tandem.workers.models.window_fields import NO_WINDOWS, Windows, read_layer_windows
+from tandem.workers.models.window_fields import NO_WINDOWS, ChunkedConfig, Windows, read_layer_windows
 from tandem.workers.sampling.posted_samples import MAX_VOCAB
 
 MAX_LAYERS, MAX_HEADS = 1000, 1 << 14  # more than any model has
@@ -59,8 +60,21 @@ class ModelConfig:
     local_rope: RopeParameters | None = None  # of layers with a window, where theirs is another
     quantization: Quantization = AS_COMPUTED  # of the checkpoint
     latent: LatentConfig | None = None  # every layer keeps latents
+    chunked: ChunkedConfig | None = None  # some layers attend in chunks
+    feed_forward_block: str = "mlp"  # the submodule of a dense layer, in weight names
+    weight_prefix: str = ""  # of the weight names that are read
+    skipped_weights: tuple[str, ...] = ()  # prefixes of others, of a part that is not served
     num_extra_layers: int = 0  # layers behind the others that a checkpoint may hold, and that are not served
     shard: Shard = WHOLE  # whose heads and columns the numbers above count, see shard_config
+
+    @property
+    def layer_spans(self) -> tuple[Span, ...]:
+        """What each layer keeps."""
+        windows = self.layer_windows or (None,) * self.num_layers
+        if self.chunked is None:
+            return tuple(map(span_of, windows))
+        chunk, chunked = Chunk(self.chunked.size), self.chunked.layers
+        return tuple(chunk if layer in chunked else ALL for layer in range(self.num_layers))
 
     @property
     def experts(self) -> range:
@@ -97,12 +111,13 @@ def read_dense_config(
     rope: Callable[[Fields, int], RopeParameters] = read_rope,
     activation: tuple[str, str] = ("hidden_act", "silu"),
     windows: Windows = NO_WINDOWS,
+    layer_types: bool = True,
 ) -> ModelConfig:
     """config.json as the dense families share it; the keywords are what a family takes when a field is absent.
 
     num_kv_heads None: the field is required. head_dim None: hidden_size / num_attention_heads when absent.
     attention_bias, of q, k, v and o, None: the family does not read it. rope: reads it, given head_dim. activation: the
-    name of its field and what it is when absent.
+    name of its field and what it is when absent. layer_types: whether the field says which layers have a window.
     Raises InvalidConfig and UnsupportedFeature.
     """
     num_heads, num_kv_heads, head_dim = _read_heads(fields, num_kv_heads, head_dim)
@@ -127,7 +142,7 @@ def read_dense_config(
         activation=read_activation(fields, *activation),
         qkv_bias=biased,
         o_bias=biased,
-        layer_windows=read_layer_windows(fields, windows),
+        layer_windows=read_layer_windows(fields, windows) if layer_types else None,
     )
 
 

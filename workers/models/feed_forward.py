@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -58,8 +59,15 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = F.linear(x.to(self._router.weight.dtype), self._router.weight, self._router.bias)
-        chosen = self._experts(x, *route(logits, self._routing, self._correction))
+        weights, experts = route(logits, self._routing, self._correction)
+        chosen = self._scaled(x, weights, experts) if self._routing.scales_input else self._experts(x, weights, experts)
         return chosen if self._shared is None else chosen.add_(self._shared(x))
+
+    def _scaled(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """See Routing.scales_input. Each of a token's top_k inputs counts as a token."""
+        inputs = (x.unsqueeze(1) * weights.to(x.dtype).unsqueeze(2)).flatten(0, 1)
+        outputs = self._experts(inputs, torch.ones_like(weights).view(-1, 1), experts.view(-1, 1))
+        return outputs.view(*weights.shape, -1).sum(1)
 
 
 def prepare_feed_forward(

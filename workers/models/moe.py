@@ -19,6 +19,7 @@ class ExpertNames:
     router: str  # within the block
     projections: tuple[str, str, str] | None  # gate, up and down in `experts.<n>.<name>.weight`; None: no such layout
     transposed: bool = False  # in the second layout, rows are of inputs, not of outputs
+    shared: str = "shared_experts"  # what every token takes besides, within the block
 
 
 GATED_NAMES = ExpertNames(block="mlp", router="gate", projections=("gate_proj", "up_proj", "down_proj"))

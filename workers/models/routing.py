@@ -34,12 +34,15 @@ class Routing:
     groups: GroupLimit | None = None  # that can be chosen from; None: all
     corrected: bool = False  # the choice, not the weights, adds a learned correction to the scores
     scale: float = 1.0
+    scales_input: bool = False  # an expert takes x times its weight, and the outputs are added as they are
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """weights float32 and experts int64, [T, top_k] each, of router logits [T, E]; correction: float32 [E]."""
     scores = logits.float().sigmoid() if routing.sigmoid else torch.softmax(logits, -1, dtype=torch.float32)
     ranks = scores if correction is None else scores + correction
+    if routing.scales_input:
+        ranks = logits.float()  # sigmoids of large ones are all 1
     if routing.groups is not None:
         ranks = routing.groups.apply(ranks)
     weights, experts = ranks.topk(routing.top_k, -1)

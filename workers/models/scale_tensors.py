@@ -18,7 +18,7 @@ from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice, new_staging
 from tandem.workers.models.config import ModelConfig
 
-_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|([qkv])_proj\.)?([qkv])_scale")
+_NAME = re.compile(r"(?:language_model\.)?model\.layers\.(\d+)\.self_attn\.(?:attn\.|([qkv])_proj\.)?([qkv])_scale")
 
 
 def is_scale(name: str) -> bool:

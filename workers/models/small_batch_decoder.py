@@ -50,6 +50,7 @@ class SmallBatchDecoder:
         norm behind a product."""
         return (
             isinstance(layer.attention, AttentionParameters)
+            and config.chunked is None
             and config.stored_head_dim == config.head_dim
             and isinstance(layer.feed_forward, GatedParameters)
             and isinstance(config.activation, Silu)

@@ -44,7 +44,7 @@ def named_weights(
             weights.update(_latent_weights(config.latent, layer.attention, attention))
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, GatedParameters):
-            weights.update(_gated_weights(config, feed_forward, f"{prefix}.mlp"))
+            weights.update(_gated_weights(config, feed_forward, f"{prefix}.{config.feed_forward_block}"))
         else:
             assert config.moe is not None  # else the layer had no experts
             weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
@@ -109,12 +109,12 @@ def _moe_weights(
 ) -> dict[str, Tensor]:
     """joined: one tensor for all experts of a layer."""
     names = moe.names
-    block = f"{prefix}.mlp" if joined or names.projections is None else f"{prefix}.{names.block}"
+    block = f"{prefix}.mlp" if joined and names.projections is not None else f"{prefix}.{names.block}"
     router, experts = f"{block}.{names.router}", f"{block}.experts"
     weights = _linear(router, parameters.router)
     weights |= _existing({f"{router}.e_score_correction_bias": parameters.correction})
     if parameters.shared is not None:
-        weights |= _gated_weights(config, parameters.shared, f"{block}.shared_experts")
+        weights |= _gated_weights(config, parameters.shared, f"{block}.{names.shared}")
     if names.projections is None or joined:
         for name, linear in (("gate_up_proj", parameters.gate_up), ("down_proj", parameters.down)):
             weight = linear.weight.transpose(1, 2) if names.transposed else linear.weight

@@ -154,7 +154,11 @@ def _read(parts: Iterable[Part], device: torch.device) -> Iterator[int]:
 def _stored(stack: ExitStack, folder: Path, config: ModelConfig) -> dict[str, StoredWeight]:
     """The weights of a checkpoint, whose files are open for as long as `stack` is."""
     files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
-    return stored_weights(files, config.quantization)
+    return {
+        name.removeprefix(config.weight_prefix): weight
+        for name, weight in stored_weights(files, config.quantization).items()
+        if not name.startswith(config.skipped_weights)
+    }
 
 
 def _allocate(
@@ -199,7 +203,7 @@ def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tens
                 f"{one.path}: tensor {name} has shape {list(one.shape)}; config.json asks for {list(shape)}"
             )
         if weight is not None and isinstance(one, Plain):
-            one.file.dtype_of(name)  # raises where it is none that can be read
+            one.file.dtype_of(one.name)  # raises where it is none that can be read
     missing = [name for name in weights if name not in stored]
     if missing:
         raise InvalidWeights(

@@ -1,7 +1,8 @@
-"""The windows of a model's layers, as Hugging Face configs write them."""
+"""The windows of a model's layers, as Hugging Face configs write them, and their chunks."""
 
 from dataclasses import dataclass
 
+from tandem.cache.plan.temperature import Temperature
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
 
@@ -21,6 +22,17 @@ class Windows:
 
 
 NO_WINDOWS = Windows(None)
+
+
+@dataclass(frozen=True)
+class ChunkedConfig:
+    """Layers that rotate and attend in chunks, beside others that see all and rotate nothing (Llama 4). Checkpoints
+    store the rotated numbers of a head as neighbours."""
+
+    size: int  # positions of a chunk
+    layers: frozenset[int]  # those with RoPE and chunks
+    qk_norm: bool  # q and k of these are normalised per head, without a weight
+    temperature: Temperature | None  # of q in the others
 
 
 def read_size(fields: Fields, default: int = DEFAULT_SIZE) -> int | None:

@@ -63,7 +63,9 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
         super().__init__(pool)
         rule = sharing_rule(pool, scoring.window) if fp8 is None else None
-        self.capabilities = Capabilities(pushes=True, sharing=rule, step_graphs=True, sharing_graphs=rule is not None)
+        self.capabilities = Capabilities(
+            pushes=True, sharing=rule, step_graphs=True, sharing_graphs=rule is not None, verify_graphs=True
+        )
         self._fp8 = fp8
         self._dtype = dtype
         self._options = {

@@ -70,7 +70,7 @@ def plan_modules(layout: KVLayout, softcap: float | None, capability: tuple[int,
         return (expanded, FlashInferModule(best, own, own, RANK, ROTATED, latent=True))
     found: dict[FlashInferModule, None] = {}
     for group in layout.groups:
-        sizes = (group.head_dim, group.head_dim, group.keeps.drops_past, bool(softcap))
+        sizes = (group.head_dim, group.head_dim, group.keeps.window is not None, bool(softcap))
         if layout.stored_dtype == FP8:  # widened to float16, by fa2 only; gathered entries are widened first
             pairs = [("fa2", "float16", _name(FP8)), (best, own, own)]
         else:

@@ -9,7 +9,7 @@ typedef struct {
     const int32_t *pages;  /* [max_sequences, max_pages] */
     const int64_t *begins; /* [max_sequences], the first page index that each row holds */
     int64_t max_pages;
-    int32_t page_size, unused;
+    int32_t page_size, chunk_pages; /* 0: sequences see what their rows hold, else the chunk that they end in */
 } Table;
 
 /* rows [n]: those of sequences that are seq_lens[i] long with their new tokens, qo_indptr[i + 1] - qo_indptr[i] each;
@@ -24,7 +24,8 @@ int64_t look_up(const Table *table, int32_t n, const int64_t *rows, const int32_
     int32_t total = 0;
     for (int32_t i = 0; i < n; i++) {
         const int32_t *const pages = table->pages + rows[i] * table->max_pages;
-        const int32_t begin = (int32_t)table->begins[rows[i]], last = seq_lens[i] - 1, last_place = last / size;
+        const int32_t last = seq_lens[i] - 1, last_place = last / size, chunk = table->chunk_pages;
+        const int32_t begin = chunk ? last_place - last_place % chunk : (int32_t)table->begins[rows[i]];
         const int32_t count = last_place + 1 - begin;
         if (qo_indptr) {
             for (int32_t t = qo_indptr[i], position = seq_lens[i] - (qo_indptr[i + 1] - t); t < qo_indptr[i + 1];) {

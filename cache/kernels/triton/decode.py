@@ -77,6 +77,7 @@ def decode(
         inverse=inverse,
         partial=plan.partial,
         counters=plan.counters,
+        preceding=tables.slots if tables.preceding is None else tables.preceding,
         output=output,
         q_token=q.stride(0),
         k_token=k.stride(0),
@@ -100,6 +101,8 @@ def decode(
         MOST_SPLITS=triton.next_power_of_2(plan.most_splits),
         CAPPED=scoring.softcap is not None,
         SINKS=sinks is not None,
+        RUNS=tables.preceding is not None,
+        WINDOW=0 if tables.preceding is None else scoring.window or 0,
         NORM=norm is not None,
         ROUND=norm is not None and norm.weight.dtype == q.dtype,
         ROTATE=rotation is not None,
@@ -119,18 +122,19 @@ LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
 @triton.jit(do_not_specialize=["entries"])
 def _decode(
     q, k, v, norm, cos, sin, pool, slots, kv_indices, schedule, sinks,
-    factors, inverse, partial, counters, output,
+    factors, inverse, partial, counters, preceding, output,
     q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps, entries,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
-    ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, RUNS: tl.constexpr, WINDOW: tl.constexpr,
+    NORM: tl.constexpr, ROUND: tl.constexpr, ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
+    TWO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has one piece of one sequence, for the q heads of one KV head.
 
     Schedule, tables and stored positions are older than the step's products: only the new token waits for earlier
     kernels. The first program of a KV head stores it, and begins its softmax with it, so that no program reads what
-    is being written.
+    is being written. Where rows are of one sequence (RUNS), it goes on with the new tokens of the rows before.
     """
     if PDL:
         gdc_launch_dependents()
@@ -152,23 +156,21 @@ def _decode(
             gdc_wait()
         row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
         one = tl.arange(0, 1)[:, None]
-        cos += token * cos_token
-        sin += token * sin_token
         q_head = head * GROUP + row
         query = _prepare(
-            *(q + token * q_token + q_head * HEAD_DIM, norm + q_head * HEAD_DIM, cos, sin, row < GROUP, column),
-            *(eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE),
-        )
-        kv_head = head + one
-        key = _prepare(
-            k + token * k_token + kv_head * HEAD_DIM, norm + (KV_HEADS * GROUP + kv_head) * HEAD_DIM,
-            cos, sin, one < 1, column, eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
+            q + token * q_token + q_head * HEAD_DIM, norm + q_head * HEAD_DIM,
+            cos + token * cos_token, sin + token * sin_token, row < GROUP, column,
+            eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
         )  # fmt: skip
-        value = tl.load(v + token * v_token + kv_head * HEAD_DIM + column)
+        new_k = k + (head + one) * HEAD_DIM
+        new_v = v + (head + one) * HEAD_DIM
+        gains = norm + (KV_HEADS * GROUP + head + one) * HEAD_DIM
+        key, value = _new_entry(
+            *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, token, one, column),
+            *(k_token, v_token, cos_token, sin_token, eps, KV_HEADS, HEAD_DIM, HALF, NORM, ROUND, ROTATE, FP8),
+        )
         if FP8:
             # What products with entries lack is made up for in the scores' scale and in the sums.
-            key = quantise(key, tl.load(inverse + head), pool.dtype.element_ty)
-            value = quantise(value, tl.load(inverse + KV_HEADS + head), pool.dtype.element_ty)
             query = query.to(tl.float16)
             scale *= tl.load(factors + head)
         head_rows = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
@@ -182,6 +184,22 @@ def _decode(
         row_max = tl.where(split == 0, new, float("-inf"))
         row_sum = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
         acc = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        if RUNS:
+            before = tl.load(preceding + token)
+            if WINDOW > 0:
+                before = tl.minimum(before, WINDOW - 1)
+            for age in range(1, tl.where(split == 0, before, 0) + 1):
+                key, value = _new_entry(
+                    *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, token - age, one, column),
+                    *(k_token, v_token, cos_token, sin_token, eps, KV_HEADS, HEAD_DIM, HALF, NORM, ROUND, ROTATE, FP8),
+                )
+                new = _score(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, CAPPED)
+                higher = tl.maximum(row_max, new)
+                kept = tl.exp2(row_max - higher)
+                weight = tl.exp2(new - higher)
+                row_sum = row_sum * kept + weight
+                acc = acc * kept[:, None] + weight[:, None] * value.to(tl.float32)
+                row_max = higher
         row_max, row_sum, acc = _attend(
             *(query, row_max, row_sum, acc, head_rows, to_values, kv_indices + first_page, begin, end),
             *(page_elements, scale, softcap, ROWS, HEAD_DIM, PAGE_SIZE, BLOCK, CAPPED, FP8, PTX),
@@ -193,6 +211,25 @@ def _decode(
             *(row_max, row_sum, acc, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
             *(split, used, first, entries, GROUP, ROWS, FEW_ROWS, HEAD_DIM, MOST_SPLITS, SINKS),
         )
+
+
+@triton.jit
+def _new_entry(
+    k, v, gains, cos, sin, inverse, entry: tl.constexpr, token, one, column,
+    k_token, v_token, cos_token, sin_token, eps,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
+    ROTATE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """K and V [1, HEAD_DIM] of a new token, as they are stored in one KV head, where the pointers point to."""
+    key = _prepare(
+        k + token * k_token, gains, cos + token * cos_token, sin + token * sin_token, one < 1, column,
+        eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
+    )  # fmt: skip
+    value = tl.load(v + token * v_token + column)
+    if FP8:
+        key = quantise(key, tl.load(inverse), entry)
+        value = quantise(value, tl.load(inverse + KV_HEADS), entry)
+    return key, value
 
 
 @triton.jit

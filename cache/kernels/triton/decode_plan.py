@@ -107,6 +107,7 @@ def schedule_splits(plan: DecodePlan, pool: Tensor, scoring: Scoring, fp8: Fp8En
     kernel(
         plan.tables.kv_indptr,
         plan.tables.kv_last_page_len,
+        plan.tables.kv_indptr if plan.tables.preceding is None else plan.tables.preceding,
         plan.schedule,
         rows,
         entries,
@@ -117,15 +118,16 @@ def schedule_splits(plan: DecodePlan, pool: Tensor, scoring: Scoring, fp8: Fp8En
         WINDOW=scoring.window or 0,
         BITS=longest.bit_length(),
         FULL=plan.programs > PROGRAMS,
+        RUNS=plan.tables.preceding is not None,
         num_warps=1,
     )
 
 
 @triton.jit(do_not_specialize=["rows", "entries"])  # numbers of rows share what is compiled
 def _schedule(
-    kv_indptr, kv_last_page_len, schedule, rows, entries,
+    kv_indptr, kv_last_page_len, preceding, schedule, rows, entries,
     ROWS: tl.constexpr, MOST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr,
+    WINDOW: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the entries of one row; longer pieces come first, so that the last to run are short.
 
@@ -138,6 +140,9 @@ def _schedule(
     num_pages = tl.load(kv_indptr + row + 1, mask=here, other=1) - first_page
     stored = (num_pages - 1) * PAGE_SIZE + tl.load(kv_last_page_len + row, mask=here, other=1) - 1
     oldest = tl.maximum(stored + 1 - WINDOW, 0) if WINDOW > 0 else tl.zeros_like(stored)
+    if RUNS:  # new tokens of the rows before are not read from pages
+        stored -= tl.load(preceding + row, mask=here, other=0)
+        oldest = tl.minimum(oldest, stored)
     blocks = tl.where(here, tl.cdiv(stored - oldest, BLOCK), 0)
     one = tl.where(here, 1, 0)
     too_few = 0

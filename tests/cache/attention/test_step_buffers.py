@@ -14,11 +14,13 @@ from tandem.cache.kernels.base import KernelFactory, Limits
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.spans import ALL, Chunk, Span, Window
 from tandem.cache.plan.tables import PageTables
 from tests.cache.island import forward
-from tests.cache.naive import cache_of, layout_of, windowed
+from tests.cache.naive import cache_of, layout_of, spanned, windowed
 from tests.cache.peer_writer import PeerWriter
 from tests.cache.sharing_kernels import sharing_all
 from tests.cache.table_kernels import TableKernels
@@ -29,8 +31,10 @@ LENGTHS = (3, 8, 5, 13)  # before the first step; pages hold 4
 DYNAMIC = RopeParameters("dynamic", 4, factor=2.0, max_position_embeddings=8)
 
 
-def make_cache(kernels: KernelFactory = TableKernels, rope: RopeParameters | None = None) -> PagedKVCache:
-    layout = two_groups()
+def make_cache(
+    kernels: KernelFactory = TableKernels, rope: RopeParameters | None = None, layout: KVLayout | None = None
+) -> PagedKVCache:
+    layout = layout or two_groups()
     pools = [torch.full((40, *layout.page_shape(group)), torch.nan) for group in range(2)]
     rope = rope or RopeParameters("default", 4)
     cache = PagedKVCache(
@@ -103,6 +107,33 @@ def test_steps_equal_those_of_plain_forwards() -> None:
         for ours, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(ours[: len(sequences)], theirs)
     for ours, theirs in zip(contents(fixed), contents(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("spans", [(ALL, ALL), (Window(6), ALL), (Window(2), Chunk(8))], ids=["all", "window", "chunk"])
+def test_verify_steps_equal_those_of_plain_forwards(spans: tuple[Span, Span]) -> None:
+    """New tokens of a sequence are rows of their own, of which some are taken back."""
+    fixed, plain = (make_cache(layout=spanned(two_groups(), *spans)) for _ in range(2))
+    (batch,) = fixed.graph_buffers([Limits.of_verification(9, 4, 1)])
+    for step, appends in enumerate(({2: 4}, {0: 1, 1: 3, 3: 5}, {3: 9}, {1: 1, 0: 2}, {0: 1, 1: 1, 2: 1, 3: 1})):
+        sequences, counts = list(appends), list(appends.values())
+        total = sum(counts)
+        inputs = draw(total, seed=10 + step)
+        ends = [fixed.num_tokens(sequence) % 8 for sequence in sequences]
+        fixed.begin(Batch(sequences, counts), batch, [np.arange(total)])
+        if spans[1] == Chunk(8):
+            places = [(one, end + one) for count, end in zip(counts, ends, strict=True) for one in range(count)]
+            found = [tables.preceding.tolist()[:total] for tables in batch._buffers]
+            assert found[1] == [min(one, place % 8) for one, place in places], "none of another chunk"
+            assert found[0] == [one for one, _ in places]
+        expected = run_forward(plain, sequences, counts, inputs)
+        actual = run(batch.attention().attend, padded(inputs, batch.size))
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours[:total], theirs)
+        for sequence, count in appends.items():
+            fixed.pop(sequence, count // 2)
+            plain.pop(sequence, count // 2)
+    for ours, theirs in zip(contents(fixed), contents(plain), strict=True) if spans == (ALL, ALL) else ():
         assert torch.equal(ours, theirs)
 
 
@@ -247,4 +278,4 @@ def test_what_the_step_before_sees_stays() -> None:
 
 
 def test_arrays_are_packed_as_counted() -> None:
-    assert GraphBuffers.num_bytes(Limits.of_step(3, 4, 1), num_groups=1, max_pages=5) == 32 + 32 + 16 + 16 + 16 + 64
+    assert GraphBuffers.num_bytes(Limits.of_step(3, 4, 1), [None], max_pages=5) == 32 + 32 + 16 + 16 + 16 + 64

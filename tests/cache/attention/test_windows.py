@@ -180,6 +180,21 @@ def test_a_reservation_is_kept_with_few_pages(window: int, longest: int) -> None
         assert free(cache) == [40]
 
 
+def test_what_is_popped_takes_no_page_for_those_that_the_prefix_index_shares() -> None:
+    """They come back when they leave the window, as those that nobody shares do."""
+    layout = windowed(layout_of(1), 9)
+    cache = cache_of(layout, num_pages=40)
+    cache.add_sequence(0)
+    cache.reserve(0, 60, 5)
+    run(cache, [0], [12], draw_inputs(layout, 12, seed=0))
+    cache.publish_prefix(0, list(range(12)))
+    taken = cache._pools.allocate(free(cache))
+    for step in range(9):
+        run(cache, [0], [5], draw_inputs(layout, 5, seed=step))
+        cache.pop(0, 2 if step % 2 else 3)
+    cache._pools.release(taken)
+
+
 def test_what_a_forward_appended_can_be_popped() -> None:
     layout = windowed(BOTH, None, 6)
     cache, naive = cache_of(layout), NaiveCache(layout)

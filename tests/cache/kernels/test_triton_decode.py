@@ -32,8 +32,9 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: positions of each sequence, the new one included; 0: a row of padding. programs: that tiling
-    is chosen for. fp8: pages of 8-bit entries, with scales of each head, of q, k and v in dtype.
+    """lengths: positions of each sequence, the new one included; 0: a row of padding. preceding: of a verify step, of
+    each row how many of those right before are of its sequence. programs: that tiling is chosen for. fp8: pages of
+    8-bit entries, with scales of each head, of q, k and v in dtype.
     """
 
     lengths: tuple[int, ...] = (5, 1, 70, 0)
@@ -51,6 +52,11 @@ class Case:
     programs: int = 1000
     fp8: bool = False
     dtype: torch.dtype = torch.float16
+    preceding: tuple[int, ...] | None = None
+
+    def run(self, row: int) -> range:
+        """The rows up to this one that are of its sequence."""
+        return range(row - (self.preceding[row] if self.preceding else 0), row + 1)
 
 
 CASES = {
@@ -82,6 +88,14 @@ CASES = {
     "8 bits, all at once": Case(
         sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0), head_dim=32, fp8=True
     ),
+    "drafts": Case(lengths=(5, 70, 71, 72, 1, 2, 0), preceding=(0, 0, 1, 2, 0, 1, 0), norm=True),
+    "drafts over pages, shares": Case(lengths=(300, 301, 302, 303, 129), preceding=(0, 1, 2, 3, 0), entries=12),
+    "drafts, few sequences, heads of 64": Case(
+        lengths=(300, 301), preceding=(0, 1), head_dim=64, programs=100, norm=True, sinks=True
+    ),
+    "drafts, a window": Case(lengths=(20, 21, 22, 200, 201), preceding=(0, 1, 2, 0, 1), window=20, softcap=2.0),
+    "drafts longer than the window": Case(lengths=(1, 2, 3, 4, 30, 31, 32), preceding=(0, 1, 2, 3, 0, 1, 2), window=2),
+    "drafts, 8 bits": Case(lengths=(90, 91, 92, 7), preceding=(0, 1, 2, 0), fp8=True, entries=5),
 }
 
 
@@ -112,9 +126,15 @@ class Step:
         self.pool = torch.full(shape, torch.nan).to(DEVICE, FP8 if case.fp8 else case.dtype)
         order = np.random.default_rng(0).permutation(np.arange(1, PAGES)).tolist()
         counts = [max(-(-length // case.page_size), 1) for length in case.lengths]
-        self.pages = [[order.pop() for _ in range(count)] for count in counts]
+        self.pages: list[list[int]] = []
+        for row, wanted in enumerate(counts):
+            known = self.pages[-1] if len(case.run(row)) > 1 else []
+            self.pages.append(known + [order.pop() for _ in range(wanted - len(known))])
         self.stored: list[Tensor] = []
-        for length, pages in zip(case.lengths, self.pages, strict=True):
+        for row, (length, pages) in enumerate(zip(case.lengths, self.pages, strict=True)):
+            if len(case.run(row)) > 1:
+                self.stored.append(self.stored[-1])
+                continue
             stored = self.stored_as(draw(2, case.kv_heads, max(length - 1, 0), dim))
             self.stored.append(stored)
             for position in range(length - 1):
@@ -147,7 +167,10 @@ class Step:
         indptr = np.cumsum([0, *map(len, self.pages)])
         last = [(max(n, 1) - 1) % size + 1 for n in lengths]
         arrays = (slots, indptr, last, [page for pages in self.pages for page in pages])
-        return DeviceTables(*(torch.tensor(one, dtype=torch.int32, device=DEVICE) for one in arrays))
+        *tables, preceding = (
+            torch.tensor(one, dtype=torch.int32, device=DEVICE) for one in (*arrays, self.case.preceding or [])
+        )
+        return DeviceTables(*tables, preceding=preceding if self.case.preceding else None)
 
     def run(self, plan: DecodePlan) -> Tensor:
         scoring = Scoring(0.3, self.case.window, self.case.softcap)
@@ -176,7 +199,7 @@ class Step:
         q, k = (q, k) if twice is None else (twice.apply(q), twice.apply(k))
         for row, stored in enumerate(self.stored):
             new = self.stored_as(torch.stack((k[row].to(case.dtype), self.v[row]))[:, :, None])[:, :, 0]
-            found = self.new_entries(row, stored_now)[:, :, None]
+            found = torch.stack([self.new_entries(one, stored_now) for one in case.run(row)], 2)
             keys, values = torch.cat((self.exact(stored), self.exact(found)), 2)
             first = 0 if case.window is None else max(keys.shape[1] - case.window, 0)
             group = case.q_heads // case.kv_heads

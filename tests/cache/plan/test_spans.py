@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout, LayerGroup
-from tandem.cache.plan.spans import ALL, Span, Window, span_of
+from tandem.cache.plan.spans import ALL, Chunk, Span, Window, span_of
 
 
 def needed(span: Span, query: int) -> range:
+    if span.chunk is not None:
+        return range(query // span.chunk * span.chunk, query + 1)
     return range(0 if span.window is None else max(query - span.window + 1, 0), query + 1)
 
 
-spans = st.just(ALL) | st.builds(Window, st.integers(1, 20))
+chunks = st.builds(Chunk, st.integers(1, 3).map(lambda pages: 16 * pages))
+spans = st.just(ALL) | st.builds(Window, st.integers(1, 20)) | chunks
 
 
 @given(span=spans, queries=st.lists(st.integers(0, 60), max_size=8))

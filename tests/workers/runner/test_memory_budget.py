@@ -44,8 +44,11 @@ def test_weights_that_leave_no_room_say_what_would() -> None:
         MemoryBudget(24 * GIB, 23 * GIB, 0.9).room(2 << 20)
 
 
-def test_the_largest_forward_has_logits_for_every_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_checkpoint("qwen3", tmp_path)
+@pytest.mark.parametrize("family", ["qwen3", "llama4"])
+def test_the_largest_forward_has_logits_for_every_sequence(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(family, tmp_path)
     model = load_decoder(folder, load_config(folder))
     seen: list[torch.Size] = []
     forward = model.forward

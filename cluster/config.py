@@ -32,6 +32,7 @@ from tandem.cluster.config_sections import (
     SecuritySection,
     TracingSection,
 )
+from tandem.cluster.config_speculation import SpeculationSection
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 
@@ -47,6 +48,8 @@ class ClusterConfig(Section):
     """each worker's KV"""
     scheduler: SchedulerSection = SchedulerSection()
     """limits of one forward"""
+    speculation: SpeculationSection = SpeculationSection()
+    """drafted tokens, which decode steps verify"""
     num_islands: Islands = Field(default=1, le=256)
     """islands of the shape that `island` gives; a lost worker stops its own island only"""
     island: IslandSection = IslandSection()
@@ -79,9 +82,6 @@ class ClusterConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _are_counted(self) -> Self:
-        metrics, guarded = self.metrics, self.security.is_guarded
-    @model_validator(mode="after")
     def _is_reached(self) -> Self:
         """Gateways of other hosts, by workers and by what they look for."""
         gateway = self.gateway
@@ -99,6 +99,9 @@ class ClusterConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _are_counted(self) -> Self:
+        metrics, guarded = self.metrics, self.security.is_guarded
         if metrics.port is None:
             return self
         if not metrics.enabled:

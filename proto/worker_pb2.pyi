@@ -160,12 +160,16 @@ class GeneratedTokens(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., fed: _Optional[int] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ...) -> None: ...
 
 class Decoded(_message.Message):
-    __slots__ = ("began_ns", "ended_ns")
+    __slots__ = ("began_ns", "ended_ns", "drafted_tokens", "accepted_tokens")
     BEGAN_NS_FIELD_NUMBER: _ClassVar[int]
     ENDED_NS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     began_ns: int
     ended_ns: int
-    def __init__(self, began_ns: _Optional[int] = ..., ended_ns: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, began_ns: _Optional[int] = ..., ended_ns: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("cached_tokens", "queue_seconds", "prefill_seconds", "began_ns")

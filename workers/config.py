@@ -15,6 +15,20 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
+class SpeculationSettings:
+    """Whether decode steps verify drafts, and of whom.
+
+    tokens: most of a draft. max_step_tokens: most of a verify step, drafted ones and one for each sequence. max_ngram:
+    tokens that a place of the context shares with its end, at most.
+    """
+
+    method: str = "none"
+    tokens: int = 0
+    max_step_tokens: int = 0
+    max_ngram: int = 0
+
+
+@dataclass(frozen=True)
 class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
@@ -60,6 +74,7 @@ class WorkerConfig:
     max_stream_messages_per_second: float = math.inf
     adaptive: bool = False
     token_seconds: float | None = None
+    speculation: SpeculationSettings = SpeculationSettings()
     logging: LogSettings = field(default_factory=LogSettings)
 
 
@@ -74,6 +89,7 @@ class LoopSettings:
     max_sequences: int = 256  # between reservation and last token
     eos_token_ids: tuple[int, ...] = ()
     token_seconds: float | None = None  # from one token of a row to its next, beside prompts; None: no bound
+    speculation: SpeculationSettings = SpeculationSettings()
 
 
 def max_message_bytes(max_model_len: int) -> int:

@@ -17,3 +17,5 @@ class Counters:
     drains: int = 0
     pushes: int = 0
     bytes_pushed: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

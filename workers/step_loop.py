@@ -27,6 +27,8 @@ from tandem.workers.scheduling.joint_forward import JointForward, is_joint
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.scheduling.step_meter import StepMeter
 from tandem.workers.scheduling.token_pace import FIRST_RATE
+from tandem.workers.speculation.drafter import Drafter
+from tandem.workers.speculation.speculation import Speculation
 from tandem.workers.wire.lease import Clock
 
 
@@ -36,6 +38,7 @@ class Ends(NamedTuple):
     meter: PushMeter  # what the cache writes through
     fanout: TokenFanout
     threads: KernelThreads
+    drafter: Drafter | None = None
 
 
 class StepLoop:
@@ -61,6 +64,8 @@ class StepLoop:
         self._retired = retired
         handoff = Handoff(cache, retired, transport, counters, settings, clock)
         speculative = SpeculativePrefill(runner, cache, retired, ids, settings, clock)
+        speculated = settings.speculation
+        speculation = Speculation(ends.drafter, speculated.tokens, speculated.max_step_tokens, counters)
         reservations = Reservations(cache, transport, counters, ids, settings, clock)
         self.prefills = Prefills(runner, cache, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
         self.decodes = Decodes(
@@ -73,6 +78,7 @@ class StepLoop:
             self.prefills,
             settings,
             clock,
+            speculation,
         )
 
     def abort(self, request_id: str, writer_quiet: bool) -> "list[Future[bool]]":

@@ -24,7 +24,7 @@ from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_
 from tandem.workers.connections import lenient_options
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.event_loop import EventLoopThread
-from tandem.workers.handoff.reservations import LONGEST_APPEND
+from tandem.workers.handoff.reservations import longest_append
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -36,6 +36,7 @@ from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.guided import Grammars
 from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
+from tandem.workers.speculation.choice import make_drafter
 from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.step_thread import StepThread
 from tandem.workers.tls import Identity, bracketed
@@ -51,7 +52,7 @@ RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 def page_uses(config: WorkerConfig) -> tuple[PageUse, ...]:
     """What a worker holds at a time: sequences that it decodes, and prompts that it computes for its peers."""
     return (
-        PageUse(config.max_sequences, config.max_model_len, LONGEST_APPEND),
+        PageUse(config.max_sequences, config.max_model_len, longest_append(config.speculation)),
         PageUse(PROMPTS_AT_ONCE, config.max_model_len, config.max_batch_tokens),
     )
 
@@ -265,6 +266,9 @@ class Worker:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
         if config.adaptive or config.role == Role.PREFILL:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_prompts(config.max_batch_tokens)))
+        if config.speculation.tokens and (config.adaptive or config.role == Role.DECODE):
+            most = config.speculation.max_step_tokens
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_verification(most)))
         if config.adaptive:
             await asyncio.wrap_future(self._step_thread.call(runner.capture_steps_with_prompts))
         self._server = grpc.aio.server(
@@ -290,16 +294,23 @@ class Worker:
             lease_seconds=config.lease_seconds,
             eos_token_ids=self.model_config.eos_token_ids,
             token_seconds=config.token_seconds,
+            speculation=config.speculation,
         )
         fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)
-        return StepLoop(runner, cache, self._transport, settings, Ends(self._meter, fanout, self._threads))
+        drafter = make_drafter(config.speculation) if self._has_lasting_keys else None
+        return StepLoop(runner, cache, self._transport, settings, Ends(self._meter, fanout, self._threads, drafter))
 
     @property
     def _sharing(self) -> bool:
-        # With RoPE by length a prompt is rotated by its own: K of one prompt is not K of another with the same prefix.
+        return self.config.prefix_sharing and self._has_lasting_keys
+
+    @property
+    def _has_lasting_keys(self) -> bool:
+        # With RoPE by length K depends on the length of its prompt, or of its step: K of one prompt is not K of another
+        # with the same prefix, and that of a verify step not K of single steps.
         model = self.model_config
         by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
-        return self.config.prefix_sharing and not by_length
+        return not by_length
 
 
 def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:

@@ -60,6 +60,8 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of these
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,21 @@ class GenerateUpdate:
     stop_reason: str | int | None = None  # the stop string or the id in stop_token_ids that ended the answer
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # before the first token; None for the prompt's first one
     prompt_token_ids: tuple[int, ...] = ()  # with the first message, where they were asked for
+
+
+def split_addresses(address: str | Sequence[str]) -> list[str]:
+    """One or several HOST:PORT. ConfigError for none."""
+    given = address.split(",") if isinstance(address, str) else [*address]
+    found = [one.strip() for one in given]
+    if not all(found) or not found:
+        raise ConfigError(f"address is {address!r:.200}; HOST:PORT is accepted, or several with commas between")
+    return found
+
+
+def is_gone(error: grpc.RpcError) -> bool:
+    """Whether the gateway is, or will be next: no answer says otherwise."""
+    kind = error_of(error)
+    return kind is Unavailable or (kind is Cancelled and error.details() == UNTAKEN)
 
 
 def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:

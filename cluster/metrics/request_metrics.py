@@ -128,6 +128,8 @@ class _Watched(RequestObserver):
         if self._last:
             recorder.add(series.PREFIX_QUERIES, usage.prompt_tokens)
             recorder.add(series.PREFIX_HITS, usage.cached_tokens)
+            recorder.add(series.DRAFTED, usage.drafted_tokens)
+            recorder.add(series.ACCEPTED, usage.accepted_tokens)
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         decode = max(0.0, self._last - self._arrived - timings.first_token_seconds)

@@ -51,6 +51,8 @@ class Answers:
             prompt_tokens=lead.usage.prompt_tokens,
             cached_tokens=lead.usage.cached_tokens,
             output_tokens=before + sum(one.usage.output_tokens for one in self._generations.values()),
+            drafted_tokens=sum(one.usage.drafted_tokens for one in self._generations.values()),
+            accepted_tokens=sum(one.usage.accepted_tokens for one in self._generations.values()),
         )
 
     async def run(self, router: Router, client: str, max_attempts: int, deadline: float, write: Write) -> None:

@@ -148,6 +148,8 @@ class Generation:
                 self.complete = reason != FinishReason.RUNNING
                 if self.complete:
                     self.observer.decoded(tokens.decoded)
+                    self._usage.drafted_tokens += tokens.decoded.drafted_tokens
+                    self._usage.accepted_tokens += tokens.decoded.accepted_tokens
                 if self._first_is_last:
                     return  # and now the decode worker has agreed
                 if placement.is_local:

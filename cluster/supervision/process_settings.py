@@ -72,6 +72,7 @@ def worker_configs(
             decode_workers=config.island.num_decode if role == Role.DECODE else None,
             max_stream_messages_per_second=stream_messages_per_second(config),
             token_seconds=token_seconds(config),
+            speculation=config.speculation.settings,
             adaptive=is_adaptive(config),
             logging=config.logging.settings,
         )
@@ -149,5 +150,5 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         token_seconds=(token_seconds(config) or CPU_TOKEN_SECONDS) if is_adaptive(config) else None,
         warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
         security=config.security.server,
-    )
         peer_token=secrets.token_urlsafe(TOKEN_BYTES),
+    )

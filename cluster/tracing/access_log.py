@@ -52,6 +52,8 @@ class _AccessLine(RequestObserver):
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             output_tokens=usage.output_tokens,
+            drafted_tokens=usage.drafted_tokens,
+            accepted_tokens=usage.accepted_tokens,
             queue_seconds=round(timings.queue_seconds, 6),
             first_token_seconds=round(timings.first_token_seconds, 6),
             total_seconds=round(time.perf_counter() - self._arrived, 6),

@@ -10,6 +10,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.support.checkpoints import CASES, save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.drafters import SPECULATING, KnownDrafter, drafting
 from tests.support.held_prefill import prefill_held
 from tests.support.island import running_island
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
@@ -66,6 +67,21 @@ def test_alone_and_sixteen_at_once(known: Known, each: int) -> None:
         with prefill_held(island, len(known.prompts)):
             assert complete_all(island.address, known.prompts, max_tokens=OUTPUT, **GREEDY) == known.tokens
     assert {pe for pair in posts.pairs for pe in pair} == set(range(2 * each)), "every worker took part"
+
+
+def test_with_drafts_right_and_wrong(known: Known) -> None:
+    drafter = KnownDrafter(known.prompts, known.tokens, right=0.7)
+    with (
+        drafting(drafter),
+        running_island(known.folder, {**SPECULATING, "scheduler.max_batch_tokens": CHUNK}) as island,
+    ):
+        assert complete_all(island.address, known.prompts, max_tokens=OUTPUT, **GREEDY) == known.tokens
+        counters = island.workers[-1]._loop.counters  # type: ignore[union-attr]
+        if island.workers[-1].model_config.rope.by_length:
+            assert counters.drafted_tokens == 0, "K of a step depends on how long the sequence is then"
+        else:
+            assert 0 < counters.accepted_tokens < counters.drafted_tokens
+            assert len(drafter.forgotten) == len(known.prompts)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000])

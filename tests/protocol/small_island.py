@@ -76,13 +76,13 @@ class Fanout:
     def publish(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
             stream: Stream = update.token_stream  # type: ignore[assignment]
-            if update.token_id is not None:
-                stream.tokens.append(update.token_id)
+            for token in update.run.token_ids:
+                stream.tokens.append(token)
                 due = LABELS * stream.label + stream.prompt_tokens + len(stream.tokens)
-                if update.token_id != due or stream.ended is not None:
-                    self._findings.append(f"token {update.token_id} came where {due} was due, {stream}")
-            if update.finish_reason != FinishReason.RUNNING:
-                stream.ended = update.finish_reason
+                if token != due or stream.ended is not None:
+                    self._findings.append(f"token {token} came where {due} was due, {stream}")
+            if update.run.reason != FinishReason.RUNNING:
+                stream.ended = update.run.reason
 
     def fail(self, stream: Stream, error: WorkerError) -> None:
         self._findings.append(f"a stream failed: {error}")

@@ -50,10 +50,10 @@ class Collected(TokenFanout):
 
     def publish(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
-            if update.token_id is not None:
-                self.tokens.setdefault(id(update.token_stream), []).append(update.token_id)
-            if update.finish_reason != FinishReason.RUNNING:
-                self.ended[id(update.token_stream)] = update.finish_reason
+            if update.run.token_ids:
+                self.tokens.setdefault(id(update.token_stream), []).extend(update.run.token_ids)
+            if update.run.reason != FinishReason.RUNNING:
+                self.ended[id(update.token_stream)] = update.run.reason
 
     def fail(self, token_stream: TokenStream, error: WorkerError) -> None:
         self.ended[id(token_stream)] = error

@@ -10,11 +10,13 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
+from tandem.workers.decode.steps_in_flight import StepsInFlight
 from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.logs import of_requests
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason, FinishRule
@@ -27,6 +29,8 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.scheduling.scheduler import Scheduler
+from tandem.workers.speculation.speculation import Speculation
+from tandem.workers.speculation.verification import Verification
 from tandem.workers.wire.lease import Clock
 from tandem.workers.wire.reservation import Reservation
 
@@ -45,9 +49,9 @@ class Decodes:
     A request is in _reservations from PrepareReceive to its last token, and in _rows while it is stepped. In between
     it is in _awaiting while a peer writes its KV, or in _local while this worker computes it.
 
-    With overlap scheduling (runner.overlaps) a step, _next, is launched before the tokens of the step before it,
-    _reading, are read. A request that stops still has one extra row in the step in flight. That row is ignored, and the
-    pages are released when that step is done. Nothing here waits for a device.
+    With overlap scheduling (runner.overlaps) a step is launched before the tokens of the step before it are read. A
+    request that stops still has one extra row in the step in flight. That row is ignored. A verify step is launched
+    when the tokens of all steps before it are known, and read before another one. Nothing here waits for a device.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Decodes:
         queue: PromptQueue,
         settings: LoopSettings,
         clock: Clock,
+        speculation: Speculation,
     ) -> None:
         """queue: computes this worker's own prompts."""
         self._runner = runner
@@ -78,8 +83,8 @@ class Decodes:
         self._clock = clock
         self._delivered: float | None = None  # when the tokens of the last step came; None behind a pause
         self._prompt_tokens = 0  # launched since the last step
-        self._next: StepInFlight | None = None
-        self._reading: StepInFlight | None = None
+        self._speculation = speculation
+        self._steps = StepsInFlight(cache)
         self._unpublished: list[DecodeRequest] = []
         self.decoded_tokens = 0  # so far
 
@@ -130,7 +135,7 @@ class Decodes:
         self._rows.leave([request])
         self._end(request, writer_quiet)
         if request.token_stream is not None:
-            self._fanout.publish([TokenUpdate(request.token_stream, None, None, FinishReason.ABORT)])
+            self._fanout.publish([TokenUpdate(request.token_stream, TokenRun((), (), FinishReason.ABORT))])
         return True
 
     def release(self, prefix: str, writer_quiet: bool) -> None:
@@ -147,7 +152,8 @@ class Decodes:
         assert request.token_stream is not None
         request.begin(first.token_id)
         reason = request.rule.reason(first.token_id, 1)
-        self._fanout.publish([TokenUpdate(request.token_stream, first.token_id, first.logprobs, reason, prefilled)])
+        run = TokenRun((first.token_id,), (first.logprobs,), reason)
+        self._fanout.publish([TokenUpdate(request.token_stream, run, prefilled)])
         if reason == FinishReason.RUNNING:
             self._reservations.narrow(request)
             self._joining.append(request)
@@ -171,12 +177,12 @@ class Decodes:
     @property
     def is_reading(self) -> bool:
         """Whether tokens of a launched step have to be read before anything else is launched."""
-        return self._reading is not None
+        return self._steps.reading is not None
 
     @property
     def is_busy(self) -> bool:
         """Whether waiting for a prompt would hold somebody up."""
-        return bool(len(self._rows) or self._awaiting or self._joining or self._next or self._reading)
+        return bool(len(self._rows) or self._awaiting or self._joining or self._steps)
 
     @property
     def has_joining(self) -> bool:
@@ -203,37 +209,43 @@ class Decodes:
     ) -> float | None:
         """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps.
 
-        forward: launches the step, and more beside it; None: a forward of its own.
+        forward: launches the step, and more beside it; None: a forward of its own, which may verify drafts.
         """
-        if step is None and self._next is None:
+        steps = self._steps
+        if step is None and steps.behind is None:
             self._delivered, self._prompt_tokens = None, 0
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            launched = None
-            if step is not None:
-                launched = self._launched(step, self._runner.step(*step) if forward is None else forward(step))
+            alone = step is not None and forward is None
+            drafts = self._speculation.propose(self._rows.requests) if alone else None
+            if drafts is not None and steps.behind is not None:
+                steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
+            elif drafts is not None:
+                steps.reading = self._speculation.launch(self._runner, self._rows, drafts, self._take_prompt_tokens())
+            else:
+                launched = None
+                if step is not None:
+                    launched = self._launched(step, self._runner.step(*step) if forward is None else forward(step))
+                steps.launched(launched, overlaps=self._runner.overlaps)
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
-            if self._runner.overlaps:
-                launched, self._next = self._next, launched
-            self._reading = launched
         except Exception as error:
             return self._fail_all(error)
-        return 0 if launched is None else self.read()
+        return 0 if steps.reading is None else self.read()
 
     def read(self) -> float:
         """Hands out the tokens of the step that is read, once it is done. How long to wait then."""
-        in_flight = self._reading
+        in_flight = self._steps.reading
         assert in_flight is not None
         try:
             if not in_flight.pending.is_done():
                 return STEP_POLL_SECONDS
-            self._reading = None
+            self._steps.reading = None
             self._deliver(in_flight)
         except Exception as error:
             return self._fail_all(error)
-        return 0 if self._next is None else DELIVERY_SECONDS
+        return 0 if self._steps.behind is None else DELIVERY_SECONDS
 
     def _take_received(self) -> None:
         """Gives a row to every started request whose KV has come."""
@@ -260,7 +272,7 @@ class Decodes:
                 joining.append(request)
                 self._unpublished.append(request)
             else:
-                updates.append(TokenUpdate(request.token_stream, None, None, reason))
+                updates.append(TokenUpdate(request.token_stream, TokenRun((), (), reason)))
                 self._end(request, writer_quiet=True)
         if joining:
             self._join(joining)
@@ -269,7 +281,7 @@ class Decodes:
     def _join(self, requests: list[DecodeRequest]) -> None:
         """Gives them rows. Of one that is alone a step that was foreseen is launched before all else."""
         pending = None
-        if len(requests) == 1 and not len(self._rows) and self._next is None:
+        if len(requests) == 1 and not len(self._rows) and self._steps.behind is None:
             try:
                 tokens = np.array(requests[0].output, np.int64)
                 pending = self._runner.step_foreseen((requests[0].sequence_id,), tokens)
@@ -280,7 +292,7 @@ class Decodes:
         if pending is not None:
             step = self._rows.next_step()
             assert step is not None
-            self._next = self._launched(step, pending)
+            self._steps.behind = self._launched(step, pending)
 
     def _receive(self, request: DecodeRequest, mailbox: Int64Array) -> FinishReason:
         """Takes the first token. A prompt that ends with it can be shared, and will not be stepped."""
@@ -295,8 +307,11 @@ class Decodes:
         return reason
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
+        return self._rows.launched(step, pending, self._take_prompt_tokens())
+
+    def _take_prompt_tokens(self) -> int:
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
-        return self._rows.launched(step, pending, prompt_tokens)
+        return prompt_tokens
 
     def _publish_prompts(self, requests: list[DecodeRequest]) -> None:
         """Lets others share the prompts of requests whose KV is here."""
@@ -304,38 +319,42 @@ class Decodes:
             if not request.ended:
                 self._cache.publish_prefix(request.sequence_id, request.prompt, request.salt)
 
-    def _deliver(self, in_flight: StepInFlight) -> None:
+    def _deliver(self, in_flight: StepInFlight | Verification) -> None:
         """Hands out the tokens of a step."""
         try:
             samples = in_flight.pending.wait()
         finally:
-            self._release(in_flight.released)
-        self._measure(in_flight)
-        if not self._runner.overlaps:
+            self._steps.done(in_flight)
+        now, before = self._clock(), self._delivered
+        if before is not None:
+            self._scheduler.pace.measured(now - before, in_flight.prompt_tokens)
+        self._delivered, runs = now, in_flight.runs(samples)
+        if isinstance(in_flight, Verification):
+            self._speculation.settle(in_flight, runs, self._cache)
+            self._rows.verified(in_flight.requests, runs)
+        elif self._steps.behind is None:
             self._rows.learn(samples.token_ids)
-        reasons = in_flight.reasons(samples.token_ids).tolist()
         updates, leaving, failed = [], [], []
-        for request, token, logprob, reason in zip(
-            in_flight.requests, samples.token_ids.tolist(), samples.logprobs, reasons, strict=True
-        ):
+        for request, run in zip(in_flight.requests, runs, strict=True):
             if request.ended:
                 continue
-            if reason == FinishReason.ERROR or (request.constraint is not None and request.constraint.error):
+            if run.reason == FinishReason.ERROR or (request.constraint is not None and request.constraint.error):
                 failed.append(request)
-                continue
-            request.take(token)
+                run = TokenRun(run.token_ids[:-1], run.logprobs[:-1], FinishReason.RUNNING)
             assert request.token_stream is not None
-            updates.append(TokenUpdate(request.token_stream, token, logprob, FinishReason(reason)))
-            if reason != FinishReason.RUNNING:
+            if run.token_ids:
+                request.take(run.token_ids)
+                updates.append(TokenUpdate(request.token_stream, run))
+            if run.reason != FinishReason.RUNNING:
                 leaving.append(request)
-        self.decoded_tokens += len(updates)
+            self.decoded_tokens += len(run.token_ids)
         if leaving:
             self._rows.leave(leaving)
             for request in leaving:
                 self._end(request, writer_quiet=True)
+        self._fanout.publish(updates)
         if failed:
             self._fail_rows(failed)
-        self._fanout.publish(updates)
 
     def _fail_rows(self, requests: list[DecodeRequest]) -> None:
         """Their logits are not finite, so that nobody shares their KV, or their masks have failed."""
@@ -347,24 +366,15 @@ class Decodes:
             failure = ForwardFailed(f"decode of {request.request_id!r} failed: {error}")
             self._fail(request, failure if error else LogitsNotFinite(request.request_id, position))
 
-    def _measure(self, in_flight: StepInFlight) -> None:
-        now = self._clock()
-        if self._delivered is not None:
-            self._scheduler.pace.measured(now - self._delivered, in_flight.prompt_tokens)
-        self._delivered = now
-
     def _fail_all(self, error: Exception) -> float:
         """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""
         requests = [request for request in self._reservations.decoded() if request not in self._joining]
         log.error("a decode forward failed", exc_info=error, extra=of_requests(*requests))
-        unread = [step for step in (self._reading, self._next) if step is not None]
-        self._reading = self._next = None
         try:
             self._runner.drain()  # what was launched may still write to their pages
         except Exception:
             log.exception("the step in flight failed, too")
-        for step in unread:
-            self._release(step.released)
+        self._steps.drop()
         self._rows.leave(requests)
         for request in requests:
             request.output.clear()
@@ -381,20 +391,10 @@ class Decodes:
             tokens = np.concatenate((request.prompt, request.output[:-1]))
             self._cache.publish_prefix(request.sequence_id, tokens, request.salt)
         if not self._local.withdraw(request):
-            self._release_behind_steps(request)
+            self._steps.release(request)
+        self._speculation.forget(request)
         request.ended = True
         self._reservations.end(request, writer_quiet)
         for requests in (self._awaiting, self._joining):
             if request in requests:
                 requests.remove(request)
-
-    def _release_behind_steps(self, request: DecodeRequest) -> None:
-        for step in (self._next, self._reading):  # the later one first
-            if step is not None and request in step.requests:
-                step.released.append(request.sequence_id)
-                return
-        self._release([request.sequence_id])
-
-    def _release(self, sequence_ids: list[int]) -> None:
-        for sequence_id in sequence_ids:
-            self._cache.remove_sequence(sequence_id)

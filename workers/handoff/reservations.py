@@ -20,7 +20,7 @@ from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.recall import Recall, RecallDesk, num_request_rows
 from tandem.transfer.transport import Int64Array, Transport
 from tandem.transfer.wire_map import encode_map
-from tandem.workers.config import LoopSettings
+from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.counters import Counters
 from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleReservation
 from tandem.workers.requests.decode_request import DecodeRequest
@@ -57,6 +57,7 @@ class Reservations:
         self._ids = ids
         self._max_sequences = settings.max_sequences
         self._max_batch_tokens = settings.max_batch_tokens
+        self._longest_append = longest_append(settings.speculation)
         self._sharing = settings.sharing
         self._verify = settings.verify
         self._lease_seconds = settings.lease_seconds
@@ -111,7 +112,7 @@ class Reservations:
             raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._transport.num_pes - 1} are accepted")
         local = writer_pe == self._transport.pe
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
-        longest = max(LONGEST_APPEND, min(len(token_ids), self._max_batch_tokens)) if local else LONGEST_APPEND
+        longest = max(self._longest_append, min(len(token_ids), self._max_batch_tokens if local else 0))
         pages = self._cache.num_pages_needed(capacity, longest)
         shortage = self._cache.shortage(capacity, longest)
         if shortage is not None:
@@ -152,9 +153,9 @@ class Reservations:
         return request
 
     def narrow(self, request: DecodeRequest) -> None:
-        """The prompt of a local request is computed: from now on it grows by single tokens."""
+        """The prompt of a local request is computed: from now on it grows by single tokens, and drafts."""
         capacity = len(request.prompt) + request.max_tokens - 1
-        self._cache.reserve(request.sequence_id, capacity, LONGEST_APPEND)
+        self._cache.reserve(request.sequence_id, capacity, self._longest_append)
 
     def mailbox(self) -> Int64Array:
         """See Transport.mailbox; counts signals that came too late."""
@@ -287,6 +288,11 @@ class Reservations:
             request.received = True
             self._cache.finish_receive(request.sequence_id)
             self._signals.release(request.signal)
+
+
+def longest_append(speculation: SpeculationSettings) -> int:
+    """Tokens of one decoded sequence in forwards not known to be done."""
+    return LONGEST_APPEND + speculation.tokens
 
 
 def received_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64Array:

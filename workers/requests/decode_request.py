@@ -1,6 +1,7 @@
 """One sequence on the worker that decodes it."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,11 +44,11 @@ class DecodeRequest:
         if self.token_stream is not None:
             self.token_stream.began_ns = time.time_ns()
 
-    def take(self, token: int) -> None:
-        """The output grows by a token that its row has sampled."""
-        self.output.append(token)
+    def take(self, tokens: Sequence[int]) -> None:
+        """The output grows by tokens that were sampled for it."""
+        self.output += tokens
         if self.constraint is not None:
-            self.constraint.follow((token,))
+            self.constraint.follow(tokens)
 
     @property
     def logit_rules(self) -> LogitRules | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.feed import Feed
+from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
@@ -30,6 +31,8 @@ class Tokens:
     fed: int = 0  # how many tokens went over a feed before these
     began_ns: int = 0  # see TokenStream
     prefilled: Prefilled | None = None  # with the last tokens, where this worker computed the prompt
+    drafted: int = 0  # see TokenStream
+    accepted: int = 0
 
 
 class TokenStream:
@@ -46,12 +49,14 @@ class TokenStream:
         self._pending = Tokens()
         self._ready = asyncio.Event()
         self.last_written = 0.0
+        self.drafted = 0  # tokens that were drafted so far, which the step thread counts, and
+        self.accepted = 0  # those of them that were accepted
         self.began_ns = 0  # when all KV and the first token were there, in Unix time; the step thread says so
 
-    def add(self, token_ids: list[int], logprobs: list[TokenLogprobs], finish_reason: FinishReason) -> None:
-        self._pending.token_ids += token_ids
-        self._pending.logprobs += logprobs
-        self._pending.finish_reason = finish_reason
+    def add(self, run: TokenRun) -> None:
+        self._pending.token_ids += run.token_ids
+        self._pending.logprobs += [one for one in run.logprobs if one is not None]
+        self._pending.finish_reason = run.reason
 
     def began(self, prefilled: Prefilled) -> None:
         """The prompt was computed here."""
@@ -82,6 +87,7 @@ class TokenStream:
         tokens, self._pending = self._pending, Tokens()
         tokens.fed = self._fed
         tokens.began_ns = self.began_ns
+        tokens.drafted, tokens.accepted = self.drafted, self.accepted
         tokens.prefilled = self._prefilled if tokens.finish_reason != FinishReason.RUNNING else None
         return tokens
 
@@ -91,9 +97,7 @@ class TokenUpdate:
     """What one step gave one request."""
 
     token_stream: TokenStream
-    token_id: int | None
-    logprobs: TokenLogprobs | None
-    finish_reason: FinishReason
+    run: TokenRun
     prefilled: Prefilled | None = None  # with the first token of a prompt that was computed here
 
 
@@ -122,10 +126,8 @@ class TokenFanout:
         interval = len(updates) * self._seconds_per_message if len(updates) > 1 else 0.0
         for update in updates:
             stream = update.token_stream
-            tokens = [] if update.token_id is None else [update.token_id]
-            logprobs = [] if update.logprobs is None else [update.logprobs]
             if update.prefilled is not None:
                 stream.began(update.prefilled)
-            stream.add(tokens, logprobs, update.finish_reason)
+            stream.add(update.run)
             if stream.finished or now - stream.last_written >= interval:
                 stream.flush(now)

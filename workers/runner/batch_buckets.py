@@ -39,6 +39,11 @@ def prompt_sizes(limit: int, hidden_size: int) -> list[int]:
     return sizes
 
 
+def verify_sizes(limit: int) -> list[int]:
+    """Tokens: 2, 4, 8, 16, … below `limit`, and `limit` itself."""
+    return [*(size for size in (2, 4, 8, 16, 32, 64, 128) if size < limit), limit]
+
+
 def bucket_of(sizes: Sequence[int], rows: int) -> int:
     """The index in ascending `sizes` of the least that is at least `rows`; ValueError when there is none."""
     index = bisect_left(sizes, rows)

@@ -67,9 +67,14 @@ class DecodeGraphs:
         self._plain = ForwardGraphs(plain, capture, self._compute)
         self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
 
+    @property
+    def largest(self) -> int:
+        """The most rows of a step."""
+        return self._plain.largest
+
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """See ModelRunner.foresee."""
-        (_, buffers), tokens = self._choose(sequence_ids), np.zeros_like(positions)
+        (_, buffers), tokens = self._choose(sequence_ids, len(sequence_ids)), np.zeros_like(positions)
         inputs = pack_inputs(tokens, tokens, 0, sampling, positions)
         forward = self._cache.foresee(buffers, sequence_ids, inputs)
         self._foreseen = forward if (sampling.num_logprobs == NO_LOGPROBS).all() else None
@@ -97,15 +102,17 @@ class DecodeGraphs:
         sources: Int64Array,
         sampling: SampleBatch,
         positions: Int64Array,
+        appends: Int64Array | None = None,
     ) -> PendingSamples:
-        """Launches one step; see ModelRunner.step."""
-        rows = len(sequence_ids)
+        """Launches one step; see ModelRunner.step. appends: int64 [n], the tokens of each sequence, of a verify step;
+        the other arrays have an element a token."""
+        rows = tokens.size
         self._sample_late()
         self._foreseen = None  # its buffers are filled with something else
-        graphs, buffers = self._choose(sequence_ids)
+        graphs, buffers = self._choose(sequence_ids, rows)
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, positions)
-        forward = self._cache.begin(Batch(sequence_ids), buffers, inputs)
+        forward = self._cache.begin(Batch(sequence_ids, appends), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
         return self._pending(ticket, logits, sampling, positions)
@@ -203,8 +210,7 @@ class DecodeGraphs:
         self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
         self._processor.count(processed, self._last)
 
-    def _choose(self, sequence_ids: Sequence[int] | Int64Array) -> tuple[ForwardGraphs, GraphBuffers]:
-        rows = len(sequence_ids)
+    def _choose(self, sequence_ids: Sequence[int] | Int64Array, rows: int) -> tuple[ForwardGraphs, GraphBuffers]:
         if self._sharing is not None and LEAST_TO_SHARE <= rows <= self._sharing.largest:
             buffers = self._sharing.choose(rows)
             if self._cache.pays_to_share(buffers, sequence_ids):

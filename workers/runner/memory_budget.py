@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
+from tandem.cache.plan.temperature import Temperature
 from tandem.workers.errors import GpuTooSmall
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.eager_sampler import EagerSampler
@@ -64,8 +65,10 @@ class WithoutPages:
     expand.
     """
 
-    def __init__(self, max_positions: int) -> None:
+    def __init__(self, max_positions: int, positions: Tensor) -> None:
+        """positions: int64 [T], of the forward's tokens."""
         self._expanded = min(max_positions, EXPANDED_POSITIONS)
+        self._positions = positions
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
@@ -76,6 +79,9 @@ class WithoutPages:
 
     def step_pages(self) -> None:
         """There are none."""
+
+    def temperatures(self, rule: Temperature) -> Tensor:
+        return rule.factors(self._positions)
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         _, num_heads, width = q.shape
@@ -89,7 +95,7 @@ def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequence
     """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
-    logits = model.forward(tokens, WithoutPages(max_positions), tokens[:rows])
+    logits = model.forward(tokens, WithoutPages(max_positions, tokens), tokens[:rows])
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
     EagerSampler(model.device).sample(logits, batch, np.zeros(rows, np.int64)).wait()
 

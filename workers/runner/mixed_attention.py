@@ -6,6 +6,7 @@ from torch import Tensor
 from tandem.cache.attention.forward import Attention
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
+from tandem.cache.plan.temperature import Temperature
 
 
 class MixedAttention:
@@ -25,6 +26,10 @@ class MixedAttention:
 
     def step_pages(self) -> None:
         """No megakernel computes prompts."""
+
+    def temperatures(self, rule: Temperature) -> Tensor:
+        """See CachedAttention."""
+        return torch.cat([part.temperatures(rule) for part, _ in self._parts])
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         """See CachedAttention."""

@@ -7,25 +7,31 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
-from tandem.cache.plan.spans import Span, span_of
+from tandem.cache.plan.spans import Span
 from tandem.workers.models.config import ModelConfig
 
 
 def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
     """A group for each span that layers keep, in the order of their first layers; one for latents.
 
-    scales: see KVLayout.
+    scales: see KVLayout. InvalidArgument where pages do not divide the model's chunks.
     """
     if model.latent is not None:
         rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
         latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
         return KVLayout((latents,), page_size, model.dtype, scales, model.shard)
     layers_of: dict[Span, list[int]] = {}
-    for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
-        layers_of.setdefault(span_of(window), []).append(layer)
+    if model.chunked is not None and model.chunked.size % page_size:
+        raise InvalidArgument(
+            f"page_size is {page_size}; {model.architecture} attends in chunks of {model.chunked.size} positions "
+            "(attention_chunk_size), and a divisor of that is accepted"
+        )
+    for layer, keeps in enumerate(model.layer_spans):
+        layers_of.setdefault(keeps, []).append(layer)
     groups = (
         LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, keeps)
         for keeps, layers in layers_of.items()

@@ -14,12 +14,19 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.runner.batch_buckets import MIXED_TOKENS, MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
+from tandem.workers.runner.batch_buckets import (
+    MIXED_TOKENS,
+    MOST_PROMPTS,
+    bucket_sizes,
+    prompt_sizes,
+    sharing_sizes,
+    verify_sizes,
+)
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.logits_processor import LogitsProcessor
-from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
+from tandem.workers.runner.step_inputs import NUM_INPUTS, ON_HOST, StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs, logprobs_of_targets
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -53,8 +60,10 @@ class ModelRunner:
         self._cache = cache
         self._processor = LogitsProcessor(model.device)
         self._eager_sampler = EagerSampler(model.device, self._processor)
+        self._verify_sampler = EagerSampler(model.device, self._processor)  # another half is under way beside prompts'
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: ForwardGraphs | None = None
+        self._verify_graphs: DecodeGraphs | None = None
 
     def warm_up(self) -> None:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
@@ -93,6 +102,18 @@ class ModelRunner:
         if buffers:
             self._prompt_graphs = ForwardGraphs(buffers, capture or GraphCapture(), self._compute_prompts)
 
+    def capture_verification(self, max_tokens: int, capture: Capture | None = None) -> None:
+        """From now on verify() replays CUDA graphs of up to max_tokens, as capture_steps says."""
+        if capture is None and self._model.device.type != "cuda":
+            return
+        heads = self._model.config.num_heads
+        sizes = verify_sizes(max_tokens)
+        buffers = self._cache.graph_buffers([Limits.of_verification(size, heads, NUM_INPUTS) for size in sizes])
+        if buffers:
+            self._verify_graphs = DecodeGraphs(
+                self._model, self._cache, buffers, (), capture or GraphCapture(), self._processor
+            )
+
     @property
     def overlaps(self) -> bool:
         """Whether scheduling overlaps: step() does not wait for its tokens, and itself takes those before."""
@@ -115,6 +136,30 @@ class ModelRunner:
             return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
         logits = self.launch(Batch(sequence_ids), tokens, None)
         return self._eager_sampler.sample(logits, sampling, positions)
+
+    def verify(
+        self,
+        sequence_ids: Sequence[int],
+        tokens: Sequence[Int64Array],
+        sampling: SampleBatch,
+        positions: Int64Array,
+    ) -> PendingSamples:
+        """The next tokens[i] of each of n sequences: its last token and a draft, int64 [1 + k]. Samples a token behind
+        each of them, with the parameters of its sequence.
+
+        positions: int64 [n], of the first token sampled for each sequence, as for sample(). A row with LogitRules has
+        no draft. No step is in flight.
+        """
+        appends = np.array([one.size for one in tokens])
+        rows = np.repeat(np.arange(appends.size), appends)
+        total = rows.size
+        offsets = np.arange(total) - np.repeat(np.cumsum(appends) - appends, appends)
+        token_ids, sampling, positions = np.concatenate(tokens), sampling.take(rows), positions[rows] + offsets
+        graphs = self._verify_graphs
+        if graphs is not None and total <= graphs.largest:
+            return graphs.step(sequence_ids, token_ids, np.full(total, ON_HOST), sampling, positions, appends)
+        logits = self.launch(Batch(sequence_ids, appends, push=False), token_ids, np.arange(total))
+        return self._verify_sampler.sample(logits, sampling, positions)
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """They are being received, and will be stepped next, with tokens not known yet."""

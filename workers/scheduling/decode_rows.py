@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.finish import FinishReason, FinishRule
-from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.scheduling.batch import DecodeStep
@@ -26,6 +27,14 @@ class StepInFlight:
     pending: PendingSamples
     prompt_tokens: int = 0  # that the device computes between the step before and this one
     released: list[int] = field(default_factory=list)  # sequences that ended since; the step may write to their pages
+
+    def runs(self, samples: Samples) -> list[TokenRun]:
+        """The token of each row."""
+        reasons = self.reasons(samples.token_ids).tolist()
+        return [
+            TokenRun((token,), (logprob,), FinishReason(reason))
+            for token, logprob, reason in zip(samples.token_ids.tolist(), samples.logprobs, reasons, strict=True)
+        ]
 
     def reasons(self, sampled: Int64Array) -> Int64Array:
         """The FinishReason of each row once it got the token that was sampled for it; both int64 [n]."""
@@ -96,9 +105,19 @@ class DecodeRows:
         return in_flight
 
     def learn(self, sampled: Int64Array) -> None:
-        """The last launched step has sampled these tokens, int64 [n], one for each row. None has joined since."""
-        self.tokens = sampled[self.sources]
+        """The last launched step has sampled these tokens, int64 [m], one for each row that it had."""
+        self.tokens = np.where(self.sources == ON_HOST, self.tokens, sampled[self.sources])
         self.sources = self._on_host
+
+    def verified(self, requests: Sequence[DecodeRequest], runs: Sequence[TokenRun]) -> None:
+        """A verify step of all rows has given requests[i] the tokens runs[i], which are on the host. Rows that end with
+        them are still there."""
+        grown = {id(request): run.token_ids for request, run in zip(requests, runs, strict=True)}
+        tokens = [grown[id(request)] for request in self.requests]
+        self.tokens = np.array([run[-1] for run in tokens], np.int64)
+        self.sources = self._on_host
+        self.lengths = self.lengths + np.array([len(run) for run in tokens], np.int64)
+        self._set_requests(self.requests)
 
     def _append(self, name: str, values: Int64Array) -> None:
         setattr(self, name, np.concatenate((getattr(self, name), values)))

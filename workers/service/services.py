@@ -301,7 +301,14 @@ def _resident_bytes() -> int:
 
 def _generated(tokens: Tokens) -> worker_pb2.GeneratedTokens:
     ended = tokens.finish_reason != FinishReason.RUNNING
-    decoded = worker_pb2.Decoded(began_ns=tokens.began_ns, ended_ns=time.time_ns()) if ended else None
+    decoded = None
+    if ended:
+        decoded = worker_pb2.Decoded(
+            began_ns=tokens.began_ns,
+            ended_ns=time.time_ns(),
+            drafted_tokens=tokens.drafted,
+            accepted_tokens=tokens.accepted,
+        )
     return worker_pb2.GeneratedTokens(
         decoded=decoded,
         token_ids=tokens.token_ids,

@@ -182,7 +182,12 @@ def _stop_reason(message: inference_pb2.GenerateResponse) -> str | int | None:
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
     counts = _counts(usage.prompt_tokens, usage.output_tokens)
-    return counts | {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+    counts |= {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+    if usage.drafted_tokens:
+        rejected = usage.drafted_tokens - usage.accepted_tokens
+        details = {"accepted_prediction_tokens": usage.accepted_tokens, "rejected_prediction_tokens": rejected}
+        counts |= {"completion_tokens_details": details}
+    return counts
 
 
 def _counts(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:

@@ -79,3 +79,5 @@ class Choices:
             total.prompt_tokens += usage.prompt_tokens
             total.cached_tokens += usage.cached_tokens
             total.output_tokens += usage.output_tokens
+            total.drafted_tokens += usage.drafted_tokens
+            total.accepted_tokens += usage.accepted_tokens

@@ -30,6 +30,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 
@@ -78,6 +79,21 @@ class ScriptedRunner:
         self.log.append(f"launch {step}: {list(sequence_ids)}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
 
+    def verify(
+        self, sequence_ids: tuple[int, ...], tokens: list[np.ndarray], sampling: SampleBatch, positions: np.ndarray
+    ) -> PendingSamples:
+        step = sum(line.startswith("launch") for line in self.log)
+        assert all(line in self.log for line in (f"read {before}" for before in range(step))), "a step is in flight"
+        sampled = []
+        for sequence, inputs, position in zip(sequence_ids, tokens, positions.tolist(), strict=True):
+            due = [token_at(sequence, position - 1 + index) for index in range(inputs.size)]
+            assert inputs[0] == due[0]
+            right = np.cumprod(inputs == due)
+            sampled += [token_at(sequence, position + index) if right[index] else 98 for index in range(inputs.size)]
+        self._cache.begin_forward(sequence_ids, np.array([one.size for one in tokens]))
+        self.log.append(f"launch {step}: verify {[one.size for one in tokens]}")
+        return cast(PendingSamples, ScriptedSamples(self, step, sampled))
+
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: np.ndarray) -> None:
         self._cache._growth.foresee(sequence_ids)
         self._foreseen = sequence_ids, sampling, positions
@@ -123,10 +139,10 @@ class Collector:
     def publish(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
             assert update.token_stream not in self.ends
-            if update.token_id is not None:
-                self.tokens.setdefault(update.token_stream, []).append(update.token_id)
-            if update.finish_reason != FinishReason.RUNNING:
-                self.ends[update.token_stream] = update.finish_reason
+            if update.run.token_ids:
+                self.tokens.setdefault(update.token_stream, []).extend(update.run.token_ids)
+            if update.run.reason != FinishReason.RUNNING:
+                self.ends[update.token_stream] = update.run.reason
 
     def fail(self, token_stream: TokenStream, error: WorkerError) -> None:
         self.ends[token_stream] = str(error)
@@ -140,6 +156,7 @@ class Bench:
         max_sequences: int = 8,
         runner: type[ScriptedRunner] = ScriptedRunner,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
         **limits: Any,
     ) -> None:
         """limits: more of LoopSettings."""
@@ -156,7 +173,7 @@ class Bench:
         )
         self.runner, self.collector = runner(self.cache), Collector()
         settings = LoopSettings(lease_seconds=60, sharing=False, max_sequences=max_sequences, **limits)
-        ends = Ends(PushMeter(receiver), cast(TokenFanout, self.collector), KernelThreads(None, 1))
+        ends = Ends(PushMeter(receiver), cast(TokenFanout, self.collector), KernelThreads(None, 1), drafter)
         self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings, ends, clock)
         self.decodes = self.loop.decodes
 

@@ -93,7 +93,7 @@ class OpenKernels(TorchKernels):
 
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Any = None) -> None:
         super().__init__(pool, scoring, fp8)
-        self.capabilities = Capabilities(step_graphs=True)
+        self.capabilities = Capabilities(step_graphs=True, verify_graphs=True)
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> DeviceTables:
         return tables
@@ -128,10 +128,22 @@ def emulate(folder: Path, case: Case) -> Callable[[MegakernelShape, torch.device
     return choose
 
 
-@pytest.mark.parametrize("name", CASES)
+@dataclass(frozen=True)
+class Both:
+    """A model whose steps the emulated kernel computes, and two caches with the same prompts."""
+
+    model: DenseDecoder
+    fixed: PagedKVCache
+    plain: PagedKVCache
+    pools: list[Tensor]
+
+    def assert_same_finite(self) -> None:
+        """Padding has stored nothing."""
+        assert torch.equal(*(pool.float().isfinite() for pool in self.pools))
+
+
 @torch.inference_mode()
-def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[name]
+def both_of(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Both:
     make_model(case.family, vocab_size=200, **case.changes).save_pretrained(tmp_path)
     config = load_config(tmp_path, case.dtype)
     monkeypatch.setattr(small_batch_decoder, "choose_megakernels", emulate(tmp_path, case))
@@ -157,7 +169,21 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
             model.forward(torch.arange(length) + sequence, plan.attention, torch.tensor([0]))
         caches.append(cache)
     fixed, plain = caches
-    (batch,) = fixed.graph_buffers([Limits.of_step(case.rows, config.num_heads, 1)])
+    return Both(model, fixed, plain, pools)
+
+
+def assert_near(actual: Tensor, expected: Tensor, case: Case) -> None:
+    errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.max() < case.tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    both = both_of(case, tmp_path, monkeypatch)
+    model, fixed, plain = both.model, both.fixed, both.plain
+    (batch,) = fixed.graph_buffers([Limits.of_step(case.rows, model.config.num_heads, 1)])
     for step in range(2 * len(case.lengths) // case.active):
         sequences = (np.arange(case.active) + step * case.active) % len(case.lengths)
         tokens = 3 + step + sequences
@@ -166,9 +192,35 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
         expected = model.forward(torch.from_numpy(tokens), plan.attention, every)
         fixed.begin(Batch(sequences), batch, [tokens])
         actual = model.forward(batch.inputs[0], batch.attention(), None)[: case.active]
-        errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
-        assert errors.max() < case.tolerance
-    assert torch.equal(*(pool.float().isfinite() for pool in pools))  # padding has stored nothing
+        assert_near(actual, expected, case)
+    both.assert_same_finite()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rows > 1])
+@torch.inference_mode()
+def test_verify_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are new tokens of one sequence or of several, in any order; some are taken back."""
+    case, random = CASES[name], np.random.default_rng(0)
+    both = both_of(case, tmp_path, monkeypatch)
+    model, fixed, plain = both.model, both.fixed, both.plain
+    (batch,) = fixed.graph_buffers([Limits.of_verification(case.rows, model.config.num_heads, 1)])
+    for step in range(6):
+        room, appends = case.rows, {}
+        for sequence in random.permutation(len(case.lengths)).tolist():
+            if room:
+                appends[sequence] = room if step == 0 else int(random.integers(1, room + 1))
+                room -= appends[sequence]
+        sequences, counts = list(appends), list(appends.values())
+        tokens = 3 + step + np.arange(sum(counts))
+        plan = plain.begin_forward(sequences, counts)
+        expected = model.forward(torch.from_numpy(tokens), plan.attention, torch.arange(tokens.size))
+        fixed.begin(Batch(sequences, counts, push=False), batch, [tokens])
+        assert_near(model.forward(batch.inputs[0], batch.attention(), None)[: tokens.size], expected, case)
+        both.assert_same_finite()
+        for sequence, count in appends.items():
+            rejected = int(random.integers(0, count)) if step else count - 1
+            fixed.pop(sequence, rejected)
+            plain.pop(sequence, rejected)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from tandem.workers.runner.batch_buckets import prompt_sizes
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import random_prompt
 from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv, run_in_place
 
 LENGTHS = (1, 31, 32, 33, 64, 65, 127, 128, 129, 200)
-FAMILIES = ["qwen3", "gemma3", "gpt_oss", "qwen3_moe"]  # two have windows, one of these sinks
+FAMILIES = ["qwen3", "gemma3", "gpt_oss", "qwen3_moe", "llama4"]  # two have windows, one of these sinks; one has chunks
 TOLERANCE = 1e-4
 
 
@@ -95,3 +97,24 @@ def test_sizes(limit: int, hidden: int, last: list[int]) -> None:
     sizes = prompt_sizes(limit, hidden)
     assert sizes[-2:] == last
     assert all(small < large <= 2 * small for small, large in pairwise(sizes))
+
+
+def test_drafts_are_verified_in_graphs_of_their_own(folder: Path) -> None:
+    """One row, several with drafts of unlike lengths, some without; too many tokens go eagerly."""
+    both, sampling = (captured(folder), plain(folder)), SamplingParams(temperature=0.8, seed=3)
+    both[0].runner.capture_verification(16, both[0].counting(run_in_place))
+    prompts = {sequence: random_prompt(9 + sequence, sequence) for sequence in range(6)}
+    for runner in both:
+        for sequence, prompt in prompts.items():
+            runner.cache.add_sequence(sequence)
+            runner.forward({sequence: prompt}, {sequence: len(prompt)})
+    replays, cache = both[0].replays, both[0].cache
+    for sizes in ({2: 4}, {0: 1, 1: 3, 4: 2, 5: 5}, {3: 1, 2: 1}, {0: 16}, {1: 9, 2: 8}):
+        tokens = [np.array(random_prompt(size, sequence)) for sequence, size in sizes.items()]
+        positions = np.array([cache.num_tokens(sequence) + 1 for sequence in sizes])
+        rows = SampleBatch.from_params([sampling] * len(sizes))
+        ours, theirs = (one.runner.verify(list(sizes), tokens, rows, positions).wait() for one in both)
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.token_ids.size == sum(sizes.values())
+    assert both[0].replays == replays + 4
+    assert_same_kv(*both, TOLERANCE)

@@ -1,26 +1,29 @@
-// Attention of the new token: SPLITS blocks share the positions of a KV head, as in flash-decoding (Dao et al., 2023).
+// Attention of the new tokens: SPLITS blocks share the positions of a KV head, as in flash-decoding (Dao et al., 2023).
 #pragma once
 #include "entries.cuh"
 #include "exchange.cuh"
 
-// The new token's q, k and v of this block's KV head, normed and rotated, into the work area: k and v as in a stage.
+// The new token's q, k and v of this block's KV head, normed and rotated, into the work area: k and v as in a stage. The
+// first split also prepares k and v of the rows before that are of its sequence, which other blocks store.
 __device__ void prepare_heads(Warp& warp, int layer, const Scales& scales, unsigned* published) {
     const Arguments& args = warp.args;
     const KVSplit& kv = warp.kv;
-    int head = blockIdx.x / SPLITS, which = warp.warp;
-    if (which < GROUP + 2 && warp.lane < HEAD_DIM / 4) {
-        int from = which < GROUP ? head * GROUP + which : Q_HEADS + (which - GROUP) * KV_HEADS + head;
+    int head = blockIdx.x / SPLITS;
+    auto prepare = [&](int which) {
+        bool is_query = which < GROUP, is_value = !is_query && (which - GROUP) % 2;
+        int age = is_query ? 0 : (which - GROUP) / 2, row = kv.row - age;
+        int from = is_query ? head * GROUP + which : Q_HEADS + is_value * KV_HEADS + head;
         int low = warp.lane, high = low + HEAD_DIM / 4;  // pairs of dimensions that are rotated into each other
-        const unsigned* cos = reinterpret_cast<const unsigned*>(args.cos + kv.row * 2 * HEAD_DIM);
-        const unsigned* sin = reinterpret_cast<const unsigned*>(args.sin + kv.row * 2 * HEAD_DIM);
+        const unsigned* cos = reinterpret_cast<const unsigned*>(args.cos + row * 2 * HEAD_DIM);
+        const unsigned* sin = reinterpret_cast<const unsigned*>(args.sin + row * 2 * HEAD_DIM);
         float2 cos_a = unpack(cos[low]), cos_b = unpack(cos[high]), sin_a = unpack(sin[low]), sin_b = unpack(sin[high]);
         float2 by_a = {1, 1}, by_b = {1, 1};
-        const Number* gain = which <= GROUP ? args.layers[layer * POINTERS + HEAD_NORMS] : nullptr;
+        const Number* gain = !is_value ? args.layers[layer * POINTERS + HEAD_NORMS] : nullptr;
         if (gain) {
             const unsigned* gains = reinterpret_cast<const unsigned*>(gain + from * HEAD_DIM);
             by_a = unpack(gains[low]), by_b = unpack(gains[high]);
         }
-        const unsigned* words = published + QKV_AT + kv.row * (QKV_ROWS / 2) + from * (HEAD_DIM / 2);
+        const unsigned* words = published + QKV_AT + row * (QKV_ROWS / 2) + from * (HEAD_DIM / 2);
         unsigned pairs[2];
         await({words + low, words + high}, pairs);
         float2 a = unpack(pairs[0]), b = unpack(pairs[1]);
@@ -31,27 +34,33 @@ __device__ void prepare_heads(Warp& warp, int layer, const Scales& scales, unsig
             a = rounded({a.x * inverse, a.y * inverse}), b = rounded({b.x * inverse, b.y * inverse});
             a = rounded({a.x * by_a.x, a.y * by_a.y}), b = rounded({b.x * by_b.x, b.y * by_b.y});
         }
-        if (which <= GROUP) {
+        if (!is_value) {
             float2 x = a, y = b;
             a = rounded({x.x * cos_a.x + y.x * sin_a.x, x.y * cos_a.y + y.y * sin_a.y});
             b = rounded({y.x * cos_b.x + x.x * sin_b.x, y.y * cos_b.y + x.y * sin_b.y});
         }
         unsigned char* work = warp.block.state.work;
-        if (which < GROUP) {
+        if (is_query) {
             unsigned* query = reinterpret_cast<unsigned*>(work + which * HEAD_BYTES);
             query[low] = as_factors(a), query[high] = as_factors(b);
         } else {
-            float by = 1 / (which == GROUP ? scales.of_keys : scales.of_values);
+            float by = 1 / (is_value ? scales.of_values : scales.of_keys);
             auto store = [&](void* target) {
                 Pair* pairs = reinterpret_cast<Pair*>(target);
                 pairs[low] = as_stored(a, by), pairs[high] = as_stored(b, by);
             };
-            store(work + OWN_AT + (which - GROUP) * (STAGE_BYTES / 2));
-            int slot = args.slots[kv.row];
-            if (kv.index == 0 && slot >= 0)
+            store(work + OWN_AT + is_value * (STAGE_BYTES / 2) + age * HEAD_DIM * (int)sizeof(Entry));
+            int slot = args.slots[row];
+            if (kv.index == 0 && age == 0 && slot >= 0)
                 store(args.pool + slot / args.page_size * args.page_elements + layer * args.layer_elements +
-                      (((which - GROUP) * KV_HEADS + head) * args.page_size + slot % args.page_size) * HEAD_DIM);
+                      ((is_value * KV_HEADS + head) * args.page_size + slot % args.page_size) * HEAD_DIM);
         }
+    };
+    if (warp.lane < HEAD_DIM / 4) {
+        int count = GROUP + 2 * (kv.index == 0 ? 1 + kv.rows_before() : 1);
+        if (ROWS == 1 && warp.warp < GROUP + 2) prepare(warp.warp);
+        if (ROWS > 1)
+            for (int which = warp.warp; which < count; which += WARPS) prepare(which);
     }
     __syncthreads();
 }
@@ -214,7 +223,7 @@ __device__ void attend(Warp& warp, int layer, unsigned* published) {
     Softmax softmax;
     begin_softmax(softmax, warp);
     float scale = warp.args.scale * scales.of_keys * 1.44269504f;
-    // The new token is an item like others, of a warp that has none, or fewest.
+    // The new token, and those of the rows before, are an item like others, of a warp that has none, or fewest.
     bool with_new = kv.index == 0 && warp.warp == at_most(kv.items, WARPS - 1);
     int item = with_new ? warp.warp - WARPS : warp.warp, publishing = at_most(kv.items + (kv.index == 0), WARPS);
     const unsigned char* stage = nullptr;
@@ -222,7 +231,7 @@ __device__ void attend(Warp& warp, int layer, unsigned* published) {
         if (item < kv.items) {
             bool is_new = item < 0;
             if (first == 0) stage = is_new ? warp.block.state.work + OWN_AT : warp.wait_for_item();
-            int valid = is_new ? 1 : kv.stored - (kv.begin + item * kv.item_positions() + first);
+            int valid = is_new ? 1 + kv.rows_before() : kv.stored - (kv.begin + item * kv.item_positions() + first);
             attend_to(softmax, reinterpret_cast<const Entry*>(stage) + first * HEAD_DIM, valid, scale, warp.lane);
             first = first + MMA_POSITIONS < kv.item_positions() && MMA_POSITIONS < valid ? first + MMA_POSITIONS : 0;
             if (first == 0) item += WARPS;

@@ -15,10 +15,11 @@
 // Which row's positions are this block's. The rows divide the blocks of a KV head so that the longest split is as short
 // as it can be. A row that has nothing stored has a block, too.
 __device__ KVSplit split_positions(const Arguments& args) {
-    int stored[ROWS], items = 0, longest = 1, used = SPLITS + 1;
+    int stored[ROWS], before[ROWS] = {}, items = 0, longest = 1, used = SPLITS + 1;
     for (int row = 0; row < ROWS; row++) {
         int full_pages = args.kv_indptr[row + 1] - args.kv_indptr[row] - 1;
-        stored[row] = full_pages * args.page_size + args.kv_last_page_len[row] - 1;
+        if (ROWS > 1 && args.preceding) before[row] = args.preceding[row];
+        stored[row] = full_pages * args.page_size + args.kv_last_page_len[row] - 1 - before[row];
         items += ceiling(stored[row], ITEM_POSITIONS);
     }
     for (int spare = 0; used > SPLITS; spare++) {  // ends where all rows together use SPLITS - ROWS + 1 whole splits
@@ -32,7 +33,7 @@ __device__ KVSplit split_positions(const Arguments& args) {
         if (index >= 0 && index < blocks) {
             int begin = at_most(index * longest, stored[row]), count = at_most(stored[row] - begin, longest);
             int size = count > MANY_POSITIONS ? ITEM_POSITIONS : MMA_POSITIONS;
-            kv = {row, index, splits, args.kv_indptr[row], stored[row], begin, ceiling(count, size), size};
+            kv = {row, index, splits, args.kv_indptr[row], stored[row], before[row], begin, ceiling(count, size), size};
         }
         index -= blocks;
     }

@@ -132,6 +132,7 @@ class MegakernelArguments(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin", "scales", "logits")),
         *((name, POINTER) for name in ("pool", "slots", "kv_indptr", "kv_indices", "kv_last_page_len")),
+        ("preceding", POINTER),
         *((name, POINTER) for name in ("published", "epoch")),
         *(("page_elements", INT64), ("layer_elements", INT64)),
         *(("num_layers", INT32), ("vocab", INT32), ("page_size", INT32)),
@@ -185,7 +186,12 @@ class DecodeMegakernel:
             **{"layers": self._table, "x": x, "final_norm": self._final_norm.weight, "lm_head": self._lm_head},
             **{"cos": rotation.cos, "sin": rotation.signed_sin, "scales": pages.scales, "logits": logits},
             **{"pool": pool, "slots": tables.slots, "kv_indptr": tables.kv_indptr, "kv_indices": tables.kv_indices},
-            **{"kv_last_page_len": tables.kv_last_page_len, "published": self._published, "epoch": self._epoch},
+            **{
+                "kv_last_page_len": tables.kv_last_page_len,
+                "preceding": tables.preceding,
+                "published": self._published,
+                "epoch": self._epoch,
+            },
         }
         sizes = {
             **{"page_elements": page_elements, "layer_elements": layer_elements, "page_size": pool.shape[4]},

@@ -50,9 +50,11 @@ constexpr int PIECE = ROWS == 1 || INTERMEDIATE * ROWS * 2 <= INPUT_LIMIT
 constexpr int PIECES = ceiling(INTERMEDIATE, PIECE);
 
 constexpr int WIDEST = at_least(at_least(HIDDEN, PIECE), HEADS_WIDTH);
-// Of the new token, where the input was: q of each head, then k and v as in a stage.
+// Where the input was: q of each head of the new token, then k and v as in a stage, also of the rows before that are
+// of the same sequence.
 constexpr int HEAD_BYTES = HEAD_DIM * 2, OWN_AT = GROUP * HEAD_BYTES;
-constexpr int HEADS_BYTES = OWN_AT + STAGE_BYTES / 2 + HEAD_BYTES;
+constexpr int HEADS_BYTES = OWN_AT + STAGE_BYTES / 2 + ROWS * HEAD_BYTES;
+static_assert(ROWS <= MMA_POSITIONS && ROWS * HEAD_BYTES <= STAGE_BYTES / 2, "new tokens of a sequence are one item");
 constexpr int INPUT_BYTES = at_least((ROWS * WIDEST * 2 + 15) / 16 * 16, HEADS_BYTES);
 constexpr int SUMS_BYTES = slices(WIDEST) * TILE * ROWS * 4;                      // of a tile
 constexpr int MAX_DOWN_TILES = PIECES == 1 ? 2 : ceiling(HIDDEN / TILE, BLOCKS);  // tiles whose sums outlast a piece
@@ -83,6 +85,7 @@ struct Arguments {
     Number* logits;
     Entry* pool;
     const int *slots, *kv_indptr, *kv_indices, *kv_last_page_len;
+    const int* preceding;  // of each row, how many of those right before are of its sequence; null: none
     unsigned* published;  // [2][PUBLISHED_WORDS]
     unsigned* epoch;      // the layers before; how many blocks are done
     long long page_elements, layer_elements;
@@ -97,11 +100,13 @@ struct KVSplit {
     int index;       // among the row's `count` splits that have positions
     int count;
     int first_page;  // of the row, in kv_indices
-    int stored;      // positions of the row
+    int stored;      // positions of the row in pages that this step does not write
+    int preceding;   // rows right before that are of its sequence
     int begin;       // the split's first position
     int items;       // of `size` positions each, the last of fewer
     int size;
 
+    __device__ int rows_before() const { return ROWS == 1 ? 0 : preceding; }
     __device__ int item_positions() const { return ITEM_POSITIONS == MMA_POSITIONS ? MMA_POSITIONS : size; }
 };
 #if ROWS == 1

@@ -1,0 +1,147 @@
+"""Speculation changes no output: drafters that are right, wrong, both or broken, through both doors."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cluster.config import load_config
+from tandem.cluster.errors import ConfigError
+from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.drafters import SPECULATING, FailingDrafter, KnownDrafter, drafting
+from tests.support.http_client import COMPLETIONS, answer
+from tests.support.island import Island, running_island
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+
+NUM_TOKENS = 40
+PROMPTS = [random_prompt(length, seed=length) for length in (3, 8, 17, 30, 50)]
+
+
+@pytest.fixture(scope="module")
+def outputs(small_model: Path) -> list[list[int]]:
+    return greedy_all(load_oracle(small_model), PROMPTS, NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def island(small_model: Path) -> Iterator[Island]:
+    """With drafts by prompt lookup."""
+    with running_island(small_model, {**SPECULATING, "gateway.http_port": 0}) as island:
+        yield island
+
+
+@pytest.fixture(scope="module")
+def plain(small_model: Path) -> Iterator[Island]:
+    with running_island(small_model, {"gateway.http_port": 0}) as island:
+        yield island
+
+
+def counts(island: Island) -> tuple[int, int, int]:
+    """Tokens drafted, accepted, and decoded by the decode worker."""
+    worker = island.workers[-1]
+    loop = worker._loop
+    assert loop is not None
+    return worker.on_step_thread(
+        lambda: (loop.counters.drafted_tokens, loop.counters.accepted_tokens, loop.decodes.decoded_tokens)
+    )
+
+
+@pytest.mark.parametrize("roles", ["split", "adaptive"])
+@pytest.mark.parametrize("right", [1.0, 0.7, 0.0], ids=["right", "mixed", "wrong"])
+def test_tokens_equal_transformers(small_model: Path, outputs: list[list[int]], right: float, roles: str) -> None:
+    with (
+        drafting(KnownDrafter(PROMPTS, outputs, right)),
+        running_island(small_model, {**SPECULATING, "scheduler.roles": roles}) as island,
+    ):
+        last = complete(island.address, PROMPTS[0], max_tokens=NUM_TOKENS, **GREEDY)
+        assert tokens_of(last) == outputs[0]
+        usage = last[-1].usage
+        assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == outputs
+    assert usage is not None
+    if right == 1:  # 39 behind the first, in steps of 5
+        assert (usage.drafted_tokens, usage.accepted_tokens) == (31, 31)
+    elif right == 0:
+        assert usage.accepted_tokens == 0
+        assert 2 <= usage.drafted_tokens < 12, "drafts that never hold become rare"
+    else:
+        assert 0 < usage.accepted_tokens < usage.drafted_tokens
+
+
+def test_a_drafter_that_fails_is_not_asked_again(small_model: Path, outputs: list[list[int]]) -> None:
+    drafter = FailingDrafter()
+    with drafting(drafter), running_island(small_model, SPECULATING) as island:
+        assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == outputs
+    assert drafter.asked == 1
+
+
+def test_prompt_lookup_finds_what_repeats(island: Island, small_model: Path) -> None:
+    before = counts(island)
+    prompt = random_prompt(12, seed=5) * 4
+    update = complete(island.address, prompt, max_tokens=120, **GREEDY)
+    assert tokens_of(update) == greedy(load_oracle(small_model), prompt, 120)
+    drafted, accepted, decoded = (now - one for now, one in zip(counts(island), before, strict=True))
+    assert decoded == 119
+    assert 0 < accepted <= drafted
+    usage = update[-1].usage
+    assert usage is not None
+    assert (usage.drafted_tokens, usage.accepted_tokens) == (drafted, accepted)
+
+
+def sampled(draws: random.Random) -> dict[str, Any]:
+    """One request over HTTP with parameters of many kinds."""
+    body: dict[str, Any] = {
+        "prompt": random_prompt(6, seed=draws.randrange(99)) * draws.randrange(1, 4),
+        "max_tokens": draws.randrange(1, 60),
+        "temperature": draws.choice([0, 0.2, 0.7]),
+        "seed": draws.randrange(1 << 30),
+        "top_p": draws.choice([1, 0.8]),
+        "top_k": draws.choice([-1, 2, 5]),
+        "logprobs": draws.choice([None, 2]),
+        "ignore_eos": draws.random() < 0.5,
+        "stop_token_ids": draws.choice([[], draws.sample(range(500), 20)]),
+        "return_token_ids": True,
+    }
+    if draws.random() < 0.3:
+        body |= {"frequency_penalty": 0.4, "repetition_penalty": 1.1}
+    if draws.random() < 0.2:
+        body |= {"n": 3}
+    return body
+
+
+def test_http_answers_are_those_without_speculation(island: Island, plain: Island) -> None:
+    """Tokens, log-probabilities and how each answer ends, of all sampling parameters."""
+    draws, before = random.Random(11), counts(island)
+    for _ in range(40):
+        body = sampled(draws)
+        given, due = (answer(one.http, COMPLETIONS, **body)["choices"] for one in (island, plain))
+        for choice, wanted in zip(given, due, strict=True):
+            assert choice["token_ids"] == wanted["token_ids"]
+            assert choice["finish_reason"] == wanted["finish_reason"]
+            if wanted["logprobs"] is not None:
+                close = pytest.approx(wanted["logprobs"]["token_logprobs"], abs=1e-4)
+                assert choice["logprobs"]["token_logprobs"] == close
+    assert counts(island)[1] > before[1], "drafts were accepted"
+
+
+def test_usage_tells_accepted_and_rejected(island: Island) -> None:
+    body = {"prompt": random_prompt(12, seed=5) * 4, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    details = answer(island.http, COMPLETIONS, **body)["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert details["rejected_prediction_tokens"] >= 0
+
+
+def test_many_rows_draft_nothing(small_model: Path, outputs: list[list[int]]) -> None:
+    drafter = KnownDrafter(PROMPTS, outputs)
+    with (
+        drafting(drafter),
+        running_island(small_model, {**SPECULATING, "speculation.max_step_tokens": 1}) as island,
+    ):
+        assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == outputs
+        assert counts(island)[0] == 0
+
+
+@pytest.mark.parametrize(("key", "value"), [("method", "eagle"), ("tokens", 0), ("tokens", 17), ("max_ngram", 0)])
+def test_bad_settings_are_named(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"speculation\.{key}"):
+        load_config(None, {f"speculation.{key}": value})

@@ -1,0 +1,135 @@
+"""Verify steps among others: several tokens a step, with steps in flight, and requests that come, stop and go."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.requests.token_stream import TokenStream
+from tandem.workers.sampling.finish import FinishReason
+from tandem.workers.speculation.drafter import DraftAsk
+from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, PROMPT, Bench, expected, token_at
+
+LENGTH = 4
+
+
+class ScriptedDrafter:
+    """Drafts what the script says, up to a wrong token and beyond; nothing where `idle` says so."""
+
+    def __init__(self, right: float, idle: float = 0.0, seed: int = 1) -> None:
+        self._draws, self._right, self._idle = random.Random(seed), right, idle
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
+        return [self._draft(ask) for ask in asks]
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+    def _draft(self, ask: DraftAsk) -> Int64Array:
+        size = 0 if self._draws.random() < self._idle else ask.most
+        due = [token_at(ask.sequence_id, ask.context.size + index) for index in range(size)]
+        return np.array([one if self._draws.random() < self._right else one + 1 for one in due], np.int64)
+
+
+def bench_with(drafter: ScriptedDrafter, max_step_tokens: int = 32) -> Bench:
+    settings = SpeculationSettings("ngram", LENGTH, max_step_tokens)
+    return Bench(drafter=drafter, speculation=settings)
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "steps"),
+    [
+        (True, ["[1]", "verify [5]", "verify [5]"]),  # the first was foreseen before there were tokens to draft behind
+        (False, ["verify [5]", "verify [5]", "[1]"]),
+    ],
+)
+def test_right_drafts_give_their_tokens_in_one_step(overlaps: bool, steps: list[str]) -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.runner.overlaps = overlaps
+    _, stream = bench.start("a", max_tokens=12)
+    bench.run()
+    assert [line.split(": ")[1] for line in bench.runner.log if "launch" in line] == steps
+    assert bench.collector.tokens[stream] == expected(1, 12)
+    assert bench.collector.ends[stream] == FinishReason.LENGTH
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_a_stop_in_an_accepted_run_ends_it_there() -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.runner.overlaps = False
+    _, stopped = bench.start("stopped", max_tokens=12, stop_ids=(token_at(1, PROMPT + 3),))
+    _, other = bench.start("other", max_tokens=9)
+    bench.run()
+    assert bench.collector.tokens == {stopped: expected(1, 4), other: expected(2, 9)}
+    assert bench.collector.ends == {stopped: FinishReason.STOP, other: FinishReason.LENGTH}
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_an_abort_while_drafts_are_verified() -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.runner.overlaps, bench.runner.done_until = False, 0
+    bench.start("gone", max_tokens=12)
+    _, other = bench.start("other", max_tokens=9)
+    bench.loop.step()
+    assert bench.runner.log == ["launch 0: verify [5, 5]"]
+    bench.decodes.abort("gone", writer_quiet=True)
+    assert 1 in bench.cache._table, "the step may still write to its pages"
+    bench.runner.done_until = 1000
+    bench.run()
+    assert bench.collector.tokens == {other: expected(2, 9)}
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_drafts_share_what_the_rows_leave_of_a_step() -> None:
+    bench = bench_with(ScriptedDrafter(right=0), max_step_tokens=5)
+    bench.runner.overlaps = False
+    for name in ("a", "b", "c", "d"):
+        bench.start(name, max_tokens=3)
+    bench.loop.step()
+    assert bench.runner.log[0] == "launch 0: verify [2, 1, 1, 1]"
+    bench.run()
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_requests_come_stop_and_go(seed: int) -> None:
+    draws = random.Random(seed)
+    bench = bench_with(ScriptedDrafter(draws.random(), draws.random(), seed), draws.choice([2, 5, 32]))
+    bench.runner.overlaps = draws.random() < 0.7
+    due: dict[TokenStream, tuple[list[int], FinishReason]] = {}
+    gone: set[TokenStream] = set()
+    names: dict[str, TokenStream] = {}
+    for number in range(1, 13):
+        max_tokens = draws.randrange(1, 14)
+        end = draws.randrange(2, 16)
+        stops = (token_at(number, PROMPT + end - 1),) if draws.random() < 0.5 else ()
+        while bench.cache.num_free_pages < 6 or len(bench.decodes._reservations) > 6:
+            bench.loop.step()
+        _, stream = bench.start(str(number), max_tokens, stops)
+        names[str(number)] = stream
+        stopped = bool(stops) and end <= max_tokens
+        tokens = expected(number, end if stopped else max_tokens)
+        due[stream] = tokens, FinishReason.STOP if stopped else FinishReason.LENGTH
+        for _ in range(draws.randrange(4)):
+            step = sum("launch" in line for line in bench.runner.log)
+            bench.runner.done_until = step + draws.randrange(-1, 2)
+            bench.loop.step()
+        bench.runner.done_until = 1000
+        if draws.random() < 0.3:
+            victim = draws.choice([*names])
+            if names[victim] not in bench.collector.ends:
+                bench.decodes.abort(victim, writer_quiet=True)
+                gone.add(names[victim])
+    bench.run()
+    for stream, (tokens, reason) in due.items():
+        given = bench.collector.tokens.get(stream, [])
+        if stream in gone:
+            assert given == tokens[: len(given)]
+            assert bench.collector.ends[stream] == FinishReason.ABORT
+        else:
+            assert (given, bench.collector.ends[stream]) == (tokens, reason)
+    assert bench.cache.num_free_pages == NUM_PAGES
+    assert not bench.decodes._speculation._requests

@@ -1,0 +1,47 @@
+"""Steps that were launched and are not read: the one that is read next, and with overlap scheduling one behind it."""
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.scheduling.decode_rows import StepInFlight
+from tandem.workers.speculation.verification import Verification
+
+
+class StepsInFlight:
+    """Owned by the step thread. A request that ends may still have a row in them: its pages return when the last step
+    that has one is done."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache = cache
+        self.behind: StepInFlight | None = None
+        self.reading: StepInFlight | Verification | None = None
+
+    def __bool__(self) -> bool:
+        return self.behind is not None or self.reading is not None
+
+    def launched(self, step: StepInFlight | None, *, overlaps: bool) -> None:
+        """`step` was launched, while nothing was read; None: nothing more was. overlaps: it is read when the next one
+        has been launched."""
+        if overlaps:
+            self.reading, self.behind = self.behind, step
+        else:
+            self.reading = step
+
+    def release(self, request: DecodeRequest) -> None:
+        """Removes the sequence of a request that has ended, once no step has a row of it any more."""
+        for step in (self.behind, self.reading):  # the later one first
+            if step is not None and request in step.requests:
+                step.released.append(request.sequence_id)
+                return
+        self._cache.remove_sequence(request.sequence_id)
+
+    def done(self, step: StepInFlight | Verification) -> None:
+        """Nothing that belongs to the step is under way any more."""
+        for sequence_id in step.released:
+            self._cache.remove_sequence(sequence_id)
+
+    def drop(self) -> None:
+        """All have failed and are done."""
+        steps, self.behind, self.reading = (self.reading, self.behind), None, None
+        for step in steps:
+            if step is not None:
+                self.done(step)

@@ -1,0 +1,39 @@
+"""How many tokens are drafted for one sequence: as many as are likely to hold, none for a while when few do."""
+
+MEMORY = 0.9  # what a draft still counts when the next one is verified
+FIRST_HELD, FIRST_TRIED = 1.5, 2.0  # before the first draft
+LEAST_HELD = 0.25  # of the tokens tried: with fewer a sequence gets no drafts for a while
+LONGEST_PAUSE = 64  # tokens
+
+
+class DraftLength:
+    """Follows how many of a sequence's drafted tokens held, of those that were tried: up to the first that did not.
+
+    With a share p of them a draft goes on for p / (1 - p) tokens on average, and one more is drafted. While less than
+    LEAST_HELD hold, each draft of which nothing does doubles a pause, up to LONGEST_PAUSE tokens. So a sequence whose
+    drafts never hold pays for one of LONGEST_PAUSE steps in the end.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = FIRST_HELD
+        self._tried = FIRST_TRIED
+        self._pause = 1
+        self._resumes = 0  # the number of output tokens from which drafts are made again
+
+    def next(self, num_output: int) -> int:
+        """Tokens to draft behind so many output tokens."""
+        if num_output < self._resumes:
+            return 0
+        failed = self._tried - self._held
+        return self._most if self._held >= self._most * failed else 1 + int(self._held / failed)
+
+    def verified(self, drafted: int, accepted: int, num_output: int) -> None:
+        """Of a draft, at least one token, so many were accepted; the output now has num_output tokens."""
+        self._held = MEMORY * self._held + accepted
+        self._tried = MEMORY * self._tried + min(accepted + 1, drafted)
+        if accepted:
+            self._pause = 1
+        elif self._held < LEAST_HELD * self._tried:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._resumes = num_output + self._pause

@@ -1,0 +1,129 @@
+"""Which rows of a step get drafts, and what becomes of them."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.counters import Counters
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.requests.token_run import TokenRun
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.scheduling.decode_rows import DecodeRows
+from tandem.workers.speculation.draft_length import DraftLength
+from tandem.workers.speculation.drafter import DraftAsk, Drafter
+from tandem.workers.speculation.verification import Verification
+
+log = logging.getLogger(__name__)
+NO_DRAFT = np.empty(0, np.int64)
+
+
+class Drafted:
+    """One request with drafts: its tokens as one array, and how long its next draft should be."""
+
+    def __init__(self, request: DecodeRequest, most: int) -> None:
+        self.length = DraftLength(most)
+        self._request = request
+        self._num_prompt = len(request.prompt)
+        self._tokens = np.empty(self._num_prompt + request.max_tokens, np.int64)
+        self._tokens[: self._num_prompt] = request.prompt
+        self._size = self._num_prompt
+
+    def context(self) -> Int64Array:
+        """Prompt and output so far, [n]; not to be written to."""
+        new = self._request.output[self._size - self._num_prompt :]
+        self._tokens[self._size : self._size + len(new)] = new
+        self._size += len(new)
+        return self._tokens[: self._size]
+
+
+class Speculation:
+    """Owned by the step thread.
+
+    A token is a function of logits, parameters, seed and position. So a verify step samples the target's own token
+    behind each drafted one, and what agrees is accepted: output and log-probabilities are those of single steps.
+    Requests with LogitRules get no drafts: their state on the device grows by a token a step.
+    """
+
+    def __init__(self, drafter: Drafter | None, tokens: int, max_step_tokens: int, counters: Counters) -> None:
+        """drafter: None drafts nothing. tokens: most of a draft. max_step_tokens: most of a verify step, drafted ones
+        and one for each row; from as many rows on nothing is drafted."""
+        self._drafter = drafter
+        self._tokens = tokens
+        self._max_step_tokens = max_step_tokens
+        self._counters = counters
+        self._requests: dict[DecodeRequest, Drafted] = {}
+
+    def propose(self, requests: Sequence[DecodeRequest]) -> list[Int64Array] | None:
+        """A draft for each request, behind the tokens of it that are known; None where all would be empty.
+
+        A drafter that raises is not asked again; requests go on without.
+        """
+        room = self._max_step_tokens - len(requests)
+        if self._drafter is None or room <= 0:
+            return None
+        wanted = {index: most for index, request in enumerate(requests) if (most := self._wanted(request)) > 0}
+        if not wanted:
+            return None
+        share = max(room // len(wanted), 1)
+        asks = [
+            DraftAsk(requests[index].sequence_id, self._requests[requests[index]].context(), min(most, share))
+            for index, most in list(wanted.items())[:room]
+        ]
+        try:
+            proposed = self._drafter.propose(asks)
+        except Exception:
+            log.exception("the drafter failed; requests go on without drafts")
+            self._drafter = None
+            return None
+        drafts = [NO_DRAFT] * len(requests)
+        for index, ask, draft in zip(wanted, asks, proposed, strict=False):
+            drafts[index] = draft[: ask.most]
+        return drafts if any(draft.size for draft in drafts) else None
+
+    def launch(
+        self, runner: ModelRunner, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int
+    ) -> Verification:
+        """A verify step of all rows, whose last tokens are known; draft i is of row i. prompt_tokens: see
+        StepInFlight."""
+        step = rows.next_step()
+        assert step is not None, "drafts are of rows"
+        inputs = [np.append(token, draft) for token, draft in zip(step.tokens, drafts, strict=True)]
+        pending = runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
+        return Verification(rows.requests, drafts, pending, prompt_tokens)
+
+    def settle(self, step: Verification, runs: Sequence[TokenRun], cache: PagedKVCache) -> None:
+        """Takes back the positions of drafted tokens that do not count."""
+        for request, draft, run in zip(step.requests, step.drafts, runs, strict=True):
+            if request.ended:
+                continue
+            surplus = draft.size + 1 - len(run.token_ids)
+            if surplus:
+                cache.pop(request.sequence_id, surplus)
+            if not draft.size:
+                continue
+            accepted = len(run.token_ids) - 1
+            self._requests[request].length.verified(draft.size, accepted, len(request.output) + len(run.token_ids))
+            self._counters.drafted_tokens += draft.size
+            self._counters.accepted_tokens += accepted
+            if request.token_stream is not None:
+                request.token_stream.drafted += draft.size
+                request.token_stream.accepted += accepted
+
+    def forget(self, request: DecodeRequest) -> None:
+        """The request has ended. Idempotent."""
+        if self._requests.pop(request, None) is not None and self._drafter is not None:
+            self._drafter.forget(request.sequence_id)
+
+    def _wanted(self, request: DecodeRequest) -> int:
+        """Tokens to draft for it: beside those the step gives one, which may be the last."""
+        assert request.rule is not None
+        assert request.params is not None
+        left = request.rule.max_tokens - len(request.output) - 1
+        if left <= 0 or request.params.changes_logits:
+            return 0
+        if request not in self._requests:
+            self._requests[request] = Drafted(request, self._tokens)
+        return min(self._requests[request].length.next(len(request.output)), left)

@@ -1,13 +1,16 @@
 """A position map as the control plane carries it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
+
+if TYPE_CHECKING:  # processes that read requests for the gateway must not wait for torch
+    from tandem.cache.plan.layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class WireMap:
     layout_fingerprint: int
 
 
-def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
+def encode_map(position_map: PositionMap, layout: "KVLayout") -> WireMap:
     """InvalidPositionMap for the map of a sequence that slides, which no message carries."""
     if position_map.sliding is not None:
         raise InvalidPositionMap(f"sliding is {position_map.sliding}; only maps of sequences that do not are carried")
@@ -35,7 +38,7 @@ def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
 
 
 def decode_map(
-    wire: WireMap, layout: KVLayout, *, num_pages: tuple[int, ...], expected_start: int, expected_tokens: int
+    wire: WireMap, layout: "KVLayout", *, num_pages: tuple[int, ...], expected_start: int, expected_tokens: int
 ) -> PositionMap:
     """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
 

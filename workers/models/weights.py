@@ -128,7 +128,7 @@ def _fill(
         for one in slices_of(name, weight, config)
         for part in stored[name].parts(one)
     ]
-    parts.sort(key=lambda part: part.place)
+    parts.sort(key=lambda part: part.location)
     for filled in _read(parts, device):
         done += filled
         report(done, total)

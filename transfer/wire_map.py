@@ -6,7 +6,7 @@ import numpy as np
 
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.plan.sliding import Sliding
+from tandem.cache.plan.spans import Sliding
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 

@@ -62,8 +62,8 @@ class Speculation:
         A drafter that raises is not asked again; requests go on without.
         """
         room = self._max_step_tokens - len(requests)
-        if self._drafter is None or room <= 0:
-            return None
+        if self._drafter is None or room <= 0 or any(request.sliding is not None for request in requests):
+            return None  # a draft would push out of a window what its first token sees
         wanted = {index: most for index, request in enumerate(requests) if (most := self._wanted(request)) > 0}
         if not wanted:
             return None

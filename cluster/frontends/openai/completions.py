@@ -96,8 +96,9 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        asked = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
-        return max(asked, default=None)
+        least = 0 if self.max_tokens == 0 else None  # else nothing could be asked of the workers
+        echoed = (self.logprobs, least) if self.echo else ()
+        return max((one for one in (self.prompt_logprobs, *echoed) if one is not None), default=None)
 
 
 class CompletionAnswers:

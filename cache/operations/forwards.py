@@ -176,9 +176,10 @@ class ForwardCalls(Parts):
         that step is not known."""
         sequences = ids_of(seq_ids)
         tokens = self._growth.foresee(sequences)
-        if tokens is None or self.layout.drops_past or buffers.limits.sharing:
-            return None
         rows = self._table.rows(sequences)
+        slides = self._table.sliding.count > 0 and bool(self._table.sliding.windows[rows].any())
+        if tokens is None or self.layout.drops_past or buffers.limits.sharing or slides:
+            return None
         self._prepare(buffers, rows, tokens, inputs)
         return Forward(sequences, tokens, NO_ATTENTION, None, None, buffers, grows=True)
 

@@ -145,6 +145,9 @@ class Gateway:
             max_model_len=settings.max_model_len,
             pool_tokens=settings.num_pages * settings.config.cache.page_size,
             rope_switch=self._model.rope_switch,
+            page_size=settings.config.cache.page_size,
+            max_sliding_tokens=settings.config.gateway.max_sliding_tokens,
+            cannot_slide=self._model.cannot_slide,
         )
         self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)

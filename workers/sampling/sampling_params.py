@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.workers.sampling.guided import Guided
 
@@ -25,6 +26,13 @@ SEED_LIMIT = 1 << 64
 
 class InvalidSamplingParams(ValueError):
     """A parameter outside its limits; the text names field, value and limit."""
+
+
+class SlidingWindow(NamedTuple):
+    """What a token sees of the output and of the prompt: see inference.proto."""
+
+    window: int
+    sinks: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens
     n: int = 1  # answers; the gateway places each as a request of one answer
     best_of: int | None = None  # answers generated, of which the n likeliest are given; None is n
+    sliding: SlidingWindow | None = None  # None: each token sees all before it
 
     @property
     def num_answers(self) -> int:
@@ -108,6 +117,10 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     _validate_token_rules(params, vocab_size)
     if params.guided is not None:
         _validate_guided(params, params.guided)
+    if params.sliding is not None:
+        window, sinks = params.sliding
+        _require(window >= 1, "sliding.window", window, "at least 1")
+        _require(0 <= sinks < window, "sliding.sinks", sinks, f"in [0, {window}), less than the window")
 
 
 def _validate_penalties(params: SamplingParams) -> None:

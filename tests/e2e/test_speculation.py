@@ -181,6 +181,22 @@ def test_usage_tells_accepted_and_rejected(island: Island) -> None:
     assert details["rejected_prediction_tokens"] >= 0
 
 
+def test_a_draft_model_drafts(small_model: Path, outputs: list[list[int]], plain: Island) -> None:
+    """The target itself, which is always right; on workers that compute prompts for themselves and for each other."""
+    draft = {"speculation.method": "draft_model", "speculation.draft": str(small_model)}
+    settings = {**SPECULATING, **draft, "scheduler.roles": "adaptive", "gateway.http_port": 0}
+    with running_island(small_model, settings) as island:
+        assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == outputs
+        usage = complete(island.address, PROMPTS[1], max_tokens=NUM_TOKENS, **GREEDY)[-1].usage
+        assert usage is not None
+        assert usage.drafted_tokens == usage.accepted_tokens > 0
+        draws = random.Random(12)
+        for _ in range(10):
+            body = sampled(draws)
+            given, due = (answer(one.http, COMPLETIONS, **body)["choices"] for one in (island, plain))
+            assert [choice["token_ids"] for choice in given] == [choice["token_ids"] for choice in due]
+
+
 def test_many_rows_draft_nothing(small_model: Path, outputs: list[list[int]]) -> None:
     drafter = KnownDrafter(PROMPTS, outputs)
     with (
@@ -195,3 +211,10 @@ def test_many_rows_draft_nothing(small_model: Path, outputs: list[list[int]]) ->
 def test_bad_settings_are_named(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"speculation\.{key}"):
         load_config(None, {f"speculation.{key}": value})
+
+
+def test_a_draft_is_named_where_one_is_asked(small_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"speculation\.draft is null; it must be a model where .* draft_model"):
+        load_config(None, {"speculation.method": "draft_model"})
+    with pytest.raises(ConfigError, match=r"speculation\.draft is .*; it must be null where .* ngram"):
+        load_config(None, {"speculation.method": "ngram", "speculation.draft": str(small_model)})

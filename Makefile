@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cache transfer workers cluster proto
 CHECKS := tests/test_layering.py tests/test_docs.py tests/test_prose.py
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+TEST_PROCESSES ?= 2
+SPREAD := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
@@ -28,7 +29,7 @@ help:
 demo: .venv/.base
 	@$(BIN)/python -m tandem.cluster.cli.demo
 
-# Two processes, each with whole files in the order of their names: what a file's tests share is made once, and the
+# Processes, each with whole files in the order of their names: what a file's tests share is made once, and the
 # many short files at the end even out who takes the long ones.
 test: .venv/.dev
 	@$(BIN)/pytest -q -m "not gpu" $(SPREAD)

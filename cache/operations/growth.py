@@ -65,7 +65,7 @@ class Growth:
         steps = each_one and not trees and not np.count_nonzero(self.table.shortened[rows])
         held = self.table.lengths[rows]
         cleared = self.is_foreseen(rows)
-        with self.sliding.slid(rows, appends) as gone:
+        with self.sliding.slid(rows, appends, in_flight=in_flight > 0) as gone:
             lengths = self.table.lengths[rows]
             new_lengths = lengths + appends
             longest = int(new_lengths.argmax())

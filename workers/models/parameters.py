@@ -87,15 +87,20 @@ class DecoderParameters:
 
 def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderParameters:
     """Uninitialised tensors of config.dtype on `device`."""
-    new = Allocator(config.dtype, device)
-    new_norm = Allocator(torch.float32 if config.float32_norms else config.dtype, device)
+    new, new_norm = allocators(config, device)
     embedding = new(config.vocab_size, config.hidden_size)
     return DecoderParameters(
         embedding=embedding,
-        layers=[_allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
+        layers=[allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
         final_norm=new_norm(config.hidden_size),
         lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
     )
+
+
+def allocators(config: ModelConfig, device: torch.device) -> "tuple[Allocator, Allocator]":
+    """Of weights, and of norms'."""
+    new = Allocator(config.dtype, device)
+    return new, Allocator(torch.float32, device) if config.float32_norms else new
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,8 @@ class Allocator:
         return Linear(self(outputs, inputs), self.when(biased, outputs))
 
 
-def _allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
+def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
+    """Of layer `index`. new_norm: makes the weights of norms."""
     hidden = config.hidden_size
     return LayerParameters(
         LayerNorms(

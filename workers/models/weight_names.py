@@ -14,6 +14,7 @@ from tandem.workers.models.parameters import (
     GatedParameters,
     LatentParameters,
     LayerNorms,
+    LayerParameters,
     MoeParameters,
 )
 
@@ -34,20 +35,25 @@ def named_weights(
         weights[LM_HEAD] = parameters.lm_head
     joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
     for index, layer in enumerate(parameters.layers):
-        prefix = f"model.layers.{index}"
-        weights.update(_norm_weights(config, layer.norms, prefix))
-        attention = f"{prefix}.self_attn"
-        if isinstance(layer.attention, AttentionParameters):
-            weights.update(_attention_weights(config, layer.attention, attention))
-        else:
-            assert config.latent is not None  # else the layer had no latents
-            weights.update(_latent_weights(config.latent, layer.attention, attention))
-        feed_forward = layer.feed_forward
-        if isinstance(feed_forward, GatedParameters):
-            weights.update(_gated_weights(config, feed_forward, f"{prefix}.{config.feed_forward_block}"))
-        else:
-            assert config.moe is not None  # else the layer had no experts
-            weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
+        weights.update(layer_weights(config, layer, f"model.layers.{index}", joined))
+    return weights
+
+
+def layer_weights(config: ModelConfig, layer: LayerParameters, prefix: str, joined: bool) -> dict[str, Tensor]:
+    """Those of one layer. joined: whether the experts' are in one tensor each."""
+    weights = _norm_weights(config, layer.norms, prefix)
+    attention = f"{prefix}.self_attn"
+    if isinstance(layer.attention, AttentionParameters):
+        weights.update(_attention_weights(config, layer.attention, attention))
+    else:
+        assert config.latent is not None  # else the layer had no latents
+        weights.update(_latent_weights(config.latent, layer.attention, attention))
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, GatedParameters):
+        weights.update(_gated_weights(config, feed_forward, f"{prefix}.{config.feed_forward_block}"))
+    else:
+        assert config.moe is not None  # else the layer had no experts
+        weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
     return weights
 
 

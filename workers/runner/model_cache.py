@@ -22,14 +22,28 @@ def kv_layout(
 ) -> KVLayout:
     """A group for each span that layers keep, in the order of their first layers; one for latents.
 
-    drafter: its layers stand behind the model's, in groups of their own.
+    drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
     """
     groups = _layer_groups(model, page_size)
     if drafter is not None:
-        behind = _layer_groups(drafter, page_size)
-        groups += [replace(group, layers=tuple(model.num_layers + layer for layer in group.layers)) for group in behind]
+        behind = [
+            replace(group, layers=tuple(model.num_layers + layer for layer in group.layers))
+            for group in _layer_groups(drafter, page_size)
+        ]
+        if _has_like_latents(model, drafter):
+            groups = [replace(groups[0], layers=groups[0].layers + behind[0].layers)]
+        else:
+            groups += behind
     return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard)
+
+
+def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
+    """Whether layers of both keep latents that are alike, and attend to them alike."""
+    if model.latent is None or other.latent is None:
+        return False
+    kinds = [(one.latent.rank, one.latent.rotated, one.latent.heads) for one in (model, other) if one.latent]
+    return kinds[0] == kinds[1] and (model.rope, model.attn_scale) == (other.rope, other.attn_scale)
 
 
 def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:

@@ -16,7 +16,7 @@ from tandem.workers.models.config import ModelConfig
 
 
 def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
-    """A group for each span that layers keep, in the order of their first layers; one for latents.
+    """A group for each span that layers keep, in the order of their first layers; one for latents. Readers are in none.
 
     scales: see KVLayout. InvalidArgument where pages do not divide the model's chunks.
     """
@@ -31,12 +31,13 @@ def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None
             "(attention_chunk_size), and a divisor of that is accepted"
         )
     for layer, keeps in enumerate(model.layer_spans):
-        layers_of.setdefault(keeps, []).append(layer)
-    groups = (
-        LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, keeps)
-        for keeps, layers in layers_of.items()
-    )
-    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard)
+        if layer not in model.readers:
+            layers_of.setdefault(keeps, []).append(layer)
+    groups = []
+    for keeps, layers in layers_of.items():
+        heads = model.heads_of(layers[0])
+        groups.append(LayerGroup(tuple(layers), heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps))
+    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard, tuple(model.readers.items()))
 
 
 def make_cache(

@@ -45,6 +45,9 @@ class Batch(NamedTuple):
 
     So prompt chunks, decodes and drafts that are verified stand in one batch. See PagedKVCache.begin_forward for
     rope_lengths, token_tree_parents and push.
+
+    scratch: so many of the last positions of each sequence will be popped, with those of this forward. What a query
+    in the place of the first of them sees stays.
     """
 
     seq_ids: Sequence[int] | Int64Array
@@ -52,6 +55,7 @@ class Batch(NamedTuple):
     rope_lengths: Sequence[int] | Int64Array | None = None
     token_tree_parents: Sequence[Parents | None] | None = None
     push: bool = True
+    scratch: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -121,11 +125,15 @@ class Attention:
         rotated = q if plan.rotation is None else plan.rotation.apply(q)
         return group.backend.read_part(self._reads[key], index, rotated)
 
-    def step_pages(self) -> StepPages | None:
-        """For a decode megakernel, which then computes all layers; None where each layer must call attend()."""
-        if len(self.groups) > 1 or self.layers.readers or not self.plans[0].captured:
+    def step_pages(self, layers: range) -> StepPages | None:
+        """For a decode megakernel, which then computes these layers; None where each layer must call attend(), as where
+        they are not all those of one group."""
+        group = self.layers.places[layers[0]][0]
+        if self.layers.readers or not self.plans[group].captured:
             return None
-        return self.groups[0].backend.step_pages(self.plans[0])
+        if [layer for layer, (its_group, _) in self.layers.places.items() if its_group == group] != list(layers):
+            return None
+        return self.groups[group].backend.step_pages(self.plans[group])
 
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention; a model has one rule."""
@@ -135,11 +143,11 @@ class Attention:
             self._factors = rule.factors(self.locate())
         return self._factors
 
-    def check_complete(self) -> None:
-        """InvalidArgument when a layer that stores K and V never ran."""
-        if self.ran.bit_count() != len(self.layers.places) - len(self.layers.readers):
-            stored = self.layers.places.keys() - self.layers.readers.keys()
-            missing = [layer for layer in sorted(stored) if not self.ran >> layer & 1]
+    def check_complete(self, layers: range | None = None) -> None:
+        """InvalidArgument when one of these layers, None: of all, that stores K and V never ran."""
+        stored = [layer for layer in layers or sorted(self.layers.places) if layer not in self.layers.readers]
+        missing = [layer for layer in stored if not self.ran >> layer & 1]
+        if missing:
             raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
 
     def _find(self, layer: int) -> tuple[GroupAttention, GroupPlan, int]:

@@ -34,8 +34,8 @@ class CachedAttention(Protocol):
         """o [T, Hq, D] of q [T, Hq, D] over K and V that another layer, or this one, has stored in this forward."""
         ...
 
-    def step_pages(self) -> StepPages | None:
-        """Of a decode step, for a kernel that attends in all layers; None where each must call attend()."""
+    def step_pages(self, layers: range) -> StepPages | None:
+        """Of a decode step, for a kernel that attends in these layers; None where each must call attend()."""
         ...
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:

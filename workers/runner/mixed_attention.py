@@ -28,7 +28,7 @@ class MixedAttention:
         """See CachedAttention."""
         return torch.cat([part.read(layer, q[rows], sinks, norm) for part, rows in self._parts])
 
-    def step_pages(self) -> None:
+    def step_pages(self, layers: range) -> None:
         """No megakernel computes prompts."""
 
     def temperatures(self, rule: Temperature) -> Tensor:

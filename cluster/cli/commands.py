@@ -42,6 +42,7 @@ Family = Literal[
     "deepseek_v3",
     "gemma2",
     "gemma3_text",
+    "gemma4",
     "gpt_oss",
     "llama",
     "llama4",

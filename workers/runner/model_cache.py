@@ -20,22 +20,21 @@ from tandem.workers.models.config import ModelConfig
 def kv_layout(
     model: ModelConfig, page_size: int, scales: KVScales | None = None, drafter: ModelConfig | None = None
 ) -> KVLayout:
-    """A group for each span that layers keep, in the order of their first layers; one for latents.
+    """A group for each span that layers keep, in the order of their first layers; one for latents. Readers are in none.
 
     drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
     """
-    groups = _layer_groups(model, page_size)
+    groups, readers = _layer_groups(model, page_size), list(model.readers.items())
     if drafter is not None:
-        behind = [
-            replace(group, layers=tuple(model.num_layers + layer for layer in group.layers))
-            for group in _layer_groups(drafter, page_size)
-        ]
+        first, behind = model.num_layers, _layer_groups(drafter, page_size)
+        behind = [replace(group, layers=tuple(first + layer for layer in group.layers)) for group in behind]
         if _has_like_latents(model, drafter):
             groups = [replace(groups[0], layers=groups[0].layers + behind[0].layers)]
         else:
             groups += behind
-    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard)
+        readers += [(first + layer, first + of) for layer, of in drafter.readers.items()]
+    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard, tuple(readers))
 
 
 def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
@@ -57,11 +56,13 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
             "(attention_chunk_size), and a divisor of that is accepted"
         )
     for layer, keeps in enumerate(model.layer_spans):
-        layers_of.setdefault(keeps, []).append(layer)
-    return [
-        LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, keeps)
-        for keeps, layers in layers_of.items()
-    ]
+        if layer not in model.readers:
+            layers_of.setdefault(keeps, []).append(layer)
+    groups: list[LayerGroup] = []
+    for keeps, layers in layers_of.items():
+        heads = model.heads_of(layers[0])
+        groups.append(LayerGroup(tuple(layers), heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps))
+    return groups
 
 
 def make_cache(

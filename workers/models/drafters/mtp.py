@@ -47,7 +47,7 @@ class MtpParameters:
 
         def weights_of(stored: Collection[str]) -> dict[str, Tensor]:
             joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
-            return layer_weights(config, self.layer, prefix, joined) | {
+            return layer_weights(config, 0, self.layer, prefix, joined) | {
                 f"{prefix}.enorm.weight": self.embedding_norm,
                 f"{prefix}.hnorm.weight": self.hidden_norm,
                 f"{prefix}.eh_proj.weight": self.join,
@@ -72,7 +72,7 @@ class MtpHead:
         self._target = target
         self._norms = parameters.embedding_norm, parameters.hidden_norm, parameters.out_norm
         self._join = Projection(Linear(parameters.join))
-        self._layer = prepare_layer(config, parameters.layer, self._kernels)
+        self._layer = prepare_layer(config, 0, parameters.layer, self._kernels)
 
     def enter(self, features: Tensor) -> Tensor:
         """See DraftHead."""

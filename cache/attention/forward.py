@@ -1,17 +1,17 @@
 """A forward: what is asked for, what was planned of it, and how a model's layers attend in it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import QKV, GroupPlan, Latents, StepPages
+from tandem.cache.kernels.base import QKV, GroupPlan, Index, Latents, StepPages
 from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
@@ -52,7 +52,9 @@ class Attention:
     layers: LayerIndex
     standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
     locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
+    index_keys: LayerIndex = field(default_factory=dict)  # of layers that choose positions
     ran: int = 0  # a bit for each layer
+    _chosen: Tensor | None = None  # by the last of these layers
     _factors: Tensor | None = None
 
     def attend(
@@ -73,15 +75,34 @@ class Attention:
         self.ran |= 1 << layer
         return output
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
+    ) -> Tensor:
         """See PagedKVCache.latent_attention."""
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, LatentInputs):
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
         group.inputs.check(plan.num_tokens, q, latents, keys, up)
-        output = group.run(plan, index, Latents(q, latents, keys, up))
+        chosen = self._choose(layer, choice)
+        output = group.run(plan, index, Latents(q, latents, keys, up, chosen))
         self.ran |= 1 << layer
         return output
+
+    def _choose(self, layer: int, choice: Index | None) -> Tensor | None:
+        """What a layer's queries attend to, see Latents: a layer without index keys takes what the one before took."""
+        if (choice is not None) != (layer in self.index_keys):
+            accepted = "one" if choice is None else "None"
+            raise InvalidArgument(
+                f"choice is {'None' if choice is None else 'given'} for layer {layer}; {accepted} is "
+                "accepted, as the layout has index keys for some layers"
+            )
+        if choice is not None:
+            index, place = self.index_keys[layer]
+            group, plan = self.groups[index], self.plans[index]
+            assert isinstance(group.inputs, IndexInputs)
+            group.inputs.check(plan.num_tokens, *choice)
+            self._chosen = group.run(plan, place, choice)
+        return self._chosen
 
     def step_pages(self) -> StepPages | None:
         """For a decode megakernel, which then computes all layers; None where each layer must call attend()."""

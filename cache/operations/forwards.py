@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import Limits
+from tandem.cache.kernels.base import Index, Limits
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
@@ -54,7 +54,8 @@ class ForwardCalls(Parts):
             for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
         )
         standing = self._table.standing(rows)
-        attention = Attention(self._groups, plans, self._layers, standing, partial(self._rotations.locate, tokens))
+        locate, index_keys = partial(self._rotations.locate, tokens), self.layout.index_keys
+        attention = Attention(self._groups, plans, self._layers, standing, locate, index_keys)
         return Forward(sequences, tokens, attention, sent, standing)
 
     def commit(self, forward: Forward) -> None:
@@ -112,15 +113,25 @@ class ForwardCalls(Parts):
         return plan.attention.attend(layer, q, k, v, sinks)
 
     def latent_attention(
-        self, plan: Forward, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
+        self,
+        plan: Forward,
+        layer: int,
+        q: Tensor,
+        latents: Tensor,
+        keys: Tensor,
+        up: UpProjections,
+        choice: Index | None = None,
     ) -> Tensor:
         """As attention, of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
 
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+
+        choice: of a layer with index keys, by which the queries of longer sequences choose what they attend to. Layers
+        of such a layout without index keys attend to what the last one with them chose.
         """
         self._check_owner(plan)
-        return plan.attention.attend_latents(layer, q, latents, keys, up)
+        return plan.attention.attend_latents(layer, q, latents, keys, up, choice)
 
     def end_forward(self, plan: Forward) -> None:
         """commit()."""
@@ -139,7 +150,7 @@ class ForwardCalls(Parts):
     def graph_buffers(self, limits: Sequence[Limits]) -> list[GraphBuffers]:
         """Buffers for CUDA graphs, see GraphBuffers, of those limits (all of decode steps, or all of prompts) that the
         backends and RoPE can do. They share memory: one is filled and replayed before the next is."""
-        return make_graph_buffers(limits, self._groups, self._rotations, self._layers, self._table)
+        return make_graph_buffers(limits, self._groups, self._rotations, self.layout, self._table)
 
     def pays_to_share(self, buffers: GraphBuffers, seq_ids: Ids) -> bool:
         """Whether the next step of these sequences is faster in `buffers`, for sharing, than in others."""

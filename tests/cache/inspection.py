@@ -46,6 +46,10 @@ def check_kv(
         else:
             assert_close(k, oracle.rotated_k[layer][wanted, positions[begin:end].astype(np.int64)])
         assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
+    for layer, (group, index) in side.cache.layout.index_keys.items():
+        assert positions is not None  # sequences with index keys do not slide
+        keys, _ = side.cache.gather_group(sequence, group, begin, end)[index]
+        assert_close(keys, oracle.index[layer].keys[wanted, positions[begin:end].astype(np.int64)])
 
 
 def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:

@@ -16,14 +16,19 @@ from tandem.workers.models.config import ModelConfig
 
 
 def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
-    """A group for each span that layers keep, in the order of their first layers; one for latents.
+    """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
+    keys beside them.
 
     scales: see KVLayout. InvalidArgument where pages do not divide the model's chunks.
     """
     if model.latent is not None:
         rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
         latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
-        return KVLayout((latents,), page_size, model.dtype, scales, model.shard)
+        groups, index = [latents], model.latent.index
+        if index is not None:
+            still = index.head_dim - model.latent.rotated
+            groups.append(LayerGroup(index.layers, 1, index.head_dim, latent_rank=still, top_k=index.top_k))
+        return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard)
     layers_of: dict[Span, list[int]] = {}
     if model.chunked is not None and model.chunked.size % page_size:
         raise InvalidArgument(

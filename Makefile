@@ -18,7 +18,8 @@ help:
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make clients published clients of OpenAI's API and of gRPC talk to a cluster; they are installed below build/"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
-	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches"
+	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches,"
+	@echo "             1,000 random schemas, regexes and grammars through a cluster"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment, this checkout's caches and build/, benchmark results too"
 
@@ -66,6 +67,7 @@ explore: .venv/.dev
 fuzz: .venv/.dev
 	@$(BIN)/python -m tests.fuzz
 	@$(BIN)/python -m tests.fuzz.cache
+	@$(BIN)/python -m tests.fuzz.guides
 
 bench: .venv/.dev
 	@$(BIN)/tandem bench

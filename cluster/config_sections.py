@@ -208,8 +208,9 @@ class GatewaySection(GatewayNodes):
     """longest wait for room"""
     request_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
     """longest life of one request"""
-    max_message_mib: Mebibytes = Field(default=16, le=1024)
-    """largest message that the gateway takes"""
+    max_message_mib: Mebibytes | None = Field(default=None, le=1024)
+    """largest message or body that the gateway takes; null is 4, or as much as 32 bytes for each token of the model's
+    context make, up to 16"""
     max_bodies_mib: Mebibytes = Field(default=512, le=1 << 20)
     """most bytes of requests that are being received or read, gRPC and HTTP together; those of up to 64 KiB do not
     count, and one client's host may have half"""

@@ -38,7 +38,7 @@ from tandem.cluster.peers.peer_server import HOST, Abroad, PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
-from tandem.cluster.requests.body_budget import BodyBudget
+from tandem.cluster.requests.body_budget import BodyBudget, largest_body
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.requests.observer import Observe, all_of
@@ -161,7 +161,7 @@ class Gateway:
             self._table.clear(settings.process, settings.incarnation - 1)
         self._readers = Readers(folder, READ_BY)
         section = settings.config.gateway
-        self._max_bytes = section.max_message_mib << 20
+        self._max_bytes = largest_body(section.max_message_mib, settings.max_model_len)
         self._bodies = BodyBudget((section.max_bodies_mib << 20) // settings.processes, self._max_bytes)
         self._warm_up: WarmUp | None = None
 

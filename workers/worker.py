@@ -25,6 +25,10 @@ from tandem.workers.connections import lenient_options
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import longest_append
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -72,7 +76,9 @@ class Worker:
         self._transports = transports
         self._set_threads()
         self.model_config = load_config(Path(config.model_path), config.dtype)
-        self._layout = kv_layout(self.model_config, config.page_size, choose_scales(config, self.model_config))
+        self._drafter_config = load_drafter_config(config.speculation, self.model_config)
+        scales = choose_scales(config, self.model_config, self._drafter_config)
+        self._layout = kv_layout(self.model_config, config.page_size, scales, self._drafter_config)
         self.loaded_bytes = 0
         self.total_bytes = 0
         self._prepared = 0  # parts of what comes after the weights
@@ -88,12 +94,21 @@ class Worker:
     def load(self) -> None:
         """Reads the weights; loaded_bytes and total_bytes can be read by another thread meanwhile."""
 
-        def progress(loaded: int, total: int) -> None:
-            self.loaded_bytes, self.total_bytes = loaded, total
+        self._model = self._load(self.config.model_path, self.model_config)
+        if self._drafter_config is not None:
+            drafter = self._load(self.config.speculation.draft, self._drafter_config)
+            self._model = DraftedDecoder(self._model, drafter)
 
-        self._model = load_decoder(
-            Path(self.config.model_path),
-            self.model_config,
+    def _load(self, folder: str, model: ModelConfig) -> DenseDecoder:
+        """Its bytes add to those that are loaded."""
+        before, before_total = self.loaded_bytes, self.total_bytes
+
+        def progress(loaded: int, total: int) -> None:
+            self.loaded_bytes, self.total_bytes = before + loaded, before_total + total
+
+        return load_decoder(
+            Path(folder),
+            model,
             load_format=self.config.load_format,
             device=self.config.device,
             report=progress,
@@ -250,6 +265,7 @@ class Worker:
             max_sequences=config.max_sequences * 2,
             max_length=config.max_model_len,
             writer=self._meter,
+            drafter=self._drafter_config,
         )
         runner = ModelRunner(self._model, cache)
         loop = self._loop = self._make_loop(runner, cache)
@@ -269,6 +285,7 @@ class Worker:
         if config.speculation.tokens and (config.adaptive or config.role == Role.DECODE):
             most = config.speculation.max_step_tokens
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_verification(most)))
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_drafts(max(most // 2, 1))))
         if config.adaptive:
             await asyncio.wrap_future(self._step_thread.call(runner.capture_steps_with_prompts))
         self._server = grpc.aio.server(
@@ -297,7 +314,7 @@ class Worker:
             speculation=config.speculation,
         )
         fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)
-        drafter = make_drafter(config.speculation) if self._has_lasting_keys else None
+        drafter = make_drafter(config.speculation, runner) if self._has_lasting_keys else None
         return StepLoop(runner, cache, self._transport, settings, Ends(self._meter, fanout, self._threads, drafter))
 
     @property

@@ -31,6 +31,9 @@ class Batch(NamedTuple):
 
     So prompt chunks, decodes and drafts that are verified stand in one batch. See PagedKVCache.begin_forward for
     rope_lengths, token_tree_parents and push.
+
+    scratch: so many of the last positions of each sequence will be popped, with those of this forward. What a query
+    in the place of the first of them sees stays.
     """
 
     seq_ids: Sequence[int] | Int64Array
@@ -38,6 +41,7 @@ class Batch(NamedTuple):
     rope_lengths: Sequence[int] | Int64Array | None = None
     token_tree_parents: Sequence[Parents | None] | None = None
     push: bool = True
+    scratch: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -104,11 +108,15 @@ class Attention:
             self._chosen = group.run(plan, place, choice)
         return self._chosen
 
-    def step_pages(self) -> StepPages | None:
-        """For a decode megakernel, which then computes all layers; None where each layer must call attend()."""
-        if len(self.groups) > 1 or not self.plans[0].captured:
+    def step_pages(self, layers: range) -> StepPages | None:
+        """For a decode megakernel, which then computes these layers; None where each layer must call attend(), as where
+        they are not all those of one group."""
+        group = self.layers[layers[0]][0]
+        if not self.plans[group].captured:
             return None
-        return self.groups[0].backend.step_pages(self.plans[0])
+        if [layer for layer, (its_group, _) in self.layers.items() if its_group == group] != list(layers):
+            return None
+        return self.groups[group].backend.step_pages(self.plans[group])
 
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention; a model has one rule."""
@@ -118,10 +126,10 @@ class Attention:
             self._factors = rule.factors(self.locate())
         return self._factors
 
-    def check_complete(self) -> None:
-        """InvalidArgument when a layer never ran."""
-        if self.ran != (1 << len(self.layers)) - 1:
-            missing = [layer for layer in self.layers if not self.ran >> layer & 1]
+    def check_complete(self, layers: range | None = None) -> None:
+        """InvalidArgument when one of these layers, None: of all, never ran."""
+        missing = [layer for layer in layers or self.layers if not self.ran >> layer & 1]
+        if missing:
             raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
 
     def _find(self, layer: int) -> tuple[GroupAttention, GroupPlan, int]:

@@ -143,7 +143,7 @@ class Latents(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What a layer chooses positions by, see tandem.cache.plan.index_keys: q [T, heads, still + rotated], the new
+    """What a layer chooses positions by, see tandem.cache.kernels.index_keys: q [T, heads, still + rotated], the new
     tokens' keys in their parts [T, still] and [T, rotated], and weights float32 [T, heads]. All but the weights may be
     overwritten."""
 

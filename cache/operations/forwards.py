@@ -35,7 +35,7 @@ class ForwardCalls(Parts):
         appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)
         if buffers is not None:
             self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
-            rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
+            rows, tokens = self._growth.grow(sequences, appends, in_flight=batch.scratch + buffers.limits.one_each)
             if buffers.limits.runs:
                 self._prepare(buffers, rows[tokens.owners], tokens.apart(), inputs)
             else:
@@ -46,7 +46,7 @@ class ForwardCalls(Parts):
         lengths = None if batch.rope_lengths is None else integers("rope_lengths", batch.rope_lengths)
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
-        rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents)
+        rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents, in_flight=batch.scratch)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
         plans = tuple(
@@ -58,18 +58,19 @@ class ForwardCalls(Parts):
         attention = Attention(self._groups, plans, self._layers, standing, locate, index_keys)
         return Forward(sequences, tokens, attention, sent, standing)
 
-    def commit(self, forward: Forward) -> None:
+    def commit(self, forward: Forward, layers: range | None = None) -> None:
         """All layers of the forward were launched: what it had to send counts as issued.
 
-        InvalidArgument, and nothing counts, when a layer never ran.
+        layers: those that the forward was for, whose positions are scratch and will be popped; None: all. A forward of
+        some layers sends nothing. InvalidArgument, and nothing counts, when one of them never ran.
         """
         self._check_owner(forward)
         if forward.buffers is None:
-            forward.attention.check_complete()
+            forward.attention.check_complete(layers)
         elif forward.grows:
             self._growth.grow(forward.seq_ids, self._growth.one_each(len(forward.seq_ids)), in_flight=1)
         self._marks.commit(forward.sent)
-        self._launched = forward.standing
+        self._launched = forward.standing if layers is None else None
 
     # By the names of TVM's PagedAttentionKVCache
 

@@ -165,7 +165,7 @@ class RotaryEmbedding:
         factors = self._factors(positions, lengths)
         still = torch.stack((torch.ones_like(factors[:1, 0]), torch.zeros_like(factors[:1, 0])), 1)
         self._table = torch.cat((factors, still))
-        self.of_indices = Rotation(self._table[:max_positions])  # of positions 0, 1, …, not by_length
+        self.of_indices = Rotation(self._table)  # of positions 0, 1, …, not by_length
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
         """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any.

@@ -41,7 +41,7 @@ class ReferenceAttention:
         ]
         self.batch: list[tuple[Sequence, int]] = []
 
-    def step_pages(self) -> None:
+    def step_pages(self, layers: range) -> None:
         """There are none."""
 
     def temperatures(self, rule: Temperature) -> Tensor:

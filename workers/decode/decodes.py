@@ -124,8 +124,8 @@ class Decodes:
             return
         self._awaiting.append(request)
         if self._runner.overlaps and len(self._reservations) == 1 and not params.changes_logits:  # there is time
-            first = np.array([len(request.prompt) + 1])
-            self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
+            sampling, first = SampleBatch.from_params([params]), np.array([len(request.prompt) + 1])
+            self._runner.foresee((request.sequence_id,), sampling, first)
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
@@ -217,9 +217,9 @@ class Decodes:
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            alone = step is not None and forward is None
-            drafts = self._speculation.propose(self._rows.requests) if alone else None
-            if drafts is not None and steps.behind is not None:
+            alone, known = step is not None and forward is None, steps.behind is None
+            drafts = self._speculation.propose(self._rows.requests, known=known) if alone else None
+            if drafts is not None and not known:
                 steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
             elif drafts is not None:
                 steps.reading = self._speculation.launch(self._runner, self._rows, drafts, self._take_prompt_tokens())

@@ -32,8 +32,8 @@ class CachedAttention(Protocol):
         """o [T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] or None."""
         ...
 
-    def step_pages(self) -> StepPages | None:
-        """Of a decode step, for a kernel that attends in all layers; None where each must call attend()."""
+    def step_pages(self, layers: range) -> StepPages | None:
+        """Of a decode step, for a kernel that attends in these layers; None where each must call attend()."""
         ...
 
     def attend_latents(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,20 @@ from tandem.workers.models.parameters import DecoderParameters, LayerNorms, Laye
 from tandem.workers.models.projection import Projection
 from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
 from tandem.workers.models.weight_names import is_norm, named_weights
+
+
+class Decoder(Protocol):
+    """What a runner computes: a DenseDecoder, or one with more around it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
+        """See DenseDecoder.forward."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

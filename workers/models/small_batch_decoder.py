@@ -72,7 +72,7 @@ class SmallBatchDecoder:
     def forward(self, x: Tensor, cached: CachedAttention) -> Tensor | None:
         """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
         and x as it was, where the decoder of any number of rows is to be taken."""
-        rows, pages = x.shape[0], cached.step_pages()
+        rows, pages = x.shape[0], cached.step_pages(range(self._config.num_layers))
         megakernel = None if pages is None else self._megakernels(pages.pool.dtype).get(rows)
         if pages is not None and megakernel is not None and megakernel.takes(pages):
             return megakernel(x, pages)

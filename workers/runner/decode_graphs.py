@@ -13,7 +13,7 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
-from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.decoder import Decoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, MIXED_ROWS
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
 from tandem.workers.runner.logits_processor import LogitsProcessor
@@ -45,7 +45,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: DenseDecoder,
+        model: Decoder,
         cache: PagedKVCache,
         plain: Sequence[GraphBuffers],
         sharing: Sequence[GraphBuffers],
@@ -103,16 +103,17 @@ class DecodeGraphs:
         sampling: SampleBatch,
         positions: Int64Array,
         appends: Int64Array | None = None,
+        scratch: int = 0,
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step. appends: int64 [n], the tokens of each sequence, of a verify step;
-        the other arrays have an element a token."""
+        the other arrays have an element a token. scratch: see Batch."""
         rows = tokens.size
         self._sample_late()
         self._foreseen = None  # its buffers are filled with something else
         graphs, buffers = self._choose(sequence_ids, rows)
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, positions)
-        forward = self._cache.begin(Batch(sequence_ids, appends), buffers, inputs)
+        forward = self._cache.begin(Batch(sequence_ids, appends, scratch=scratch), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
         return self._pending(ticket, logits, sampling, positions)

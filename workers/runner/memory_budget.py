@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Index
+from tandem.cache.kernels.index_keys import SCORE_BYTES
 from tandem.cache.plan.head_norm import HeadNorm
-from tandem.cache.plan.index_keys import SCORE_BYTES
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.errors import GpuTooSmall
-from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.decoder import Decoder
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class MemoryBudget:
 
 
 def measure_budget(
-    model: DenseDecoder, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
+    model: Decoder, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
 ) -> MemoryBudget:
     """Of the current CUDA device: runs the largest forward, so that what it takes is seen, and looks.
 
@@ -79,7 +79,7 @@ class WithoutPages:
             q, k = norm.apply(q, k)
         return torch.cat((q, k), 1)[:, : q.shape[1]]
 
-    def step_pages(self) -> None:
+    def step_pages(self, layers: range) -> None:
         """There are none."""
 
     def temperatures(self, rule: Temperature) -> Tensor:
@@ -97,7 +97,7 @@ class WithoutPages:
 
 
 @torch.inference_mode()
-def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
+def run_largest_forward(model: Decoder, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
     """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)

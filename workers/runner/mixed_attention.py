@@ -25,7 +25,7 @@ class MixedAttention:
         """See CachedAttention."""
         return torch.cat([part.attend(layer, q[rows], k[rows], v[rows], sinks, norm) for part, rows in self._parts])
 
-    def step_pages(self) -> None:
+    def step_pages(self, layers: range) -> None:
         """No megakernel computes prompts."""
 
     def temperatures(self, rule: Temperature) -> Tensor:

@@ -14,6 +14,7 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
 from tandem.workers.runner.batch_buckets import (
     MIXED_TOKENS,
     MOST_PROMPTS,
@@ -23,6 +24,7 @@ from tandem.workers.runner.batch_buckets import (
     verify_sizes,
 )
 from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.draft_runner import DraftRunner
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.logits_processor import LogitsProcessor
@@ -55,7 +57,7 @@ class ModelRunner:
     that was captured for these buffers is replayed; the cache commits it.
     """
 
-    def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
+    def __init__(self, model: DenseDecoder | DraftedDecoder, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
         self._processor = LogitsProcessor(model.device)
@@ -64,6 +66,9 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: ForwardGraphs | None = None
         self._verify_graphs: DecodeGraphs | None = None
+        self._drafts: DraftRunner | None = None
+        if isinstance(model, DraftedDecoder):
+            self._drafts = DraftRunner(model.draft_steps, cache, self._processor)
 
     def warm_up(self) -> None:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
@@ -114,6 +119,16 @@ class ModelRunner:
                 self._model, self._cache, buffers, (), capture or GraphCapture(), self._processor
             )
 
+    def capture_drafts(self, max_sequences: int, capture: Capture | None = None) -> None:
+        """From now on draft() replays CUDA graphs of up to max_sequences rows, as capture_steps says."""
+        if self._drafts is None or (capture is None and self._model.device.type != "cuda"):
+            return
+        heads = self._drafts.num_heads
+        sizes = bucket_sizes(max_sequences)
+        buffers = self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS) for size in sizes])
+        if buffers:
+            self._drafts.capture(buffers, capture or GraphCapture())
+
     @property
     def overlaps(self) -> bool:
         """Whether scheduling overlaps: step() does not wait for its tokens, and itself takes those before."""
@@ -160,6 +175,18 @@ class ModelRunner:
             return graphs.step(sequence_ids, token_ids, np.full(total, ON_HOST), sampling, positions, appends)
         logits = self.launch(Batch(sequence_ids, appends, push=False), token_ids, np.arange(total))
         return self._verify_sampler.sample(logits, sampling, positions)
+
+    def draft(
+        self,
+        sequence_ids: Sequence[int],
+        tokens: Int64Array,
+        counts: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+    ) -> list[Int64Array]:
+        """Drafts by the drafter of a DraftedDecoder; see DraftRunner.draft."""
+        assert self._drafts is not None, "the model has no drafter"
+        return self._drafts.draft(sequence_ids, tokens, counts, sampling, positions)
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """They are being received, and will be stepped next, with tokens not known yet."""

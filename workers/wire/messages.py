@@ -1,12 +1,13 @@
 """Between protobuf messages and the values that the loops work with."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.sliding import Sliding
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.transfer.wire_map import WireMap
 from tandem.workers.errors import InvalidCall
@@ -72,7 +73,7 @@ def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Res
     """token: the island's, by which the message is sealed."""
     wire = reservation.wire_map
     numbers = {name: getattr(reservation, name) for name in RESERVATION_NUMBERS}
-    position_map = None if wire is None else worker_pb2.PositionMap(**asdict(wire))
+    position_map = None if wire is None else _map_to_proto(wire)
     message = worker_pb2.Reservation(**numbers, position_map=position_map)
     seal(message, token)
     return message
@@ -85,9 +86,18 @@ def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reser
     return Reservation(**numbers, wire_map=wire_map, authentic=is_sealed(message, token))
 
 
+def _map_to_proto(wire: WireMap) -> worker_pb2.PositionMap:
+    slides = None if wire.sliding is None else worker_pb2.Sliding(**wire.sliding._asdict())
+    return worker_pb2.PositionMap(**{**vars(wire), "sliding": slides})
+
+
 def _wire_map(message: worker_pb2.PositionMap) -> WireMap:
     of_map: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(WireMap)}
     of_map["runs"] = tuple(of_map["runs"])
+    slides = message.sliding
+    of_map["sliding"] = None
+    if message.HasField("sliding"):
+        of_map["sliding"] = Sliding(slides.window, slides.sink, slides.evict_after, slides.rotated)
     return WireMap(**of_map)
 
 

@@ -14,6 +14,7 @@ from tandem.cache.kernels.flashinfer.eager import PLAN_BYTES, EagerPlan, Planned
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, ChosenTokens, plan_parts
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 from tandem.cache.kernels.gpu_limits import KEY_DIM, RANK, ROTATED, VALUE_DIM, check_sizes, latent_sizes
+from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.kernels.triton.chosen import attend_chosen
 from tandem.cache.kernels.triton.gather import gather
@@ -23,7 +24,6 @@ from tandem.cache.kernels.triton.pushing import AppendPlan
 from tandem.cache.kernels.triton.tree import TreeTiles
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.index_keys import Choosers
 from tandem.cache.plan.latent import LatentHeads, UpProjections, absorbed_is_cheaper, heads_at_once
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.flashinfer.sharing import SharedPart
+from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.tree_contexts import TreeContexts
 from tandem.cache.kernels.triton.tree import TreeTiles, lay_out_tiles
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array, IntArray, indptr_of, ragged_range
-from tandem.cache.plan.index_keys import Choosers
 from tandem.cache.plan.tables import PageTables, TokenLayout, own_tables
 
 Group = tuple[NDArray[np.bool_], bool]

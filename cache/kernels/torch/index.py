@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenChoose
+from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.scoring import additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
 from tandem.cache.kernels.torch.latent_entries import LatentEntries, rotate_last
-from tandem.cache.plan.index_keys import Choosers
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
 

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.backend import LatentAppendThenAttend
+from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
 from tandem.cache.kernels.torch.latent_entries import LatentEntries, rotate_last
 from tandem.cache.plan.arrays import ragged_range
-from tandem.cache.plan.index_keys import Choosers
 from tandem.cache.plan.latent import LatentHeads, UpProjections, absorbed_is_cheaper
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout

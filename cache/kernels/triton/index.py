@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenChoose
 from tandem.cache.kernels.base import Capabilities, DeviceTables, Limits, PeerPool
+from tandem.cache.kernels.index_keys import SCORE_BYTES, Choosers
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.kernels.triton.gather import gather
 from tandem.cache.kernels.triton.index_scores import SeenPages, score_positions
@@ -17,7 +18,6 @@ from tandem.cache.kernels.triton.pushing import AppendPlan, push_to_peers
 from tandem.cache.kernels.triton.top_k import choose_top
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.index_keys import SCORE_BYTES, Choosers
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 

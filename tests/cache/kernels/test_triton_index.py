@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tandem.cache.kernels.base import DeviceTables, GroupPlan, Index, Limits
+from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.torch import index as torch_index
 from tandem.cache.kernels.torch import latent as torch_latent
 from tandem.cache.kernels.torch.index import TorchIndexKernels
@@ -20,7 +21,6 @@ from tandem.cache.kernels.triton.chosen import attend_chosen
 from tandem.cache.kernels.triton.index import TritonIndexKernels, cut_tiles
 from tandem.cache.kernels.triton.index_scores import SeenPages, score_positions
 from tandem.cache.kernels.triton.top_k import choose_top
-from tandem.cache.plan.index_keys import Choosers
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
 from tests.support.tolerances import assert_close

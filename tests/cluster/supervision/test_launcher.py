@@ -1,5 +1,6 @@
 """What a cluster finds out before it starts anything."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,34 @@ def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
         assert gateway.argument.num_pages == 77  # type: ignore[attr-defined]
     finally:
         cluster.stop()
+
+
+def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
+    target, other = tmp_path / "model", tmp_path / "other"
+    make_checkpoint(target)
+    make_checkpoint(other)
+    values = {"model.path": str(target), "speculation.method": "draft_model", "speculation.draft": str(other)}
+    processes = FakeProcesses()
+
+    def refused(pattern: str) -> None:
+        with pytest.raises(ConfigError, match=pattern):
+            Cluster(load_config(None, values), processes).start()
+
+    fields = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(fields | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
+    refused(r"^speculation\.draft: .* RoPE of type dynamic.* another type is accepted")
+    (other / "config.json").write_text(json.dumps(fields | {"vocab_size": 7}))
+    refused(r"^speculation\.draft: .*tensor .* has shape")
+    (other / "config.json").unlink()
+    refused(r"^speculation\.draft: .*config\.json")
+    (other / "config.json").write_text(json.dumps(fields))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(
+        dict(tokenizer["added_tokens"][-1], id=len(tokenizer["model"]["vocab"]) + 9, content="<|other|>")
+    )
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(r"^speculation\.draft is .*other; a model with the tokenizer of model\.path is accepted")
+    assert not processes.specs
 
 
 class TwoHosts(FakeProcesses):

@@ -11,7 +11,7 @@ KINDS = {"F": "full", "S": "shared"}
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """See tandem.cache.plan.index_keys."""
+    """See tandem.cache.kernels.index_keys."""
 
     num_heads: int
     head_dim: int  # as wide as the rotated part of a latent entry, and what is not rotated

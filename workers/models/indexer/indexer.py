@@ -1,4 +1,4 @@
-"""The lightning indexer of a layer: what its queries choose positions by. See tandem.cache.plan.index_keys."""
+"""The lightning indexer of a layer: what its queries choose positions by. See tandem.cache.kernels.index_keys."""
 
 import torch.nn.functional as F
 from torch import Tensor

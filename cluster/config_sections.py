@@ -202,6 +202,8 @@ class GatewaySection(GatewayNodes):
     """most requests that wait for room"""
     max_queued_tokens: Tokens = Field(default=1 << 22, le=1 << 40)
     """most tokens, prompts and outputs, that wait for room"""
+    max_sliding_tokens: Tokens = Field(default=1 << 20, le=1 << 31)
+    """most tokens, prompt and output, of a request with `sliding`, which may be longer than the model's context"""
     max_attempts: Placements = Field(default=5, le=1000)
     """how often a request is placed when workers are lost while they serve it"""
     queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward import Attention
+from tandem.cache.attention.forward import Attention, LayerIndex
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.attention.rotations import Rotations
 from tandem.cache.kernels.base import NO_TABLES, DeviceTables, GroupPlan, Limits
@@ -16,7 +16,6 @@ from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, Staging
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array, IntArray
-from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
 
@@ -36,7 +35,7 @@ class GraphBuffers:
         limits: Limits,
         groups: Sequence[GroupAttention],
         rotations: Rotations,
-        layout: KVLayout,
+        layers: LayerIndex,
         *,
         max_pages: int,
         page_size: int,
@@ -46,7 +45,7 @@ class GraphBuffers:
         self.limits = limits
         self._groups = groups
         self._rotations = rotations
-        self._layers, self._index_keys = layout.layer_index, layout.index_keys
+        self._layers = layers
         self._page_size = page_size
         of_groups = [limits.in_chunks(group.chunk) for group in groups]
         sizes = _sizes(limits, [group.chunk for group in groups], max_pages)
@@ -84,7 +83,7 @@ class GraphBuffers:
             GroupPlan(own, rotation, num_tokens=self.size, stored=stored, captured=True)
             for own, rotation, stored in zip(self._buffers, self._rotations.at(self._positions), noted, strict=True)
         ]
-        return Attention(self._groups, plans, self._layers, None, lambda: self._positions, self._index_keys)
+        return Attention(self._groups, plans, self._layers, None, lambda: self._positions)
 
     def clear(self) -> None:
         """Makes all rows of a decode step padding. Of prompts: as many tokens as there may be, of a sequence that
@@ -147,7 +146,7 @@ def make_graph_buffers(
     limits: Sequence[Limits],
     groups: Sequence[GroupAttention],
     rotations: Rotations,
-    layout: KVLayout,
+    layers: LayerIndex,
     table: SequenceTable,
 ) -> list[GraphBuffers]:
     """See PagedKVCache.graph_buffers."""
@@ -159,7 +158,7 @@ def make_graph_buffers(
     num_bytes = max(GraphBuffers.num_bytes(one, chunks, max_pages) for one in fit)
     staging = (FetchedStaging if fit[0].one_each else CopiedStaging)(num_bytes, rotations.device)
     return [
-        GraphBuffers(one, groups, rotations, layout, max_pages=max_pages, page_size=page_size, staging=staging)
+        GraphBuffers(one, groups, rotations, layers, max_pages=max_pages, page_size=page_size, staging=staging)
         for one in fit
     ]
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import Index, Limits
+from tandem.cache.kernels.base import Index, Limits, Part
+from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
@@ -54,8 +55,7 @@ class ForwardCalls(Parts):
             for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
         )
         standing = self._table.standing(rows)
-        locate, index_keys = partial(self._rotations.locate, tokens), self.layout.index_keys
-        attention = Attention(self._groups, plans, self._layers, standing, locate, index_keys)
+        attention = Attention(self._groups, plans, self._layers, standing, partial(self._rotations.locate, tokens))
         return Forward(sequences, tokens, attention, sent, standing)
 
     def commit(self, forward: Forward, layers: range | None = None) -> None:
@@ -113,6 +113,27 @@ class ForwardCalls(Parts):
         self._check_owner(plan)
         return plan.attention.attend(layer, q, k, v, sinks)
 
+    def read(self, plan: Forward, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """As attention, without k and v: attends to what `layer` has stored in this forward and before, or, of a reader
+        of the layout, the layer that it reads. Stores nothing, and may be called any number of times."""
+        self._check_owner(plan)
+        return plan.attention.read(layer, q, sinks)
+
+    def read_part(self, plan: Forward, layer: int, q: Tensor, *, causal: bool = True) -> Part:
+        """As read, with the log-sum-exp of the scores, for merge().
+
+        causal: False: each token sees all positions of its sequence, also those behind its own; only in layers that
+        keep all. InvalidArgument for sequences that slide or have an open token tree.
+        """
+        self._check_owner(plan)
+        return plan.attention.read_part(layer, q, causal=causal)
+
+    @staticmethod
+    def merge(parts: Sequence[Part]) -> Part:
+        """Attention of the same queries to the keys of several parts, which are apart: of several layers, or of what
+        the caller has computed elsewhere."""
+        return merge(parts)
+
     def latent_attention(
         self,
         plan: Forward,
@@ -151,7 +172,7 @@ class ForwardCalls(Parts):
     def graph_buffers(self, limits: Sequence[Limits]) -> list[GraphBuffers]:
         """Buffers for CUDA graphs, see GraphBuffers, of those limits (all of decode steps, or all of prompts) that the
         backends and RoPE can do. They share memory: one is filled and replayed before the next is."""
-        return make_graph_buffers(limits, self._groups, self._rotations, self.layout, self._table)
+        return make_graph_buffers(limits, self._groups, self._rotations, self._layers, self._table)
 
     def pays_to_share(self, buffers: GraphBuffers, seq_ids: Ids) -> bool:
         """Whether the next step of these sequences is faster in `buffers`, for sharing, than in others."""
@@ -165,9 +186,10 @@ class ForwardCalls(Parts):
         that step is not known."""
         sequences = ids_of(seq_ids)
         tokens = self._growth.foresee(sequences)
-        if tokens is None or self.layout.drops_past or buffers.limits.sharing:
-            return None
         rows = self._table.rows(sequences)
+        slides = self._table.sliding.count > 0 and bool(self._table.sliding.windows[rows].any())
+        if tokens is None or self.layout.drops_past or buffers.limits.sharing or slides:
+            return None
         self._prepare(buffers, rows, tokens, inputs)
         return Forward(sequences, tokens, NO_ATTENTION, None, None, buffers, grows=True)
 

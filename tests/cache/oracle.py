@@ -82,6 +82,8 @@ class Oracle:
             draw(group.num_kv_heads, group.head_dim) if group.latent_rank is None else k[:, :, : group.latent_rank]
             for group, k in zip(self._groups, self.k, strict=True)
         ]
+        for layer, of in layout.readers:
+            self.k[layer], self.v[layer] = self.k[of], self.v[of]
         self.rotated_q, self.rotated_k = (
             [rotate_everywhere(x, rope) for x, rope in zip(of, self._ropes, strict=True)] for of in (self.q, self.k)
         )

@@ -88,6 +88,15 @@ class ModelConfig:
         return int(self.max_position_embeddings * stretch)
 
     @property
+    def cannot_slide(self) -> str:
+        """Why its sequences cannot slide; empty where they can."""
+        if self.latent is not None:
+            return "the model keeps latents"
+        if any(keeps.drops_past for keeps in self.layer_spans):
+            return "the model has layers with windows or chunks"
+        return f"the model's RoPE is {self.rope.rope_type}, by length" if self.rope.by_length else ""
+
+    @property
     def stored_head_dim(self) -> int:
         """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. Behind head_dim there are zeros."""
         if self.dtype == torch.float32:

@@ -110,13 +110,26 @@ class DecodeGraphs:
         rows = tokens.size
         self._sample_late()
         self._foreseen = None  # its buffers are filled with something else
-        graphs, buffers = self._choose(sequence_ids, rows)
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, positions)
+        if self._cache.any_slides(sequence_ids):
+            return self._pending(ticket, self._step_eagerly(sequence_ids, inputs), sampling, positions)
+        graphs, buffers = self._choose(sequence_ids, rows)
         forward = self._cache.begin(Batch(sequence_ids, appends, scratch=scratch), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
         return self._pending(ticket, logits, sampling, positions)
+
+    def _step_eagerly(self, sequence_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> Tensor:
+        """As a graph does it, for rows of which one slides."""
+        forward = self._cache.begin(Batch(sequence_ids))
+        tokens, sources, tickets, parameters = unpack_inputs(upload(inputs, self._last.device))
+        rows = tokens.shape[0]
+        ids = self._sampler.inputs(tokens, sources, self._last)
+        logits = self._model.forward(ids, forward.attention, None)
+        self._cache.commit(forward)
+        self._sampler.sample(logits, parameters, self._last[:rows], tickets, self._posts.words)
+        return logits
 
     def capture_with_prompts(self, prompts: Sequence[GraphBuffers], capture: Capture) -> None:
         """Captures steps of some sizes with prompt chunks in each of `prompts`, ascending buffers of prompts."""

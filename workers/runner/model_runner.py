@@ -272,9 +272,12 @@ class ModelRunner:
             sizes = [one for one in prompts.buffers if one.size in MIXED_TOKENS]
             graphs.capture_with_prompts(sizes, capture or GraphCapture())
 
-    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
-        """Whether step_with_prompts() can compute so many rows beside so many tokens of prompts."""
-        return self._graphs is None or self._graphs.takes_prompts(num_rows, num_sequences, num_tokens)
+    def takes_prompts(self, sequence_ids: Sequence[int], num_sequences: int, num_tokens: int) -> bool:
+        """Whether step_with_prompts() can compute a step of these rows beside so many tokens of prompts."""
+        if self._graphs is None:
+            return True
+        rows = len(sequence_ids)
+        return self._graphs.takes_prompts(rows, num_sequences, num_tokens) and not self._cache.any_slides(sequence_ids)
 
     def step_with_prompts(
         self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks

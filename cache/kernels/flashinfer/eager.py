@@ -23,10 +23,12 @@ PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a tim
 
 @dataclass(frozen=True, eq=False)
 class EagerPlan(AppendPlan):
-    """chosen: the tokens that no part has, which attend to chosen positions."""
+    """chosen: the tokens that no part has, which attend to chosen positions. causal: whether tokens see only the
+    positions up to their own."""
 
     parts: tuple[AttentionPart, ...]
     chosen: ChosenTokens | None = None
+    causal: bool = True
 
 
 class PlannedWrappers(AttentionBackend[InputsT]):
@@ -56,7 +58,7 @@ class PlannedWrappers(AttentionBackend[InputsT]):
             # FlashInfer copies its plan from pinned memory that the next plan overwrites.
             self._planned.synchronize()
             for part in own.parts:
-                self._plan_part(part, q.shape[1])
+                self._plan_part(part, q.shape[1], causal=own.causal)
             self._planned.record()
             self._current = own
         if len(own.parts) == 1 and own.parts[0].tokens is None:
@@ -68,5 +70,5 @@ class PlannedWrappers(AttentionBackend[InputsT]):
         return output
 
     @abstractmethod
-    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+    def _plan_part(self, part: AttentionPart, num_q_heads: int, *, causal: bool) -> None:
         """Plans the wrapper that computes the part."""

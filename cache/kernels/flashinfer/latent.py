@@ -79,11 +79,11 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         plain = ~(tokens.in_trees | choosers.sequences)
         groups, others = [(absorbed & plain, False), (~absorbed & plain, True)], bool(choosers.tokens.size)
         slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], device, others=others)
-        return EagerPlan(AppendTargets(slots, None), False, parts, ChosenTokens.of(choosers, tables.kv_indices, device))
+        return EagerPlan(AppendTargets(slots, None), parts, ChosenTokens.of(choosers, tables.kv_indices, device))
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> LatentBuffers | ChosenBuffers:
         if self._top_k is not None:
-            return ChosenBuffers(AppendTargets(tables.slots, None), False, tables)
+            return ChosenBuffers(AppendTargets(tables.slots, None), tables)
         size, device = tables.slots.shape[0], self._pool.device
         qo_indptr, ones = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
         wrapper = load_flashinfer().mla.BatchMLAPagedAttentionWrapper(
@@ -98,7 +98,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         wrapper._int_workspace_buffer = self._graph_workspace
         wrapper._pin_memory_int_workspace_buffer = self._graph_plan_on_host
         wrapper.plan(qo_indptr, qo_indptr, ones * 0, ones, *self._sizes(limits.num_q_heads), False, *self._types())
-        return LatentBuffers(AppendTargets(tables.slots, None), False, wrapper, qo_indptr, limits.num_q_heads)
+        return LatentBuffers(AppendTargets(tables.slots, None), wrapper, qo_indptr, limits.num_q_heads)
 
     def _refill(self, plan: LatentBuffers, tables: PageTables) -> None:
         """The wrapper's full plan() in buffers() chose the kernel; this only shares out the work anew."""
@@ -173,11 +173,11 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         keys, values = up.of_heads(begin, end).keys_and_values(entries)
         return self._expanded.run(q[:, begin:end], keys, values)
 
-    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+    def _plan_part(self, part: AttentionPart, num_q_heads: int, *, causal: bool) -> None:
         if part.kv_slots is None:
             tables = (part.qo_indptr, part.kv_indptr, part.kv_indices, part.kv_lens)
             wrapper = self._absorbed if part.trees is None else self._before_trees
-            causal = part.trees is None and not part.single
+            causal = causal and part.trees is None and not part.single
             wrapper.plan(*tables, *self._sizes(num_q_heads), causal, *self._types())
             return
         at_once = self._heads_at_once = heads_at_once(num_q_heads, int(part.kv_indptr[-1]))

@@ -48,13 +48,13 @@ class TritonIndexKernels(AppendThenChoose):
         choosers, device = Choosers.of(tokens, tables, self._top_k), self._pool.device
         arrays = [tables.slot_mapping, choosers.tokens, choosers.lengths, choosers.firsts, tables.kv_indices]
         slots, rows, *seen = upload(arrays, device)
-        return IndexPlan(AppendTargets(slots, None), False, rows, SeenPages(*seen), tuple(cut_tiles(choosers.lengths)))
+        return IndexPlan(AppendTargets(slots, None), rows, SeenPages(*seen), tuple(cut_tiles(choosers.lengths)))
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> IndexPlan:
         size = limits.num_tokens
         longest = tables.kv_indices.shape[0] // size * self._pool.shape[4]
         seen = SeenPages(torch.ones_like(tables.kv_last_page_len), tables.kv_indptr[:-1], tables.kv_indices)
-        return IndexPlan(AppendTargets(tables.slots, None), False, None, seen, ((0, size, longest),), tables)
+        return IndexPlan(AppendTargets(tables.slots, None), None, seen, ((0, size, longest),), tables)
 
     def begin_captured(self, buffers: IndexPlan, by_layers: bool = False) -> None:
         """Queues what makes the lengths of the rows."""

@@ -1,7 +1,7 @@
 """Plans whose append also stores into mapped pools of peers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -18,7 +18,7 @@ class AppendPlan:
     """keep: whether append returns what it stored, for a writer that takes it from there."""
 
     targets: AppendTargets
-    keep: bool
+    keep: bool = field(default=False, kw_only=True)
 
 
 PlanT = TypeVar("PlanT", bound=AppendPlan)

@@ -14,6 +14,7 @@ from tandem.workers.models.parameters import (
     BesideParameters,
     DecoderParameters,
     GatedParameters,
+    IndexParameters,
     LatentParameters,
     LayerNorms,
     LayerParameters,
@@ -121,7 +122,16 @@ def _latent_weights(latent: LatentConfig, parameters: LatentParameters, prefix: 
     parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), ("kv_a_proj_with_mqa", entry_rows))
     weights |= _linear(f"{prefix}.o_proj", parameters.o) | _split_linear(prefix, parameters.down, parts)
     weights.pop(f"{prefix}.q_proj.bias", None)  # q's only map has none
-    return weights
+    return weights if parameters.index is None else weights | _index_weights(parameters.index, f"{prefix}.indexer")
+
+
+def _index_weights(parameters: IndexParameters, prefix: str) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.wq_b.weight": parameters.q_up,
+        f"{prefix}.wk.weight": parameters.key,
+        **_linear(f"{prefix}.k_norm", parameters.key_norm),
+        f"{prefix}.weights_proj.weight": parameters.weights,
+    }
 
 
 def _gated_weights(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ from tandem.workers.models.config import ModelConfig
 def kv_layout(
     model: ModelConfig, page_size: int, scales: KVScales | None = None, drafter: ModelConfig | None = None
 ) -> KVLayout:
-    """A group for each span that layers keep, in the order of their first layers; one for latents. Readers are in none.
+    """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
+    keys beside them. Readers are in none.
 
     drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
@@ -38,8 +39,8 @@ def kv_layout(
 
 
 def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
-    """Whether layers of both keep latents that are alike, and attend to them alike."""
-    if model.latent is None or other.latent is None:
+    """Whether layers of both keep latents that are alike, and attend alike to all of them."""
+    if model.latent is None or other.latent is None or model.latent.index is not None:
         return False
     kinds = [(one.latent.rank, one.latent.rotated, one.latent.heads) for one in (model, other) if one.latent]
     return kinds[0] == kinds[1] and (model.rope, model.attn_scale) == (other.rope, other.attn_scale)
@@ -48,7 +49,11 @@ def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
 def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     if model.latent is not None:
         rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
-        return [LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)]
+        groups, index = [LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)], model.latent.index
+        if index is not None:
+            still = index.head_dim - model.latent.rotated
+            groups.append(LayerGroup(index.layers, 1, index.head_dim, latent_rank=still, top_k=index.top_k))
+        return groups
     layers_of: dict[Span, list[int]] = {}
     if model.chunked is not None and model.chunked.size % page_size:
         raise InvalidArgument(

@@ -26,6 +26,11 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
             f"speculation.method is mtp; {target.architecture} has {target.num_extra_layers} layers for multi-token "
             "prediction, and a checkpoint with 1 (num_nextn_predict_layers) is accepted"
         )
+    if target.latent is not None and target.latent.index is not None:
+        raise UnsupportedFeature(
+            f"speculation.method is mtp; {target.architecture} chooses the positions that it attends to, and ngram or "
+            "draft_model is accepted"
+        )
     moe = dataclasses.replace(target.moe, layers=frozenset({0}))  # always with experts
     return dataclasses.replace(target, num_layers=1, num_extra_layers=0, moe=moe)
 

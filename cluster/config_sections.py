@@ -213,7 +213,7 @@ class GatewaySection(GatewayNodes):
     max_message_mib: Mebibytes | None = Field(default=None, le=1024)
     """largest message or body; null is 4, or 32 bytes for each token of the model's context, up to 16"""
     max_bodies_mib: Mebibytes = Field(default=512, le=1 << 20)
-    """most bytes of requests received or read at a time; those of up to 64 KiB do not count, and a host may have half"""
+    """most bytes of requests received or read at a time; those up to 64 KiB do not count, and a host may have half"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
     tool_parser: Literal[

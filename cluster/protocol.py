@@ -32,6 +32,7 @@ ACCEPTED_BY_NAME = MappingProxyType(
     {
         "logit_bias": "a number for each token id in [0, 2^32)",
         "bad_words_ids": "a list of integers in [0, 2^32)",
+        "sliding": "an object with window and sinks, integers in [0, 2^32)",
         "guided": "one of json_schema, regex and grammar, as text, or choice, a list of texts",
     }
 )
@@ -72,6 +73,7 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: int
     n: int
     best_of: int
+    sliding: Mapping[str, int]
 
 
 class PromptOptions(TypedDict, total=False):
@@ -126,6 +128,8 @@ def build_request(
                 one = [inference_pb2.TokenIds(ids=word) for word in one]
             elif name == "guided":
                 one = _guided(value)
+            elif name == "sliding":
+                one = inference_pb2.SlidingWindow(**value)
             request.sampling.MergeFrom(inference_pb2.SamplingParams(**{name: one}))
         except (TypeError, ValueError):
             which = "each" if known[name].is_repeated and name != "logit_bias" else "it"

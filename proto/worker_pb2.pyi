@@ -62,7 +62,7 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt", "whole")
+    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt", "whole", "sliding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class PrepareReceiveRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     max_tokens: int
@@ -77,7 +78,8 @@ class PrepareReceiveRequest(_message.Message):
     prompt: bytes
     salt: bytes
     whole: bool
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., whole: bool = ...) -> None: ...
+    sliding: _inference_pb2.SlidingWindow
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., whole: bool = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "prompt", "salt")

@@ -1,14 +1,19 @@
 """A position map as the control plane carries it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.plan.sliding import Sliding
+from tandem.cache.plan.spans import Sliding
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
+from tandem.transfer.regions import regions_between
+
+if TYPE_CHECKING:  # processes that read requests for the gateway must not wait for torch
+    from tandem.cache.plan.layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class WireMap:
     sliding: Sliding | None = None
 
 
-def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
+def encode_map(position_map: PositionMap, layout: "KVLayout") -> WireMap:
     return WireMap(
         start_position=position_map.start_position,
         num_tokens=position_map.num_tokens,
@@ -35,18 +40,30 @@ def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
 
 
 def decode_map(
-    wire: WireMap, layout: KVLayout, *, num_pages: tuple[int, ...], expected_start: int, expected_tokens: int
+    wire: WireMap,
+    layout: "KVLayout",
+    *,
+    num_pages: tuple[int, ...],
+    expected_start: int,
+    expected_tokens: int,
+    receiver: "KVLayout | None" = None,
 ) -> PositionMap:
     """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
 
+    layout: the sender's. receiver: that of the receiver where it is another shard of the same one; None: `layout`.
     num_pages: per layer group, pages in the receiver's pool; expected_start, expected_tokens: the positions that the
     caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that
     the group no longer keeps when all has landed, and no others. That of a sequence that slides may skip those that its
     window does not show then.
     """
+    expected_layout = layout if receiver is None else receiver
+    try:
+        regions_between(layout, expected_layout)
+    except InvalidArgument as error:
+        raise InvalidPositionMap(f"layout_fingerprint: the receiver has another layout: {error}") from error
     for field, value, expected in (
         ("page_size", wire.page_size, layout.page_size),
-        ("layout_fingerprint", f"{wire.layout_fingerprint:#018x}", f"{layout.fingerprint:#018x}"),
+        ("layout_fingerprint", f"{wire.layout_fingerprint:#018x}", f"{expected_layout.fingerprint:#018x}"),
         ("start_position", wire.start_position, expected_start),
         ("num_tokens", wire.num_tokens, expected_tokens),
     ):

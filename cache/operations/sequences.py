@@ -6,9 +6,10 @@ from torch import Tensor
 
 from tandem.cache.operations.parts import Parts
 from tandem.cache.pages.prefix_log import PrefixChanges
+from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument
-from tandem.cache.plan.sliding import NO_WINDOW, Sliding
+from tandem.cache.plan.spans import NO_WINDOW, Sliding
 
 
 class SequenceCalls(Parts):
@@ -38,7 +39,8 @@ class SequenceCalls(Parts):
         row, sliding_table = self._settled_row(parent), self._table.sliding
         sliding, length = sliding_table.sliding(row), self._table.num_positions(row)
         evicts = sliding is not None and sliding.window != NO_WINDOW
-        at, most = (length if position == -1 else position), (min(sliding.sink, length) if evicts else length)
+        sink = sliding.sink if sliding is not None and evicts else length
+        at, most = (length if position == -1 else position), min(sink, length)
         if not 0 <= at <= most:
             raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
         self.add_sequence(child)
@@ -110,6 +112,13 @@ class SequenceCalls(Parts):
         rotated = length if had is None else had.rotated
         self._sliding.check_rotated(window, sink, rotated)
         self._table.sliding.enable(row, Sliding(window, sink, evict_after, rotated))
+
+    def any_slides(self, seq_ids: Sequence[int] | Int64Array | None = None) -> bool:
+        """Whether one of these sequences (None: of all) slides, or keeps K before RoPE as a fork of one that does."""
+        sliding = self._table.sliding
+        if sliding.count == 0 or seq_ids is None:
+            return sliding.count > 0
+        return bool(sliding.windows[self._table.rows(ids_of(seq_ids))].any())
 
     def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
@@ -220,7 +229,7 @@ class SequenceCalls(Parts):
         begin is at least first_position(sequence), unless nothing is asked for.
         """
         found = [self.gather_group(sequence, group, begin, end) for group in range(len(self._groups))]
-        return [found[group][index] for group, index in self._layers.values()]
+        return [found[group][index] for group, index in self._layers.places.values()]
 
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions."""

@@ -9,7 +9,7 @@ from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import PositionMap
-from tandem.cache.plan.sliding import NO_WINDOW
+from tandem.cache.plan.spans import NO_WINDOW
 from tandem.cache.plan.tables import lay_out_tokens
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tandem.cache.kernels.torch.sliding import SlidingRows
 from tandem.cache.plan.arrays import Int64Array, ragged_range
-from tandem.cache.plan.sliding import Sliding, SlidingRows
+from tandem.cache.plan.spans import Sliding
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array, integer
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.sliding import Sliding
+from tandem.cache.plan.spans import Sliding
 
 SKIP = -1  # a position that is not written
 

@@ -45,6 +45,7 @@ from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.config import WorkerConfig
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.load import check_drafter_weights
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
@@ -107,7 +108,7 @@ class Cluster:
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
             recovery = self._config.recovery
             self._processes.lease(recovery.partition_seconds, recovery.silent_seconds)
-            self._processes.watch(self._fail)
+            self._processes.watch(self._fail, self._tell_away)
             network = Network(self._config, self._processes)
             self._room = IslandRoom(self._processes, self._config, network.where)
             islands = self._start_islands(max_model_len, network)
@@ -313,6 +314,13 @@ class Cluster:
             for ready in done:
                 ready.result()
 
+    def _tell_away(self, reason: str) -> None:
+        if reason:
+            log.warning(reason)
+        else:
+            log.info("Ray's GCS is back: processes can be started again")
+        self._membership.update_outage(reason)
+
     def _fail(self, error: TandemError) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -321,16 +329,18 @@ class Cluster:
 def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig | None:
     """The model that drafts for `model`, whose tokenizer is given; None where none does. ConfigError for one that
     cannot."""
-    folder = Path(worker.speculation.draft)
+    speculation, folder = worker.speculation, Path(worker.speculation.draft)
     try:
-        drafter = load_drafter_config(worker.speculation, model)
+        drafter = load_drafter_config(speculation, model)
         if drafter is None:
             return None
         if worker.load_format == "safetensors":
-            check_weights(folder, drafter)
+            check_drafter_weights(Path(worker.model_path), speculation, model, drafter)
+        if speculation.method != "draft_model":
+            return drafter  # its tokens are the target's
         own = Tokenizer.from_folder(folder)
     except ModelError as error:
-        raise ConfigError(f"speculation.draft: {error}") from error
+        raise ConfigError(f"speculation.{'draft' if speculation.draft else 'method'}: {error}") from error
     if tokenizer is not None and own is not None:
         if not own.agrees(tokenizer):
             raise ConfigError(f"speculation.draft is {folder}; a model with the tokenizer of model.path is accepted")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.sliding import NO_WINDOW, Sliding
+from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
 from tests.cache.naive import first_seen, run_layer
 from tests.cache.oracle import MAX_POSITIONS

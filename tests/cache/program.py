@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
-from tandem.cache.plan.sliding import NO_WINDOW, Sliding
+from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tests.cache.inspection import assert_close, check_contents, check_held, check_pages
 from tests.cache.known import LONGEST, Known, Side, Transfer
 from tests.cache.naive import pools_of

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.plan.sliding import Sliding
-from tandem.cache.plan.spans import Window
+from tandem.cache.plan.spans import Sliding, Window
 from tandem.transfer.codec import encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.wire_map import decode_map, encode_map

@@ -82,8 +82,8 @@ class Speculation:
     def _asks(self, requests: Sequence[DecodeRequest]) -> dict[int, DraftAsk]:
         """By the index of their requests; fewer tokens each, or none, where the step has room for no more."""
         room = self._max_step_tokens - len(requests)
-        if self._drafter is None or room <= 0:
-            return {}
+        if self._drafter is None or room <= 0 or any(request.sliding is not None for request in requests):
+            return {}  # a draft would push out of a window what its first token sees
         wanted = [(index, most) for index, request in enumerate(requests) if (most := self._wanted(request)) > 0]
         share = max(room // max(len(wanted), 1), 1)
         asks = {}

@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.sliding import Sliding
+from tandem.cache.plan.spans import Sliding
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.transfer.wire_map import WireMap
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.guided import Guided
-from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.sampling.token_logprobs import TokenLogprobs
+from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
 from tandem.workers.wire.reservation import Reservation
 from tandem.workers.wire.seal import is_sealed, seal
+
+if TYPE_CHECKING:  # as in wire_map
+    from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
 PROMPT_DTYPE = np.dtype("<u4")
 RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map", "authentic"}
@@ -48,13 +50,26 @@ def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams
     given.pop("guided", None)
     if message.HasField("guided"):
         given["guided"] = _guided(message.guided)
+    given.pop("sliding", None)
+    if message.HasField("sliding"):
+        given["sliding"] = sliding_from_proto(message.sliding)
     return SamplingParams(**given)
+
+
+def sliding_from_proto(message: inference_pb2.SlidingWindow) -> SlidingWindow:
+    """Nothing is validated here."""
+    return SlidingWindow(message.window, message.sinks)
+
+
+def sliding_to_proto(sliding: SlidingWindow | None) -> inference_pb2.SlidingWindow | None:
+    return None if sliding is None else inference_pb2.SlidingWindow(window=sliding.window, sinks=sliding.sinks)
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     given: dict[str, Any] = {name: value for name, value in vars(params).items() if value is not None}
     given["logit_bias"] = dict(params.logit_bias)
     given["bad_words_ids"] = [inference_pb2.TokenIds(ids=word) for word in params.bad_words_ids]
+    given["sliding"] = sliding_to_proto(params.sliding)
     if params.guided is not None:
         kind, texts = params.guided.kind, params.guided.texts
         value = inference_pb2.Choice(texts=texts) if kind == "choice" else texts[0]
@@ -101,7 +116,7 @@ def _wire_map(message: worker_pb2.PositionMap) -> WireMap:
     return WireMap(**of_map)
 
 
-def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+def logprobs_to_proto(logprobs: "TokenLogprobs") -> inference_pb2.TokenLogprobs:
     return inference_pb2.TokenLogprobs(
         chosen=inference_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
         top=[inference_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],

@@ -15,10 +15,34 @@ from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.rope import Rotation
-from tandem.cache.plan.sliding import SlidingRows
 
 ReadSlots = Callable[[Int32Array], tuple[Tensor, Tensor]]
 """PageOperations.read_slots of one layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingRows:
+    """Where B sequences stand in a forward, int64 [B] each, in indices of page tables (see SlidingTable).
+
+    sinks, holes: of each. turned_sinks, turned: sinks below the first, and others below the second, are stored rotated
+    by their positions. indices, positions: of the newest token, among what is left and in the text. still: the row of
+    the table of rotations that rotates nothing.
+    """
+
+    sinks: Int64Array
+    holes: Int64Array
+    turned_sinks: Int64Array
+    turned: Int64Array
+    indices: Int64Array
+    positions: Int64Array
+    still: int
+
+    def packed(self, size: int) -> Int32Array:
+        """int32 [6 · size], see DeviceTables.sliding; 0 in rows that are missing."""
+        fields = self.sinks, self.holes, self.turned_sinks, self.turned, self.indices, self.positions
+        packed = np.zeros((len(fields), size), np.int32)
+        packed[:, : self.sinks.size] = fields
+        return packed.reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,6 +50,11 @@ class StreamOptions(Part):
     continuous_usage_stats: bool = Field(default=False, description="true or false")
 
 
+class Sliding(Part):
+    window: int = Field(description="an integer of at least 1")
+    sinks: int = Field(default=0, description="an integer of at least 0, less than window")
+
+
 class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     """The common part of completions and chats. The request validator checks limits."""
 
@@ -72,6 +77,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     n: int | None = Field(default=None, description=accepted_value("n"))
     best_of: int | None = Field(default=None, description=accepted_value("best_of"))
     prompt_logprobs: int | None = Field(default=None, description=accepted_value("prompt_logprobs"))
+    sliding: Sliding | None = Field(default=None, description="an object with window and sinks")
     return_token_ids: bool = Field(default=False, description="true or false")
     add_special_tokens: bool | None = Field(default=None, description="true or false")
     truncate_prompt_tokens: int | None = Field(default=None, description="an integer of at least 1, or -1")
@@ -116,6 +122,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens, "guided": self.guided}
         sampling |= {"logit_bias": self.logit_bias, "bad_words_ids": self.bad_words_ids}
         sampling["prompt_logprobs"] = self.num_prompt_logprobs
+        sampling["sliding"] = None if self.sliding is None else self.sliding.model_dump()
         sampling |= {"add_special_tokens": self.add_special_tokens, "return_prompt_token_ids": self.tells_prompt}
         sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given = {name: value for name, value in sampling.items() if value is not None}

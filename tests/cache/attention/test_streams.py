@@ -15,7 +15,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
-from tandem.cache.plan.sliding import Sliding
+from tandem.cache.plan.spans import Sliding
 from tests.cache.naive import (
     HEAD_DIM,
     MAX_LENGTH,

@@ -8,7 +8,7 @@ import torch
 
 from tandem.cache.attention.forward import Batch
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.sliding import Sliding
+from tandem.cache.plan.spans import Sliding
 from tests.cache.island import Island
 from tests.cache.naive import cache_of, draw_inputs, layout_of, run_layer
 

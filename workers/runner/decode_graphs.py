@@ -52,9 +52,10 @@ class DecodeGraphs:
         sharing: Sequence[GraphBuffers],
         capture: Capture,
         processor: LogitsProcessor,
+        sliding: Sequence[GraphBuffers] = (),
     ) -> None:
-        """plain, sharing: PagedKVCache.graph_buffers of steps with NUM_INPUTS, in ascending order; captures a graph for
-        each."""
+        """plain, sharing, sliding: PagedKVCache.graph_buffers of steps with NUM_INPUTS, in ascending order. Captures a
+        graph for each."""
         self._model = model
         self._cache = cache
         self._processor = processor
@@ -68,6 +69,7 @@ class DecodeGraphs:
         self.outputs: Tensor | None = None  # what the head of a HeadedDecoder gave in the last step
         self._plain = ForwardGraphs(plain, capture, self._compute)
         self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
+        self._sliding = ForwardGraphs(sliding, capture, self._compute) if sliding else None
 
     @property
     def largest(self) -> int:
@@ -114,16 +116,17 @@ class DecodeGraphs:
         self._foreseen = None  # its buffers are filled with something else
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, positions)
-        if self._cache.any_slides(sequence_ids):
+        slides = self._cache.any_slides(sequence_ids)
+        if slides and (self._sliding is None or rows > self._sliding.largest):
             return self._pending(ticket, self._step_eagerly(sequence_ids, inputs), sampling, positions)
-        graphs, buffers = self._choose(sequence_ids, rows)
+        graphs, buffers = self._choose(sequence_ids, rows, slides=slides)
         forward = self._cache.begin(Batch(sequence_ids, appends, scratch=scratch), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
         return self._pending(ticket, logits, sampling, positions)
 
     def _step_eagerly(self, sequence_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> Tensor:
-        """As a graph does it, for rows of which one slides."""
+        """As a graph does it, for more rows, of which one slides, than a graph has."""
         forward = self._cache.begin(Batch(sequence_ids))
         tokens, sources, tickets, parameters = unpack_inputs(upload(inputs, self._last.device))
         rows = tokens.shape[0]
@@ -226,7 +229,11 @@ class DecodeGraphs:
         self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
         self._processor.count(processed, self._last)
 
-    def _choose(self, sequence_ids: Sequence[int] | Int64Array, rows: int) -> tuple[ForwardGraphs, GraphBuffers]:
+    def _choose(
+        self, sequence_ids: Sequence[int] | Int64Array, rows: int, *, slides: bool = False
+    ) -> tuple[ForwardGraphs, GraphBuffers]:
+        if slides and self._sliding is not None:
+            return self._sliding, self._sliding.choose(rows)
         if self._sharing is not None and LEAST_TO_SHARE <= rows <= self._sharing.largest:
             buffers = self._sharing.choose(rows)
             if self._cache.pays_to_share(buffers, sequence_ids):

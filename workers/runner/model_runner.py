@@ -19,6 +19,7 @@ from tandem.workers.models.drafters.head import HeadedDecoder
 from tandem.workers.runner.batch_buckets import (
     MIXED_TOKENS,
     MOST_PROMPTS,
+    SLIDING_ROWS,
     bucket_sizes,
     prompt_sizes,
     sharing_sizes,
@@ -91,14 +92,18 @@ class ModelRunner:
         if capture is None and self._model.device.type != "cuda":
             return
         heads = self._model.config.num_heads
-        plain, sharing = (
-            self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS, sharing=shared) for size in sizes])
-            for sizes, shared in ((bucket_sizes(max_sequences), False), (sharing_sizes(max_sequences), True))
+        kinds: list[tuple[list[int], dict[str, bool]]] = [
+            (bucket_sizes(max_sequences), {}),
+            (sharing_sizes(max_sequences), {"sharing": True}),
+            ([size for size in SLIDING_ROWS if size <= max_sequences], {"sliding": True}),
+        ]
+        plain, sharing, sliding = (
+            self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS, **kind) for size in sizes])
+            for sizes, kind in kinds
         )
         if plain:
-            self._graphs = DecodeGraphs(
-                self._model, self._cache, plain, sharing, capture or GraphCapture(), self._processor
-            )
+            capture = capture or GraphCapture()
+            self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, capture, self._processor, sliding)
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
         """From now on launch() replays CUDA graphs for short forwards of up to max_tokens that push nothing, as

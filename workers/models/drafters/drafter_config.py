@@ -33,5 +33,6 @@ def check_drafter(folder: str, drafter: ModelConfig) -> None:
             f"{folder} has RoPE of type {drafter.rope.rope_type}, which depends on a sequence's length; a drafter with "
             "another type is accepted"
         )
-    if drafter.chunked is not None and drafter.chunked.temperature is not None:
+    indexed = drafter.latent is not None and drafter.latent.index is not None
+    if indexed or (drafter.chunked is not None and drafter.chunked.temperature is not None):
         raise UnsupportedFeature(f"{folder} is {drafter.architecture}, which does not serve as a drafter")

@@ -79,7 +79,7 @@ class Eagle3Parameters:
         """Raises as load_parameters."""
 
         def weights_of(stored: Collection[str]) -> dict[str, Tensor]:
-            weights = layer_weights(config, self.layer, LAYER, joined=False) | {
+            weights = layer_weights(config, 0, self.layer, LAYER, joined=False) | {
                 f"{LAYER}.hidden_norm.weight": self.hidden_norm,
                 "fc.weight": self.join,
                 "norm.weight": self.out_norm,
@@ -128,7 +128,7 @@ class Eagle3Head:
         self._join = Projection(Linear(parameters.join))
         self._hidden_norm, self._out_norm = parameters.hidden_norm, parameters.out_norm
         self._lm_head = Projection(Linear(parameters.lm_head))
-        self._layer = prepare_layer(config, parameters.layer, self._kernels)
+        self._layer = prepare_layer(config, 0, parameters.layer, self._kernels)
         self._vocab = target.config.vocab_size
         self._ids = None if config.vocab_size == self._vocab else parameters.ids.to(target.device)
 

@@ -26,6 +26,11 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
             f"speculation.method is mtp; {target.architecture} has {target.num_extra_layers} layers for multi-token "
             "prediction, and a checkpoint with 1 (num_nextn_predict_layers) is accepted"
         )
+    if target.latent is not None and target.latent.index is not None:
+        raise UnsupportedFeature(
+            f"speculation.method is mtp; {target.architecture} chooses the positions that it attends to, and ngram or "
+            "draft_model is accepted"
+        )
     moe = dataclasses.replace(target.moe, layers=frozenset({0}))  # always with experts
     return dataclasses.replace(target, num_layers=1, num_extra_layers=0, moe=moe)
 
@@ -47,7 +52,7 @@ class MtpParameters:
 
         def weights_of(stored: Collection[str]) -> dict[str, Tensor]:
             joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
-            return layer_weights(config, self.layer, prefix, joined) | {
+            return layer_weights(config, 0, self.layer, prefix, joined) | {
                 f"{prefix}.enorm.weight": self.embedding_norm,
                 f"{prefix}.hnorm.weight": self.hidden_norm,
                 f"{prefix}.eh_proj.weight": self.join,
@@ -72,7 +77,7 @@ class MtpHead:
         self._target = target
         self._norms = parameters.embedding_norm, parameters.hidden_norm, parameters.out_norm
         self._join = Projection(Linear(parameters.join))
-        self._layer = prepare_layer(config, parameters.layer, self._kernels)
+        self._layer = prepare_layer(config, 0, parameters.layer, self._kernels)
 
     def enter(self, features: Tensor) -> Tensor:
         """See DraftHead."""

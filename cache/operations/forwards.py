@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import Limits, Part
+from tandem.cache.kernels.base import Index, Limits, Part
 from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
@@ -27,7 +27,8 @@ class ForwardCalls(Parts):
     def begin(self, batch: Batch, buffers: GraphBuffers | None = None, inputs: Sequence[Int64Array] = ()) -> Forward:
         """Grows the batch's sequences and plans the forward that computes the new positions.
 
-        buffers: are filled with the forward; it pushes nothing, takes no token trees and no sequence that slides.
+        buffers: are filled with the forward; it pushes nothing, takes no token trees, and sequences that slide only
+        where limits.sliding.
         Those of a verify step take several new positions of a sequence, as rows of their own. inputs: the first
         elements of those of the buffers, int64. What the forward before sees of a decode step's
         sequences stays, for that forward may still run.
@@ -135,15 +136,25 @@ class ForwardCalls(Parts):
         return merge(parts)
 
     def latent_attention(
-        self, plan: Forward, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
+        self,
+        plan: Forward,
+        layer: int,
+        q: Tensor,
+        latents: Tensor,
+        keys: Tensor,
+        up: UpProjections,
+        choice: Index | None = None,
     ) -> Tensor:
         """As attention, of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
 
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+
+        choice: of a layer with index keys, by which the queries of longer sequences choose what they attend to. Layers
+        of such a layout without index keys attend to what the last one with them chose.
         """
         self._check_owner(plan)
-        return plan.attention.attend_latents(layer, q, latents, keys, up)
+        return plan.attention.attend_latents(layer, q, latents, keys, up, choice)
 
     def end_forward(self, plan: Forward) -> None:
         """commit()."""
@@ -198,7 +209,8 @@ class ForwardCalls(Parts):
         look_ups = [group.look_up_apart if sharing else group.tables.look_up for group in self._groups]
         parts = [group.split(rows, tokens) for group in self._groups]
         tables = [look_up(*part) for look_up, part in zip(look_ups, parts, strict=True)]
-        buffers.prepare([layout for _, layout in parts], tables, inputs)
+        ways = self._sliding.rows(rows) if buffers.limits.sliding else None
+        buffers.prepare([layout for _, layout in parts], tables, inputs, ways)
 
     def _check_owner(self, forward: Forward) -> None:
         if forward.standing is not None and forward.standing.table is not self._table:
@@ -228,5 +240,5 @@ class ForwardCalls(Parts):
             raise InvalidArgument("token_tree_parents is given; graph buffers take no token trees")
         if batch.push and self._marks.any_open(rows):
             raise InvalidArgument("seq_ids has a sequence that is being sent; graph buffers push nothing")
-        if self._table.sliding.count and self._table.sliding.windows[rows].any():
-            raise InvalidArgument("seq_ids has a sequence that slides; graph buffers take only others")
+        if not limits.sliding and self._table.sliding.count and self._table.sliding.windows[rows].any():
+            raise InvalidArgument("seq_ids has a sequence that slides; graph buffers with limits.sliding take it")

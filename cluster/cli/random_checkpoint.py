@@ -49,6 +49,7 @@ DEEPSEEK = {
     "head_dim": 8,
     "num_key_value_heads": None,
 }
+INDEXED = {"q_lora_rank": 48, "num_key_value_heads": 4, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 64}
 # What each family writes into config.json besides the common fields.
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "deepseek_v2": {
@@ -58,6 +59,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "topk_method": "group_limited_greedy",
     },
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **DEEPSEEK, "q_lora_rank": 48},
+    "deepseek_v32": {"architectures": ["DeepseekV32ForCausalLM"], **DEEPSEEK, **INDEXED},
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
@@ -89,6 +91,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
             "sliding_attention": ROPE,
         },
     },
+    "glm_moe_dsa": {"architectures": ["GlmMoeDsaForCausalLM"], **DEEPSEEK, **INDEXED},
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
         "num_local_experts": 8,

@@ -9,12 +9,16 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -39,9 +43,11 @@ from transformers import (
 FAMILIES: dict[str, tuple[type, type]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "llama4": (Llama4TextConfig, Llama4ForCausalLM),
@@ -115,6 +121,15 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "rms_norm_eps": 0.1,  # which the norms of latents do not take
 }
+# Eight index heads: with fewer all products of a position may be below 0, and the choice among equals is chance.
+INDEXED = {
+    **DEEPSEEK,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "index_n_heads": 8,
+    "index_head_dim": 32,
+    "index_topk": 24,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "deepseek_v2",
@@ -137,6 +152,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-halves": (
         "deepseek_v3",
         {**DEEPSEEK, "rope_interleave": False, "attention_bias": True, "norm_topk_prob": False},
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**INDEXED, "rope_parameters": {**YARN, **THETA, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    # The second layer attends to what the first has chosen.
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {
+            **INDEXED,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+        },
     ),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),

@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.cache.kernels.base import StepPages
+from tandem.cache.kernels.base import Index, StepPages
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.kernels.base import LayerKernels, Linear
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.indexer.indexer import Indexer
+from tandem.workers.models.indexer.row_order import halves_first
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.parameters import AttentionParameters, LatentParameters
 from tandem.workers.models.projection import Projection
@@ -38,7 +40,9 @@ class CachedAttention(Protocol):
         """Of a decode step, for a kernel that attends in these layers; None where each must call attend()."""
         ...
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
+    ) -> Tensor:
         """o [T, H, value_dim]; see PagedKVCache.latent_attention. May overwrite q, latents and keys."""
         ...
 
@@ -179,13 +183,21 @@ class LatentAttention:
         self._q_up = None if parameters.q_up is None else Projection(Linear(parameters.q_up))
         self._latent_norm = parameters.latent_norm
         self._up = UpProjections(parameters.up, config.heads)
+        self._indexer = None
+        if parameters.index is not None:
+            assert config.index is not None  # parameters of an indexer come from it
+            self._indexer = Indexer(config.index, config.rotated, parameters.index)
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
         q, latents, keys = self._down(x).split_with_sizes(self._sizes, 1)
+        choice = None
         if self._q_up is not None and self._q_norm is not None:
-            q = self._q_up(self._norm(q, self._q_norm))
+            normed = self._norm(q, self._q_norm)
+            choice = None if self._indexer is None else self._indexer(x, normed)
+            q = self._q_up(normed)
         q = q.unflatten(1, (self._num_heads, self._config.query_dim))
-        return cached.attend_latents(layer, q, self._norm(latents, self._latent_norm), keys, self._up).flatten(1)
+        latents = self._norm(latents, self._latent_norm)
+        return cached.attend_latents(layer, q, latents, keys, self._up, choice).flatten(1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.norm_heads(x.unsqueeze(1), weight.unsqueeze(0), LATENT_NORM_EPS).squeeze(1)
@@ -195,11 +207,3 @@ def split_heads(qkv: Tensor, head_dim: int, counts: Sequence[int]) -> tuple[Tens
     """The first counts[0] heads of qkv [T, Σ counts · head_dim], and so on: [T, count, head_dim]; views, rows of one
     stride."""
     return qkv.view(qkv.shape[0], -1, head_dim).split_with_sizes(counts, 1)
-
-
-def halves_first(rows: Tensor) -> None:
-    """Rows 0, 1, 2, 3, … of each block become 0, 2, …, 1, 3, …; rows: [blocks, n, columns], in place.
-
-    The rotation of neighbours then is that of halves, and since rows of q and of K move alike, scores stay.
-    """
-    rows.copy_(torch.cat((rows[:, 0::2], rows[:, 1::2]), 1))

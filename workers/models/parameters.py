@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.workers.kernels.base import Linear
 from tandem.workers.models.config import ModelConfig, PerLayerConfig
+from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 
@@ -73,6 +74,16 @@ class AttentionParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexParameters:
+    """Hi index heads of D; Q is the number that q_up takes."""
+
+    q_up: Tensor  # [Hi·D, Q]
+    key: Tensor  # [D, H]
+    key_norm: Linear  # [D]: weight and bias of a LayerNorm
+    weights: Tensor  # float32 [Hi, H]
+
+
+@dataclass(frozen=True, slots=True)
 class LatentParameters:
     """Hq heads that read latents."""
 
@@ -82,6 +93,7 @@ class LatentParameters:
     latent_norm: Tensor  # [rank]
     up: Tensor  # [Hq, key_dim + value_dim, rank]: see UpProjections
     o: Linear  # [H, Hq · value_dim]
+    index: IndexParameters | None = None  # None: the layer has no indexer
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +134,21 @@ class DecoderParameters:
 
 def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderParameters:
     """Uninitialised tensors of config.dtype on `device`."""
-    new = Allocator(config.dtype, device)
-    new_norm = Allocator(torch.float32 if config.float32_norms else config.dtype, device)
+    new, new_norm = allocators(config, device)
     embedding = new(config.vocab_size, config.hidden_size)
     return DecoderParameters(
         embedding=embedding,
-        layers=[_allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
+        layers=[allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
         final_norm=new_norm(config.hidden_size),
         lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
         per_layer=None if config.per_layer is None else _allocate_tables(config, config.per_layer, new, new_norm),
     )
+
+
+def allocators(config: ModelConfig, device: torch.device) -> "tuple[Allocator, Allocator]":
+    """Of weights, and of norms'."""
+    new = Allocator(config.dtype, device)
+    return new, Allocator(torch.float32, device) if config.float32_norms else new
 
 
 @dataclass(frozen=True)
@@ -151,7 +168,8 @@ class Allocator:
         return Linear(self(outputs, inputs), self.when(biased, outputs))
 
 
-def _allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
+def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
+    """Of layer `index`. new_norm: makes the weights of norms."""
     hidden, moe = config.hidden_size, config.moe
     return LayerParameters(
         LayerNorms(
@@ -162,7 +180,7 @@ def _allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: A
         ),
         _allocate_attention(config, index, new, new_norm)
         if config.latent is None
-        else _allocate_latent(config, config.latent, new, new_norm),
+        else _allocate_latent(config, config.latent, index, new, new_norm),
         _allocate_gated(config, config.intermediate_size_of(index), new)
         if moe is None or moe.beside or index not in moe.layers
         else _allocate_moe(config, moe, new),
@@ -185,9 +203,9 @@ def _allocate_attention(config: ModelConfig, layer: int, new: Allocator, new_nor
 
 
 def _allocate_latent(
-    config: ModelConfig, latent: LatentConfig, new: Allocator, new_norm: Allocator
+    config: ModelConfig, latent: LatentConfig, layer: int, new: Allocator, new_norm: Allocator
 ) -> LatentParameters:
-    hidden, heads = config.hidden_size, latent.heads
+    hidden, heads, index = config.hidden_size, latent.heads, latent.index
     query_rows = config.num_heads * latent.query_dim
     first_rows = latent.q_rank or query_rows
     down_rows = first_rows + latent.rank + latent.rotated
@@ -201,6 +219,18 @@ def _allocate_latent(
         latent_norm=new_norm(latent.rank),
         up=new(config.num_heads, heads.key_dim + heads.value_dim, latent.rank),
         o=new.linear(hidden, config.num_heads * heads.value_dim, biased=config.o_bias),
+        index=_allocate_index(config, index, first_rows, new, new_norm) if index and layer in index.layers else None,
+    )
+
+
+def _allocate_index(
+    config: ModelConfig, index: IndexConfig, q_rank: int, new: Allocator, new_norm: Allocator
+) -> IndexParameters:
+    return IndexParameters(
+        q_up=new(index.num_heads * index.head_dim, q_rank),
+        key=new(index.head_dim, config.hidden_size),
+        key_norm=Linear(new_norm(index.head_dim), new_norm(index.head_dim)),
+        weights=Allocator(torch.float32, new.device)(index.num_heads, config.hidden_size),
     )
 
 

@@ -14,6 +14,7 @@ from tandem.workers.models.parameters import (
     BesideParameters,
     DecoderParameters,
     GatedParameters,
+    IndexParameters,
     LatentParameters,
     LayerNorms,
     LayerParameters,
@@ -43,23 +44,30 @@ def named_weights(
         weights["model.per_layer_projection_norm.weight"] = parameters.per_layer.norm
         weights |= _linear("model.per_layer_model_projection", parameters.per_layer.projection)
     for index, layer in enumerate(parameters.layers):
-        prefix = f"model.layers.{index}"
-        weights.update(_norm_weights(config, layer.norms, prefix))
-        attention = f"{prefix}.self_attn"
-        if isinstance(layer.attention, AttentionParameters):
-            weights.update(_attention_weights(config, index, layer.attention, attention))
-        else:
-            assert config.latent is not None  # else the layer had no latents
-            weights.update(_latent_weights(config.latent, layer.attention, attention))
-        feed_forward = layer.feed_forward
-        if isinstance(feed_forward, GatedParameters):
-            weights.update(_gated_weights(config, feed_forward, f"{prefix}.{config.feed_forward_block}"))
-        else:
-            assert config.moe is not None  # else the layer had no experts
-            weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
-        if layer.beside is not None and config.moe is not None:
-            weights.update(_beside_weights(config, config.moe, layer.beside, prefix))
-        weights.update(_tail_weights(layer, prefix))
+        weights.update(layer_weights(config, index, layer, f"model.layers.{index}", joined))
+    return weights
+
+
+def layer_weights(
+    config: ModelConfig, index: int, layer: LayerParameters, prefix: str, joined: bool
+) -> dict[str, Tensor]:
+    """Those of layer `index`. joined: whether the experts' are in one tensor each."""
+    weights = _norm_weights(config, layer.norms, prefix)
+    attention = f"{prefix}.self_attn"
+    if isinstance(layer.attention, AttentionParameters):
+        weights.update(_attention_weights(config, index, layer.attention, attention))
+    else:
+        assert config.latent is not None  # else the layer had no latents
+        weights.update(_latent_weights(config.latent, layer.attention, attention))
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, GatedParameters):
+        weights.update(_gated_weights(config, feed_forward, f"{prefix}.{config.feed_forward_block}"))
+    else:
+        assert config.moe is not None  # else the layer had no experts
+        weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
+    if layer.beside is not None and config.moe is not None:
+        weights.update(_beside_weights(config, config.moe, layer.beside, prefix))
+    weights.update(_tail_weights(layer, prefix))
     return weights
 
 
@@ -114,7 +122,16 @@ def _latent_weights(latent: LatentConfig, parameters: LatentParameters, prefix: 
     parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), ("kv_a_proj_with_mqa", entry_rows))
     weights |= _linear(f"{prefix}.o_proj", parameters.o) | _split_linear(prefix, parameters.down, parts)
     weights.pop(f"{prefix}.q_proj.bias", None)  # q's only map has none
-    return weights
+    return weights if parameters.index is None else weights | _index_weights(parameters.index, f"{prefix}.indexer")
+
+
+def _index_weights(parameters: IndexParameters, prefix: str) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.wq_b.weight": parameters.q_up,
+        f"{prefix}.wk.weight": parameters.key,
+        **_linear(f"{prefix}.k_norm", parameters.key_norm),
+        f"{prefix}.weights_proj.weight": parameters.weights,
+    }
 
 
 def _gated_weights(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:

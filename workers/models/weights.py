@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -113,6 +113,31 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         _allocate(_stored(stack, folder, config), config, torch.device("meta"))
 
 
+def load_named(
+    folder: Path,
+    config: ModelConfig,
+    weights_of: Callable[[Collection[str]], dict[str, Tensor]],
+    is_ours: Callable[[str], bool],
+    *,
+    load_format: str = "safetensors",
+    report: ReportBytes | None = None,
+) -> None:
+    """Fills weights that are not all of a checkpoint: those named by weights_of(), given the names of the tensors that
+    are ours. On the meta device they are only checked. Raises as load_parameters."""
+    if load_format == "dummy":
+        fill_randomly(config, weights_of(()))
+        return
+    if load_format not in LOAD_FORMATS:
+        raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
+    with ExitStack() as stack:
+        stored = {name: one for name, one in _stored(stack, folder, config).items() if is_ours(name)}
+        weights = weights_of(stored)
+        check_tensors(stored, weights, config)
+        device = next(iter(weights.values())).device
+        if device.type != "meta":
+            _fill(stored, weights, config, device, report)
+
+
 def _fill(
     stored: Mapping[str, StoredWeight],
     weights: Mapping[str, Tensor],
@@ -129,7 +154,7 @@ def _fill(
         for one in slices_of(name, weight, config)
         for part in stored[name].parts(one)
     ]
-    parts.sort(key=lambda part: part.place)
+    parts.sort(key=lambda part: part.location)
     for filled in _read(parts, device):
         done += filled
         report(done, total)

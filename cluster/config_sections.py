@@ -211,11 +211,9 @@ class GatewaySection(GatewayNodes):
     request_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
     """longest life of one request"""
     max_message_mib: Mebibytes | None = Field(default=None, le=1024)
-    """largest message or body that the gateway takes; null is 4, or as much as 32 bytes for each token of the model's
-    context make, up to 16"""
+    """largest message or body; null is 4, or as much as 32 bytes a token of the model's context make, up to 16"""
     max_bodies_mib: Mebibytes = Field(default=512, le=1 << 20)
-    """most bytes of requests that are being received or read, gRPC and HTTP together; those of up to 64 KiB do not
-    count, and one client's host may have half"""
+    """most bytes of requests being received or read, but for those up to 64 KiB; one client's host may have half"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
     tool_parser: Literal[

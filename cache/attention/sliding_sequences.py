@@ -7,7 +7,7 @@ import numpy as np
 
 from tandem.cache.attention.page_look_up import PageLookUp
 from tandem.cache.attention.rotations import Rotations
-from tandem.cache.kernels.torch.sliding import SlidingPart, SlidingParts, plan_sliding_part
+from tandem.cache.kernels.torch.sliding import SlidingPart, SlidingParts, SlidingRows, plan_sliding_part
 from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
@@ -121,13 +121,16 @@ class SlidingSequences:
             parts.append(SlidingParts(sliding, int(appends.sum()), of_kinds))
         return rotations, parts
 
+    def rows(self, rows: Int64Array) -> SlidingRows:
+        """Where rows stand, with what a forward has appended; those that do not slide, too."""
+        return self._table.sliding.rows(rows, self._table.lengths[rows], self._rotations.max_positions)
+
     def _plan_part(
         self, rows: Int64Array, which: Int64Array, tokens: TokenLayout, look_up: PageLookUp, rotation: Rotation | None
     ) -> SlidingPart:
         """Of the sequences `which` (int64 [N]) of a forward, whose rows these are."""
-        table, begins = self._table, tokens.qo_indptr[which].astype(np.int64)
+        table, begins, ways = self._table, tokens.qo_indptr[which].astype(np.int64), self.rows(rows)
         counts = tokens.qo_indptr[which + 1] - begins
-        ways = table.sliding.rows(rows, table.lengths[rows], self._rotations.max_positions)
         bounds, slots = look_up.sliding_slots(rows, table.lengths, table.sliding)
         return plan_sliding_part(begins, counts, bounds, slots, ways, rotation, self._rotations.device)
 

@@ -33,6 +33,7 @@ class Capabilities:
     sharing_graphs: bool = False  # decode steps whose sequences share pages, in graph buffers
     verify_graphs: bool = False  # verify steps in graph buffers
     reads: bool = False  # attend to what is stored without appending, see read() and read_part()
+    sliding_graphs: bool = False  # decode steps in which sequences slide, in graph buffers
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,15 @@ class Limits:
     one_each: bool  # a decode step: each sequence, or row of a verify step, has one new token
     sharing: bool = False  # sequences that share pages attend to them together
     runs: bool = False  # a verify step: neighbouring rows may be new tokens of one sequence
+    sliding: bool = False  # a decode step: sequences may slide
 
     @classmethod
-    def of_step(cls, size: int, num_q_heads: int, num_inputs: int, *, sharing: bool = False) -> "Limits":
+    def of_step(
+        cls, size: int, num_q_heads: int, num_inputs: int, *, sharing: bool = False, sliding: bool = False
+    ) -> "Limits":
         """A decode step of up to `size` sequences. Each of num_inputs arrays has an element a sequence."""
-        return cls(size, size, num_q_heads, (size,) * num_inputs, one_each=True, sharing=sharing)
+        inputs = (size,) * num_inputs
+        return cls(size, size, num_q_heads, inputs, one_each=True, sharing=sharing, sliding=sliding)
 
     @classmethod
     def of_verification(cls, size: int, num_q_heads: int, num_inputs: int) -> "Limits":
@@ -83,6 +88,7 @@ class DeviceTables:
     on are padding. None: each sequence has one.
     preceding: int32 [B], of a verify step: how many of the rows right before a row are earlier new tokens of the same
     sequence. None: each row is of another sequence.
+    sliding: int32 [6 · B], of a step in which sequences may slide: the fields of SlidingRows one behind the other.
     """
 
     slots: Tensor
@@ -91,6 +97,7 @@ class DeviceTables:
     kv_indices: Tensor
     qo_indptr: Tensor | None = None
     preceding: Tensor | None = None
+    sliding: Tensor | None = None
 
 
 EMPTY = np.empty(0, np.int32)

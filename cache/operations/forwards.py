@@ -27,7 +27,8 @@ class ForwardCalls(Parts):
     def begin(self, batch: Batch, buffers: GraphBuffers | None = None, inputs: Sequence[Int64Array] = ()) -> Forward:
         """Grows the batch's sequences and plans the forward that computes the new positions.
 
-        buffers: are filled with the forward; it pushes nothing, takes no token trees and no sequence that slides.
+        buffers: are filled with the forward; it pushes nothing, takes no token trees, and sequences that slide only
+        where limits.sliding.
         Those of a verify step take several new positions of a sequence, as rows of their own. inputs: the first
         elements of those of the buffers, int64. What the forward before sees of a decode step's
         sequences stays, for that forward may still run.
@@ -208,7 +209,8 @@ class ForwardCalls(Parts):
         look_ups = [group.look_up_apart if sharing else group.tables.look_up for group in self._groups]
         parts = [group.split(rows, tokens) for group in self._groups]
         tables = [look_up(*part) for look_up, part in zip(look_ups, parts, strict=True)]
-        buffers.prepare([layout for _, layout in parts], tables, inputs)
+        ways = self._sliding.rows(rows) if buffers.limits.sliding else None
+        buffers.prepare([layout for _, layout in parts], tables, inputs, ways)
 
     def _check_owner(self, forward: Forward) -> None:
         if forward.standing is not None and forward.standing.table is not self._table:
@@ -238,5 +240,5 @@ class ForwardCalls(Parts):
             raise InvalidArgument("token_tree_parents is given; graph buffers take no token trees")
         if batch.push and self._marks.any_open(rows):
             raise InvalidArgument("seq_ids has a sequence that is being sent; graph buffers push nothing")
-        if self._table.sliding.count and self._table.sliding.windows[rows].any():
-            raise InvalidArgument("seq_ids has a sequence that slides; graph buffers take only others")
+        if not limits.sliding and self._table.sliding.count and self._table.sliding.windows[rows].any():
+            raise InvalidArgument("seq_ids has a sequence that slides; graph buffers with limits.sliding take it")

@@ -43,6 +43,7 @@ Family = Literal[
     "deepseek_v32",
     "gemma2",
     "gemma3_text",
+    "gemma4",
     "glm_moe_dsa",
     "gpt_oss",
     "llama",

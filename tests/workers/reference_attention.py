@@ -77,12 +77,21 @@ class ReferenceAttention:
             sequence.chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
             begin += count
 
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        """K and V of none are added to those of the layer that is read."""
+        none = q.new_empty((q.shape[0], 0, q.shape[2]))
+        q = q if norm is None else norm.apply_to_queries(q)
+        return self._attend_all(layer, q, none, none, sinks)
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
     ) -> Tensor:
-        outputs, begin = [], 0
         if norm is not None:
             q, k = norm.apply(q, k)
+        return self._attend_all(layer, q, k, v, sinks)
+
+    def _attend_all(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        outputs, begin = [], 0
         for sequence, count in self.batch:
             rows = slice(begin, begin + count)
             outputs.append(self._attend_one(sequence, layer, q[rows], k[rows], v[rows], sinks))
@@ -102,7 +111,9 @@ class ReferenceAttention:
             cos, sin = (table.to(q.dtype)[:, None] for table in rotary.cos_sin(positions, lengths))
             first = 0 if config.latent is None else config.latent.heads.key_dim
             q, k = rotate(q, cos, sin, first), rotate(k, cos, sin, first)
-        if layer in sequence.keys:
+        if layer in config.readers:
+            k, v = sequence.keys[config.readers[layer]], sequence.values[config.readers[layer]]
+        elif layer in sequence.keys:
             k, v = torch.cat([sequence.keys[layer], k]), torch.cat([sequence.values[layer], v])
         sequence.keys[layer], sequence.values[layer] = k.clone(), v.clone()
         group = config.num_heads // k.shape[1]

@@ -79,6 +79,9 @@ class WithoutPages:
             q, k = norm.apply(q, k)
         return torch.cat((q, k), 1)[:, : q.shape[1]]
 
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        return q.contiguous() if norm is None else norm.apply_to_queries(q)
+
     def step_pages(self, layers: range) -> None:
         """There are none."""
 

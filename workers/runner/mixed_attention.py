@@ -25,6 +25,10 @@ class MixedAttention:
         """See CachedAttention."""
         return torch.cat([part.attend(layer, q[rows], k[rows], v[rows], sinks, norm) for part, rows in self._parts])
 
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        """See CachedAttention."""
+        return torch.cat([part.read(layer, q[rows], sinks, norm) for part, rows in self._parts])
+
     def step_pages(self, layers: range) -> None:
         """No megakernel computes prompts."""
 

@@ -33,6 +33,7 @@ from tandem.cache.kernels.triton.decode import decode
 from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
 from tandem.cache.kernels.triton.gather import gather
 from tandem.cache.kernels.triton.merge import merge_parts
+from tandem.cache.kernels.triton.sliding import SlidingSteps, attend_sliding
 from tandem.cache.kernels.triton.tree import attend_trees
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
@@ -64,7 +65,8 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
     """See KVBackend. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64
     positions; else InvalidArgument.
 
-    Its graph buffers are a DecodePlan where sequences do not share pages, else SharingBuffers, and PromptBuffers.
+    Its graph buffers are a DecodePlan where sequences do not share pages, else SharingBuffers, SlidingSteps where some
+    may slide, and PromptBuffers.
     """
 
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
@@ -80,6 +82,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
             sharing_graphs=rule is not None,
             verify_graphs=True,
             reads=True,
+            sliding_graphs=scoring.window is None,
         )
         self._fp8 = fp8
         self._dtype = dtype
@@ -109,7 +112,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         """Of SharingBuffers, the full plan() of their wrapper chose the kernel; this only shares out the work anew."""
-        if isinstance(buffers, DecodePlan):  # nothing is planned on the host
+        if isinstance(buffers, DecodePlan | SlidingSteps):  # nothing is planned on the host
             return buffers
         if isinstance(buffers, SharingBuffers):
             self._plan_sharing(buffers, tables)
@@ -127,8 +130,12 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], self._pool.device, self.scoring.window)
         return EagerPlan(AppendTargets(slots, None), parts)
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> "DecodePlan | SharingBuffers | PromptBuffers":
+    def buffers(
+        self, limits: Limits, tables: DeviceTables
+    ) -> "DecodePlan | SharingBuffers | PromptBuffers | SlidingSteps":
         sizes = self._sizes(limits.num_q_heads)
+        if limits.sliding:
+            return SlidingSteps(AppendTargets(tables.slots, None), tables)
         if not limits.one_each:
             workspaces = (self._workspace, self._prompts_workspace)
             return PromptBuffers.make(workspaces, tables, sizes, self._paged_options)
@@ -168,6 +175,11 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
 
     def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
         own = plan.own
+        if isinstance(own, SlidingSteps):
+            q, k = (x.q, x.k) if x.norm is None else x.norm.apply(x.q, x.k)
+            q, _ = self.append(layer, q, k, x.v, plan.rotation, own)
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
         if not isinstance(own, DecodePlan):
             return super().run(plan, layer, x, appended)
         assert own.scheduled, "begin_captured() has queued no schedule for this step"

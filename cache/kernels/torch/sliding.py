@@ -37,6 +37,13 @@ class SlidingRows:
     positions: Int64Array
     still: int
 
+    def packed(self, size: int) -> Int32Array:
+        """int32 [6 · size], see DeviceTables.sliding; 0 in rows that are missing."""
+        fields = self.sinks, self.holes, self.turned_sinks, self.turned, self.indices, self.positions
+        packed = np.zeros((len(fields), size), np.int32)
+        packed[:, : self.sinks.size] = fields
+        return packed.reshape(-1)
+
 
 @dataclass(frozen=True, eq=False)
 class SlidingPart:

@@ -22,6 +22,10 @@ class LayersBehind:
         """See CachedAttention."""
         return self._cached.attend(self._first + layer, q, k, v, sinks, norm)
 
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        """See CachedAttention."""
+        return self._cached.read(self._first + layer, q, sinks, norm)
+
     def step_pages(self, layers: range) -> StepPages | None:
         """See CachedAttention."""
         return self._cached.step_pages(range(self._first + layers.start, self._first + layers.stop))

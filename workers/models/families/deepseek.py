@@ -1,7 +1,7 @@
 """DeepSeek-V2: latent attention; shared and routed experts behind a few dense layers, chosen within groups.
 
 DeepSeek-V3: sigmoid scores, a learned correction of the choice, and groups ranked by their two best. Layers for
-multi-token prediction, which follow the others in a checkpoint, are not read.
+multi-token prediction, which follow the others in a checkpoint, are read where they draft.
 
 DeepSeek-V3.2 and GLM-MoE-DSA: as V3, but queries choose the positions that they attend to, by an indexer.
 """

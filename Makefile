@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cache transfer workers cluster proto
+CHECKS := tests/test_layering.py tests/test_docs.py tests/test_prose.py
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check format proto docs chaos clients explore fuzz bench clean
+.PHONY: help demo test test-rest test-fast check format proto docs chaos clients explore fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
@@ -29,11 +31,15 @@ demo: .venv/.base
 # Two processes, each with whole files in the order of their names: what a file's tests share is made once, and the
 # many short files at the end even out who takes the long ones.
 test: .venv/.dev
-	@$(BIN)/pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/pytest -q -m "not gpu" $(SPREAD)
+
+# Those that `make check` does not run.
+test-rest: .venv/.dev
+	@$(BIN)/pytest -q -m "not gpu" $(SPREAD) $(CHECKS:%=--ignore=%)
 
 # No processes, no clusters, no compilers: what a person runs before each commit.
 test-fast: .venv/.dev
-	@$(BIN)/pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/pytest -q -m "not gpu and not slow" $(SPREAD)
 
 check: .venv/.dev $(TREE)
 	@$(BIN)/ruff check
@@ -42,7 +48,7 @@ check: .venv/.dev $(TREE)
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python -m tests.benchmarks.report --check
 	@$(BIN)/pyright
-	@$(BIN)/pytest -q tests/test_layering.py tests/test_docs.py tests/test_prose.py
+	@$(BIN)/pytest -q $(CHECKS)
 
 format: .venv/.dev
 	@$(BIN)/ruff check --fix

@@ -2,6 +2,7 @@
 
 TandemError             UsageError ConfigError RuntimeDirError ClusterRunning ClusterNotRunning StopTimedOut StartFailed
 │                                                                                                        └── NoRoom
+│                                                                                                            └── RayAway
 │                       ProcessEnded WorkerLost RayLost ReshapeFailed BuildFailed BenchmarkFailed MissingPlots
 └── CallError           InvalidRequest Overloaded DeadlineExceeded Unavailable Unauthenticated Cancelled
                         AttemptsExhausted Superseded ScaleRefused ServerError
@@ -56,6 +57,10 @@ class StartFailed(TandemError):
 
 class NoRoom(StartFailed):
     """No host has room for it now."""
+
+
+class RayAway(NoRoom):
+    """Ray's GCS does not answer: what runs goes on, and nothing is started until it is back."""
 
 
 class ProcessEnded(TandemError):

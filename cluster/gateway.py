@@ -49,7 +49,7 @@ from tandem.cluster.requests.warm_up import WarmUp
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.islands import Islands
-from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.routing.membership import IslandState, Outage
 from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
@@ -140,15 +140,8 @@ class Gateway:
         folder = Path(settings.config.model.path or "")
         self._model = load_config(folder, settings.config.model.dtype)
         self._tokenizer = Tokenizer.from_folder(folder)
-        self._limits = ModelLimits(
-            vocab_size=self._model.vocab_size,
-            max_model_len=settings.max_model_len,
-            pool_tokens=settings.num_pages * settings.config.cache.page_size,
-            rope_switch=self._model.rope_switch,
-            page_size=settings.config.cache.page_size,
-            max_sliding_tokens=settings.config.gateway.max_sliding_tokens,
-            cannot_slide=self._model.cannot_slide,
-        )
+        pages, longest = settings.config.cache.page_size, settings.config.gateway.max_sliding_tokens
+        self._limits = ModelLimits.of_model(self._model, settings.max_model_len, settings.num_pages, pages, longest)
         self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
         defaults = default_sampling(folder, settings.config.model.generation_config)
@@ -260,8 +253,7 @@ class Gateway:
         return Scrape(self._metrics, served, self._account.info_here, lambda: self._readiness.reason)
 
     async def _tell_health(self) -> None:
-        """Inference, and the server as a whole, serve where requests would be served. Admin serves as long as the
-        gateway lives."""
+        """Inference, and the server as a whole, serve where requests would be served; Admin as long as this lives."""
         states = health_pb2.HealthCheckResponse
         ready = states.NOT_SERVING if self._readiness.reason else states.SERVING
         for service, state in (("", ready), (INFERENCE, ready), (ADMIN, states.SERVING)):
@@ -307,8 +299,7 @@ class Gateway:
         from tandem.cluster.frontends.http.server import HttpServer  # needs tandem[http]
 
         common = {"limit": self._limit, "token": settings.security.token(), "rejected": self._metrics.rejected_http}
-        on_http = scrape if settings.metrics_port is None else None
-        load = partial(self._table.total, Column.ACTIVE)
+        load, on_http = partial(self._table.total, Column.ACTIVE), scrape if settings.metrics_port is None else None
         watched = partial(Monitoring, lambda: self._readiness.reason, public=metrics.public, load=load)
         shared, http, monitor = settings.shares_ports, None, None
         if settings.http_port is not None:
@@ -386,6 +377,11 @@ class Gateway:
     async def update_scaling(self, state: ScalingState) -> None:
         """What the scaling policy is about."""
         self._account.scaling = inference_pb2.ScalingInfo(**asdict(state))
+
+    async def update_outage(self, outage: Outage) -> None:
+        """Why nothing can be started now."""
+        if outage.version > self._account.outage.version:
+            self._account.outage = outage
 
     async def placed_tokens(self, island: str) -> int:
         """Tokens of this process's requests that the island's workers have not yet ended."""

@@ -385,7 +385,7 @@ class IslandInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., restarts: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address", "gateways", "scaling")
+    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address", "gateways", "scaling", "starts_nothing")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +396,7 @@ class ClusterInfo(_message.Message):
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
+    STARTS_NOTHING_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     queued: int
@@ -406,7 +407,8 @@ class ClusterInfo(_message.Message):
     http_address: str
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayProcessInfo]
     scaling: ScalingInfo
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayProcessInfo, _Mapping]]] = ..., scaling: _Optional[_Union[ScalingInfo, _Mapping]] = ...) -> None: ...
+    starts_nothing: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayProcessInfo, _Mapping]]] = ..., scaling: _Optional[_Union[ScalingInfo, _Mapping]] = ..., starts_nothing: _Optional[str] = ...) -> None: ...
 
 class ScalingInfo(_message.Message):
     __slots__ = ("min_islands", "max_islands", "wanted_islands", "waits_for")

@@ -66,6 +66,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # all modules and tests stay: no collection looks through them again
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain of what they find left at the end
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Tensors here are so small that threads only wait for each other."""

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+
+if TYPE_CHECKING:  # as in wire_map
+    from tandem.cache.plan.kv_scales import KVScales
+    from tandem.cache.plan.layout import KVLayout, LayerGroup
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ Regions = list[Region | None]
 """Per layer group; None where the pages of both are alike as a whole."""
 
 
-def regions_between(own: KVLayout, peer: KVLayout) -> Regions:
+def regions_between(own: "KVLayout", peer: "KVLayout") -> Regions:
     """Of each group. InvalidArgument unless both are shards of one layout."""
     if own == peer:
         return [None] * len(own.groups)
@@ -57,28 +60,29 @@ def regions_between(own: KVLayout, peer: KVLayout) -> Regions:
     return regions
 
 
-def _check_alike(own: KVLayout, peer: KVLayout) -> None:
+def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
     pairs: list[tuple[str, object, object]] = [
-        (name, getattr(own, name), getattr(peer, name)) for name in ("page_size", "dtype", "stored_dtype")
+        (name, getattr(own, name), getattr(peer, name)) for name in ("page_size", "dtype", "stored_dtype", "readers")
     ]
     pairs.append(("number of layer groups", len(own.groups), len(peer.groups)))
     for index, groups in enumerate(zip(own.groups, peer.groups, strict=False)):
         for name in ("head_dim", "keeps", "latent_rank"):
             mine, theirs = (getattr(group, name) for group in groups)
             pairs.append((f"{name} of group {index}", mine, theirs))
-        totals = [_num_heads(layout, group) for layout, group in zip((own, peer), groups, strict=True)]
-        pairs.append((f"KV heads of group {index}, of all ranks,", *totals))
+        pairs.append(
+            (f"KV heads of group {index}, of all ranks,", _num_heads(own, groups[0]), _num_heads(peer, groups[1]))
+        )
     for name, mine, theirs in pairs:
         if mine != theirs:
             raise InvalidArgument(f"{name} is {theirs} at the peer; {mine} is accepted, for shards of one layout")
 
 
-def _num_heads(layout: KVLayout, group: LayerGroup) -> int:
+def _num_heads(layout: "KVLayout", group: "LayerGroup") -> int:
     """Of all ranks. Each rank holds all of a latent."""
     return group.num_kv_heads * (layout.shard.size if group.latent_rank is None else 1)
 
 
-def _region(own: KVLayout, peer: KVLayout, group: int) -> Region:
+def _region(own: "KVLayout", peer: "KVLayout", group: int) -> Region:
     mine, theirs = (
         [layout.shard.first_layer + layer for layer in layout.groups[group].layers] for layout in (own, peer)
     )
@@ -96,7 +100,7 @@ def _region(own: KVLayout, peer: KVLayout, group: int) -> Region:
     return Region(slice(begin, begin + len(common)), heads, slice(peer_begin, peer_begin + len(common)), peer_heads)
 
 
-def _common_heads(own: KVLayout, peer: KVLayout, group: int) -> tuple[slice, slice]:
+def _common_heads(own: "KVLayout", peer: "KVLayout", group: int) -> tuple[slice, slice]:
     mine, theirs = (
         0 if layout.groups[group].latent_rank is not None else layout.shard.rank * layout.groups[group].num_kv_heads
         for layout in (own, peer)
@@ -107,7 +111,7 @@ def _common_heads(own: KVLayout, peer: KVLayout, group: int) -> tuple[slice, sli
 
 
 def _check_scales(
-    own: KVLayout, peer: KVLayout, regions: Sequence[Region | None], mine: KVScales, their: KVScales
+    own: "KVLayout", peer: "KVLayout", regions: Sequence[Region | None], mine: "KVScales", their: "KVScales"
 ) -> None:
     """InvalidArgument unless both store the layers and heads that they share alike."""
     for group, region in enumerate(regions):
@@ -126,5 +130,5 @@ def _check_scales(
                     )
 
 
-def _of_heads(scales: tuple[float, ...], group: LayerGroup) -> tuple[float, ...]:
+def _of_heads(scales: tuple[float, ...], group: "LayerGroup") -> tuple[float, ...]:
     return scales * group.num_kv_heads if len(scales) == 1 else scales

@@ -1,16 +1,19 @@
 """A position map as the control plane carries it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
 from tandem.cache.plan.spans import Sliding
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.regions import regions_between
+
+if TYPE_CHECKING:  # processes that read requests for the gateway must not wait for torch
+    from tandem.cache.plan.layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class WireMap:
     sliding: Sliding | None = None
 
 
-def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
+def encode_map(position_map: PositionMap, layout: "KVLayout") -> WireMap:
     return WireMap(
         start_position=position_map.start_position,
         num_tokens=position_map.num_tokens,
@@ -38,12 +41,12 @@ def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
 
 def decode_map(
     wire: WireMap,
-    layout: KVLayout,
+    layout: "KVLayout",
     *,
     num_pages: tuple[int, ...],
     expected_start: int,
     expected_tokens: int,
-    receiver: KVLayout | None = None,
+    receiver: "KVLayout | None" = None,
 ) -> PositionMap:
     """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
 

@@ -34,6 +34,7 @@ class GroupAttention:
     writer: PageWriter | None
     stored: StoredLayers | None  # on a GPU, where what the group stores may be sent
     chunk: int | None = None  # see Span.chunk
+    drops_past: bool = False  # see Span.drops_past
 
     def __post_init__(self) -> None:
         # Chunks end what sequences have in common.
@@ -75,7 +76,7 @@ class GroupAttention:
             assert self.writer is not None  # mark_send saw to it
             peer_pool = partial(self.writer.peer_pool, group=self.group)
             own, sends = self.backend.push_with_append(own, sends, peer_pool)
-        return GroupPlan(own, rotation, tables, sends, sliding, tokens.positions.size, self.stored)
+        return GroupPlan(own, rotation, tables, sends, sliding, tokens, tokens.positions.size, self.stored)
 
     def run(self, plan: GroupPlan, layer: int, x: QKV | Latents) -> Tensor:
         """See AttentionBackend.run; pushes what the plan sends."""

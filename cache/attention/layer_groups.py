@@ -83,5 +83,6 @@ def make_groups(
             scoring = Scoring(own.scale_of(group.head_dim), group.keeps.window, own.softcap)
             backend = kernels(pool, scoring, fp8)
             inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
-        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored, group.keeps.chunk))
+        keeps = group.keeps
+        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored, keeps.chunk, keeps.drops_past))
     return groups

@@ -33,6 +33,7 @@ class Capabilities:
     sharing_graphs: bool = False  # decode steps whose sequences share pages, in graph buffers
     verify_graphs: bool = False  # verify steps in graph buffers
     sliding_graphs: bool = False  # decode steps in which sequences slide, in graph buffers
+    reads: bool = False  # attend to what is stored without appending, see read() and read_part()
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class GroupPlan(NamedTuple):
     """One layer group of a forward.
 
     own: what the group's backend planned; only the backend reads it. rotation: of the new tokens; None without RoPE.
-    sliding: the sequences with a sliding window; None where there is none. tables and sends are empty in graph buffers.
+    sliding: the sequences with a sliding window; None where there is none. tokens: as the tables have them. In graph
+    buffers tokens is None, and tables and sends are empty.
     """
 
     own: Any
@@ -115,6 +117,7 @@ class GroupPlan(NamedTuple):
     tables: PageTables = NO_TABLES
     sends: tuple[Send, ...] = ()
     sliding: SlidingParts | None = None
+    tokens: TokenLayout | None = None
     num_tokens: int = 0
     stored: StoredLayers | None = None  # takes note of layers once they are stored
     captured: bool = False  # in graph buffers
@@ -132,6 +135,25 @@ class QKV(NamedTuple):
     v: Tensor
     sinks: Tensor | None = None
     norm: HeadNorm | None = None
+
+
+class Query(NamedTuple):
+    """What a layer attends with to K and V that are stored already: q [T, num_q_heads, head_dim].
+
+    sinks: see QKV. norm: of q, before it is rotated.
+    """
+
+    q: Tensor
+    sinks: Tensor | None = None
+    norm: HeadNorm | None = None
+
+
+class Part(NamedTuple):
+    """Attention to some of the keys: o [T, num_q_heads, head_dim] in q's dtype, and lse, float32 [T, num_q_heads]: the
+    logarithm, of base e, of the sum of e^score over these keys."""
+
+    o: Tensor
+    lse: Tensor
 
 
 class Latents(NamedTuple):
@@ -214,6 +236,19 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         Each token attends to its sequence's positions up to its own, in its window, and q head h to KV head
         h // (num_q_heads / num_kv_heads). A node of a token tree sees its ancestors. Rows of padding mean nothing.
         """
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        """As run(), but K and V of the new tokens have been stored by `layer`, which ran before; nothing is stored."""
+        raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
+
+    def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> Any:
+        """Whatever read_part() needs; tokens and tables as for plan(). Not causal: each token sees all that its
+        sequence has in the tables. Nobody's tokens are nodes of trees."""
+        raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
+
+    def read_part(self, own: Any, layer: int, q: Tensor) -> Part:
+        """As read(), of q as it is, which is rotated. own: of plan_read()."""
+        raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
 
     def step_pages(self, plan: GroupPlan) -> StepPages | None:
         """For a decode megakernel in place of run(); None where run() does more than causal attention."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import Limits
+from tandem.cache.kernels.base import Limits, Part
+from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
@@ -112,6 +113,27 @@ class ForwardCalls(Parts):
         """
         self._check_owner(plan)
         return plan.attention.attend(layer, q, k, v, sinks)
+
+    def read(self, plan: Forward, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """As attention, without k and v: attends to what `layer` has stored in this forward and before, or, of a reader
+        of the layout, the layer that it reads. Stores nothing, and may be called any number of times."""
+        self._check_owner(plan)
+        return plan.attention.read(layer, q, sinks)
+
+    def read_part(self, plan: Forward, layer: int, q: Tensor, *, causal: bool = True) -> Part:
+        """As read, with the log-sum-exp of the scores, for merge().
+
+        causal: False: each token sees all positions of its sequence, also those behind its own; only in layers that
+        keep all. InvalidArgument for sequences that slide or have an open token tree.
+        """
+        self._check_owner(plan)
+        return plan.attention.read_part(layer, q, causal=causal)
+
+    @staticmethod
+    def merge(parts: Sequence[Part]) -> Part:
+        """Attention of the same queries to the keys of several parts, which are apart: of several layers, or of what
+        the caller has computed elsewhere."""
+        return merge(parts)
 
     def latent_attention(
         self, plan: Forward, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tandem.cache.attention.forward import LayerIndex
 from tandem.cache.attention.layer_groups import Heads, make_groups
 from tandem.cache.attention.rotations import Rotations
 from tandem.cache.attention.sliding_sequences import SlidingSequences
@@ -50,7 +51,7 @@ class Parts:
         """
         layout.check_pools(pools)
         integer("max_sequence_length", max_sequence_length, least=1)
-        self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, layout.layer_index
+        self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, LayerIndex.of(layout)
         self._writer = writer
         self._pools = PagePools(
             tuple(pool.shape[0] for pool in pools), layout.page_size, [group.keeps for group in layout.groups]

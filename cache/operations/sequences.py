@@ -229,7 +229,7 @@ class SequenceCalls(Parts):
         begin is at least first_position(sequence), unless nothing is asked for.
         """
         found = [self.gather_group(sequence, group, begin, end) for group in range(len(self._groups))]
-        return [found[group][index] for group, index in self._layers.values()]
+        return [found[group][index] for group, index in self._layers.places.values()]
 
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions."""

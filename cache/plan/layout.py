@@ -46,7 +46,8 @@ class KVLayout:
     """Groups of layers, positions per page and element type of a paged KV cache.
 
     dtype: of K and V as they are computed. scales: K and V are stored as float8_e4m3fn, divided by these; None: as they
-    are. Raises InvalidArgument when a field is out of range or a layer stands in two groups.
+    are. readers: pairs of a layer that stores nothing and the earlier layer whose K and V it reads.
+    Raises InvalidArgument when a field is out of range or a layer stands in two groups.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -54,14 +55,17 @@ class KVLayout:
     dtype: torch.dtype
     scales: KVScales | None = None
     shard: Shard = WHOLE  # whose KV heads the groups have
+    readers: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         integer("page_size", self.page_size, least=1)
         if self.dtype not in DTYPES.values():
             raise InvalidArgument(f"dtype is {self.dtype}; it must be one of {', '.join(DTYPES)}")
-        layers = sorted(integer("layer", layer) for group in self.groups for layer in group.layers)
-        if not layers or layers != list(range(len(layers))):
-            raise InvalidArgument(f"groups hold layers {layers}; each of 0 … n-1 must stand in exactly one group")
+        stored = sorted(integer("layer", layer) for group in self.groups for layer in group.layers)
+        layers = sorted(stored + [integer("layer of readers", layer) for layer, _ in self.readers])
+        if not stored or layers != list(range(len(layers))):
+            also = ", or read another layer" if self.readers else ""
+            raise InvalidArgument(f"groups hold layers {stored}; each of 0 … n-1 must stand in exactly one group{also}")
         for index, group in enumerate(self.groups):
             for name in ("num_kv_heads", "head_dim"):
                 integer(f"{name} of group {index}", getattr(group, name), least=1)
@@ -73,13 +77,13 @@ class KVLayout:
                     f"{self.page_size}, is accepted"
                 )
             _check_latent(index, group)
+        self._check_readers()
         if self.scales is not None:
-            heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}
             if self.has_latents:
                 raise InvalidArgument(
                     "scales are given, but the layout has groups with latents; only K and V have 8 bits"
                 )
-            self.scales.check([heads_of[layer] for layer in layers])
+            self.scales.check([self.groups[group].num_kv_heads for group, _ in self.layer_index.values()])
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -88,13 +92,16 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        """Those that store, and readers."""
+        return sum(len(group.layers) for group in self.groups) + len(self.readers)
 
     @property
     def layer_index(self) -> dict[int, tuple[int, int]]:
-        """Of each layer, in order, its group and its index there."""
+        """Of each layer, in order, the group that stores its K and V, and its index there. A reader has those of the
+        layer that it reads."""
         groups = enumerate(self.groups)
-        return dict(sorted((layer, (group, i)) for group, its in groups for i, layer in enumerate(its.layers)))
+        stored = {layer: (group, i) for group, its in groups for i, layer in enumerate(its.layers)}
+        return dict(sorted((stored | {layer: stored[of] for layer, of in self.readers}).items()))
 
     @property
     def drops_past(self) -> bool:
@@ -134,8 +141,17 @@ class KVLayout:
     @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
-        text = repr((self.page_size, str(self.dtype), self.groups, self.scales, self.shard))
+        text = repr((self.page_size, str(self.dtype), self.groups, self.scales, self.shard, self.readers))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def _check_readers(self) -> None:
+        ranks = {layer: group.latent_rank for group in self.groups for layer in group.layers}
+        for layer, of in self.readers:
+            if of not in ranks or of > layer or ranks[of] is not None:
+                raise InvalidArgument(
+                    f"readers has ({layer}, {of}): layer {layer} would read layer {of}; an earlier layer that stores K "
+                    "and V is accepted"
+                )
 
 
 def _check_latent(index: int, group: LayerGroup) -> None:

@@ -114,6 +114,8 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
         f"{info.active} active  {info.queued} queued  gateway restarts {info.gateway_restarts}"
         + (f"  http {info.http_address}" if info.http_address else "")
     )
+    if info.starts_nothing:
+        console.print(info.starts_nothing, style="bold red")
     if info.HasField("scaling"):
         one = info.scaling
         waits = f"; {one.waits_for}" if one.waits_for else ""

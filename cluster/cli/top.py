@@ -69,6 +69,7 @@ class ClusterView:
     away: list[str]  # islands that are started again
     islands: int
     wanted_islands: int | None  # by the scaling policy; None without one
+    starts_nothing: str  # why no process can be placed; empty where it can
     waits_for: str  # why there are not as many
     workers: list[WorkerView]
 
@@ -136,6 +137,7 @@ def view_of(info: inference_pb2.ClusterInfo, interval: Interval) -> ClusterView:
         away=[island.name for island in info.islands if not island.workers],
         islands=len(info.islands),
         wanted_islands=info.scaling.wanted_islands if info.HasField("scaling") else None,
+        starts_nothing=info.starts_nothing,
         waits_for=info.scaling.waits_for,
         workers=[_worker(island, worker, interval) for island in info.islands for worker in island.workers],
     )
@@ -151,6 +153,7 @@ def render(view: ClusterView) -> RenderableType:
         f"moves {view.moves}  rejected {view.rejected}",
         (f"  {', '.join(view.away)} away" if view.away else "", "bold red"),
         _scaling(view),
+        (f"  {view.starts_nothing}" if view.starts_nothing else "", "bold red"),
     )  # fmt: skip
     rates = Text(
         f"{view.requests:.1f} requests/s  {view.prompt_tokens:.0f} prompt tokens/s  {view.output_tokens:.0f} output "

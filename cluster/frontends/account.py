@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.routing.islands import Islands
+from tandem.cluster.routing.membership import Outage
 from tandem.proto import inference_pb2
 
 Gateways = Sequence[inference_pb2.GatewayProcessInfo]
@@ -27,6 +28,7 @@ class ClusterAccount:
     grpc_address: str = ""
     http_address: str = ""  # empty where there is no HTTP server
     scaling: inference_pb2.ScalingInfo | None = None  # what the scaling policy is about; None without one
+    outage: Outage = field(default_factory=Outage)
 
     async def info(self) -> inference_pb2.ClusterInfo:
         """Asks all workers, and other hosts' gateways."""
@@ -43,6 +45,7 @@ class ClusterAccount:
             islands=await self.islands.info(self.config.island.transport),
             http_address=self.http_address,
             scaling=self.scaling,
+            starts_nothing=self.outage.reason,
         )
         _add(info, self.gateways_here())
         return info

@@ -23,6 +23,8 @@ def gateway_families(info: inference_pb2.ClusterInfo) -> list[Metric]:
         _gauge("tandem:gateway_calls", "Calls under way, through gRPC and HTTP.", (),
                [((), sum(one.calls for one in there))]),
         _counter("tandem:gateway_restarts", "Restarts of gateway processes.", (), [((), info.gateway_restarts)]),
+        _gauge("tandem:starts_nothing", "Whether no process can be started, because Ray's GCS is away.", (),
+               [((), bool(info.starts_nothing))]),
         _gauge("tandem:islands", "Islands, those that are started again included.", (), [((), len(info.islands))]),
         _gauge("tandem:wanted_islands", "Islands that the scaling policy wants.", (),
                [((), info.scaling.wanted_islands)] if info.HasField("scaling") else []),

@@ -1,19 +1,24 @@
 """The loss of what runs a cluster's processes, for those who wait for answers of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-from tandem.cluster.errors import ProcessEnded, RayLost
+from tandem.cluster.errors import ProcessEnded, RayAway, RayLost
 
 
 class Loss:
-    """Declared once, from any thread. Every answer that is awaited then fails with ProcessEnded; so do later ones."""
+    """Declared once, from any thread. Every answer that is awaited then fails with ProcessEnded; so do later ones.
+
+    Between interrupt() and resume() processes live on, but none can be placed, and no place be given back.
+    """
 
     def __init__(self) -> None:
         self.reason = ""  # empty until it is declared
+        self._away: RayAway | RayLost | None = None
+        self._later: list[Callable[[], None]] = []
         self._lock = Lock()
         self._awaited: dict[Future[Any], str] = {}
 
@@ -24,10 +29,32 @@ class Loss:
         for answer, name in awaited:
             _fail(answer, name, reason)
 
+    def interrupt(self, away: RayAway | RayLost) -> None:
+        """away: what check() raises from now on. A RayLost says that resume() will not come."""
+        with self._lock:
+            self._away = away
+
+    def resume(self) -> None:
+        """Does what was left for later."""
+        with self._lock:
+            self._away, acts, self._later = None, self._later, []
+        for act in acts:
+            act()
+
+    def when_there(self, act: Callable[[], None]) -> None:
+        """Now, or with resume(). Never after a loss."""
+        with self._lock:
+            if self._away is not None:
+                self._later.append(act)
+                return
+        act()
+
     def check(self) -> None:
-        """Raises RayLost after a loss."""
+        """Before processes are placed. Raises RayLost after a loss, and while it is interrupted what it was given."""
         if self.reason:
             raise RayLost(self.reason)
+        if (away := self._away) is not None:
+            raise type(away)(str(away))  # each raise has a traceback of its own
 
     def awaited(self, answer: Future[Any], name: str) -> None:
         """Fails the answer of the process `name` on a loss, unless it has come."""

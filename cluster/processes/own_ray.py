@@ -21,6 +21,8 @@ LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": the node's address is 127
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
+    # Without a GCS Ray's processes end themselves after a minute. They can do without, and a GCS may come back.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": str(7 * 24 * 3600),
     "RAY_task_events_report_interval_ms": "0",  # the GCS keeps an event of every call: 2.4 MiB a minute, nearly idle
 }
 GIB = 1 << 30

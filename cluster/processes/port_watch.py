@@ -1,70 +1,95 @@
-"""A watch over servers: the kernel closes a connection as soon as the process at its other end has ended."""
+"""A watch over a server: the kernel closes a connection as soon as the process at its other end has ended."""
 
+import math
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import closing
 
 POLL_SECONDS = 0.5  # until close() is noticed
 AGAIN_SECONDS = 0.05
 CONNECT_SECONDS = 5.0  # a server that is only stopped or slow accepts by its backlog
+# The kernel's own probes: they find out that a host is gone, which closes nothing.
+IDLE_SECONDS, PROBE_SECONDS, PROBES = 4, 2, 4
 
 
 class PortWatch:
-    """A thread that holds a connection to each server and sends nothing.
+    """A thread that holds a connection to a server and sends nothing.
 
     A server may close an idle connection. It counts as lost when no other can be had for `patience_seconds`.
     """
 
     def __init__(
-        self, servers: Mapping[str, tuple[str, int]], patience_seconds: float, lost: Callable[[str], None]
+        self,
+        server: tuple[str, int],
+        patience_seconds: float,
+        lost: Callable[[], None],
+        back: Callable[[], bool] | None = None,
     ) -> None:
-        """servers: (host, port) by name. lost: called once, from the thread, with the name of one that is lost."""
-        self._servers = servers
+        """server: host and port. lost: called from the thread.
+
+        back: called when a lost server can be reached again; whether it is the one that was lost, and all goes on.
+        Otherwise it is asked again. None: the watch ends with the loss.
+        """
+        self._server = server
         self._patience_seconds = patience_seconds
         self._lost = lost
+        self._back = back
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch of ports", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watch of a port", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. From any thread."""
         self._closed.set()
 
     def _run(self) -> None:
-        held: dict[socket.socket, str] = {}
-        try:
-            for name in self._servers:
-                if not self._hold(name, held):
-                    return
-            while not self._closed.is_set():
-                for one in select.select(list(held), [], [], POLL_SECONDS)[0]:
-                    if _has_ended(one):
-                        one.close()
-                        if not self._hold(held.pop(one), held):
-                            return
-        finally:
-            for one in held:
-                one.close()
+        while not self._closed.is_set():
+            held = self._connect(self._patience_seconds, lambda: True)
+            if held is None and not self._closed.is_set():
+                self._lost()
+                held = None if self._back is None else self._connect(math.inf, self._back)
+            if held is None:
+                return
+            with closing(held):
+                self._hold(held)
 
-    def _hold(self, name: str, held: dict[socket.socket, str]) -> bool:
-        """Whether there is a connection, which is then held."""
-        deadline = time.monotonic() + self._patience_seconds
+    def _hold(self, held: socket.socket) -> None:
+        """Returns when the other end is closed, or the watch."""
+        while not self._closed.is_set():
+            if select.select([held], [], [], POLL_SECONDS)[0] and _has_ended(held):
+                return
+
+    def _connect(self, seconds: float, suits: Callable[[], bool]) -> socket.socket | None:
+        """A connection once suits() says so of the server; None after so many seconds, or when the watch is closed."""
+        deadline, pause = time.monotonic() + seconds, AGAIN_SECONDS
         while not self._closed.is_set():
             try:
-                held[socket.create_connection(self._servers[name], CONNECT_SECONDS)] = name
-                return True
+                held = socket.create_connection(self._server, CONNECT_SECONDS)
             except OSError:
                 if time.monotonic() > deadline:
-                    self._lost(name)
-                    return False
-            self._closed.wait(AGAIN_SECONDS)
-        return False
+                    return None
+            else:
+                if suits():
+                    return _probed(held)
+                held.close()
+            self._closed.wait(pause)
+            pause = min(2 * pause, POLL_SECONDS)
+        return None
+
+
+def _probed(one: socket.socket) -> socket.socket:
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    settings = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    for setting, value in zip(settings, (IDLE_SECONDS, PROBE_SECONDS, PROBES), strict=True):
+        one.setsockopt(socket.IPPROTO_TCP, setting, value)
+    return one
 
 
 def _has_ended(one: socket.socket) -> bool:
-    """Whether the other end is closed; what it sends is not wanted."""
+    """Whether the other end is closed or gone; what it sends is not wanted."""
     try:
         return not one.recv(4096)
     except OSError:

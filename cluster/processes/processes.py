@@ -96,8 +96,11 @@ class Processes(ABC):
     def start(self, cluster: str, num_cpus: int | None) -> None:
         """Raises ClusterRunning when a cluster of that name runs there, StartFailed when nothing can be started."""
 
-    def watch(self, lost: Callable[[TandemError], None]) -> None:
-        """After start(): calls `lost` once, from another thread, if what runs the processes is lost. They then end."""
+    def watch(self, lost: Callable[[TandemError], None], away: Callable[[str], None]) -> None:
+        """After start(): calls `lost` once, from another thread, if what runs the processes is lost. They then end.
+
+        away: with the reason for which nothing can be started while processes go on, and with "" once it can.
+        """
         return None
 
     def lease(self, partition_seconds: float, seconds: float) -> None:
@@ -107,7 +110,7 @@ class Processes(ABC):
 
     @property
     def hosts(self) -> Sequence[str]:
-        """After start(): the addresses of all hosts that there are now."""
+        """After start(): the addresses of all hosts that there are now. RayAway while that is not known."""
         return (LOOPBACK_HOST,)
 
     def hosts_for(self, where: Where) -> Sequence[str]:

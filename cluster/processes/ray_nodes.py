@@ -5,13 +5,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count
+from typing import Any
 
 import ray
+import ray._private.worker
+import ray._raylet
+import ray.exceptions
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from tandem.cluster.errors import NoRoom, StartFailed
+from tandem.cluster.errors import NoRoom, RayAway, StartFailed
 from tandem.cluster.processes.placement import (
     Node,
     Where,
@@ -27,6 +32,8 @@ NODE_FRACTION = 0.001  # of the resource that every node has under its own name:
 PLACEMENT_SECONDS = 30.0
 POLL_SECONDS = 0.2
 ANSWER_SECONDS = 2.0
+GCS_SECONDS = 10.0  # on a busy machine it answers late
+_worker: Any = ray._private.worker.global_worker
 _numbers = count(1)  # of placement groups
 
 
@@ -40,8 +47,32 @@ def on_node(address: str) -> dict[str, float]:
     return {f"node:{address}": NODE_FRACTION}
 
 
+def check_answers() -> None:
+    """RayAway unless the GCS answers in time. Ray's other questions wait for one that is away as long as it takes."""
+    try:
+        _worker.gcs_client.check_alive([], timeout=GCS_SECONDS)
+    except ray.exceptions.RpcError as error:
+        reason = str(error).splitlines()[0]
+        raise RayAway(f"Ray's GCS does not answer, and nothing is started until it does: {reason}") from error
+
+
+def own_cluster() -> Any:
+    """Ray's id of the cluster that this process has joined."""
+    return _worker.gcs_client.cluster_id
+
+
+def answered_cluster(host: str, port: int) -> Any:
+    """The id of the cluster whose GCS is there, None where none answers. It is a new one where a GCS has started
+    without what it knew; Ray ends a process that asks such a GCS for anything else."""
+    try:
+        return vars(ray._raylet)["GcsClient"](address=f"{host}:{port}").cluster_id
+    except ray.exceptions.RpcError:
+        return None
+
+
 def alive_nodes() -> list[Node]:
-    """StartFailed when there is none."""
+    """StartFailed when there is none, RayAway while that is not known."""
+    check_answers()
     free = available_resources_per_node()
     nodes = [
         Node(
@@ -61,8 +92,17 @@ def alive_nodes() -> list[Node]:
 
 def own_address() -> str:
     """Of the node that this process is on."""
-    here = ray.get_runtime_context().get_node_id()
-    return next((node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here), "")
+    return _address_of(ray.get_runtime_context().get_node_id())
+
+
+@cache
+def _address_of(node_id: str) -> str:
+    """It never changes. StartFailed where Ray does not know the node."""
+    check_answers()
+    for node in ray.nodes():
+        if node["NodeID"] == node_id:
+            return node["NodeManagerAddress"]
+    raise StartFailed(f"Ray does not know the node {node_id} of this process")
 
 
 def check_there(bundles: Sequence[dict[str, float]]) -> None:
@@ -140,6 +180,7 @@ def request_nodes(groups: int, need: dict[str, float], where: Where) -> None:
 
 def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: float) -> list[PlacementGroup]:
     """One placement group for each bundle, with these names. StartFailed leaves none."""
+    check_answers()
     check_there(bundles)
     placed = [
         # A number follows the name: Ray frees the name of a group that is gone only after a while.

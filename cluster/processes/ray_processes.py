@@ -2,15 +2,14 @@
 
 import os
 import secrets
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
-from threading import Lock, current_thread, main_thread
+from threading import Lock
 from typing import Any, cast
 
 import ray
@@ -28,10 +27,9 @@ from tandem.cluster.processes.lifeline import Lifeline
 from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.own_ray import OwnRay, prefer_settings, use_loopback
 from tandem.cluster.processes.placement import ANYWHERE, Where
-from tandem.cluster.processes.port_watch import PortWatch
 from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup, cluster_of
-from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, hide_token
+from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, hide_token, sigterm_kept
 from tandem.cluster.processes.ray_nodes import (
     CPU_FRACTION,
     PLACEMENT_SECONDS,
@@ -41,20 +39,20 @@ from tandem.cluster.processes.ray_nodes import (
     free_places,
     on_node,
     own_address,
+    own_cluster,
     place,
     process_resources,
     request_nodes,
     sum_of,
 )
+from tandem.cluster.processes.ray_watch import RayWatch
 
 NAMESPACE = "tandem"
 TRY_SECONDS = 5.0  # on one node, until another one may do: what is known of their room is a moment old
 ChooseHosts = Callable[..., list[str]]
 """choose_nodes() by bundles and deadline."""
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
-OWN_PATIENCE_SECONDS = 0.5  # without a server of Ray's until it counts as lost
 LEASE_CALLS = "lease"  # a thread of their own
-JOINED_PATIENCE_SECONDS = 20.0  # a GCS may be started again; Ray itself gives up after 60 s
 
 
 class RayProcesses(Processes):
@@ -74,7 +72,7 @@ class RayProcesses(Processes):
         self._lifeline = Lifeline()
         self._leases = Leases(10.0, 21.0)
         self._loss = Loss()
-        self._watch: PortWatch | None = None
+        self._watch: RayWatch | None = None
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         prefer_settings()
@@ -84,21 +82,26 @@ class RayProcesses(Processes):
         if not self._suffix and any(name.startswith(f"{cluster}/") for name in ray.util.list_named_actors()):
             raise ClusterRunning(cluster, None, None)
 
-    def watch(self, lost: Callable[[TandemError], None]) -> None:
+    def watch(self, lost: Callable[[TandemError], None], away: Callable[[str], None]) -> None:
         host, _, port = self.address.rpartition(":")
         here = ray.get_runtime_context().get_node_id()
         (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
-        raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
 
-        def declare(server: str) -> None:
-            reason = f"the Ray at {host}:{port} is lost: its {server} has ended"
+        def declare(reason: str) -> None:
             self._loss.declare(reason)
             self._leases.close()
             self._lifeline.cut()
             lost(RayLost(f"{reason}; the cluster ends with it, and may be started again"))
 
-        patience = OWN_PATIENCE_SECONDS if self._own else JOINED_PATIENCE_SECONDS
-        self._watch = PortWatch({"GCS": (host.strip("[]"), int(port)), "raylet": raylet}, patience, declare)
+        self._watch = RayWatch(
+            (host.strip("[]"), int(port)),
+            (node["NodeManagerAddress"], node["NodeManagerPort"]),
+            own_cluster(),
+            self._loss,
+            declare,
+            away,
+            is_own=self._own is not None,
+        )
 
     def lease(self, partition_seconds: float, seconds: float) -> None:
         self._leases = Leases(partition_seconds, seconds)
@@ -110,9 +113,11 @@ class RayProcesses(Processes):
 
     @property
     def hosts(self) -> Sequence[str]:
+        self._loss.check()
         return [node.address for node in alive_nodes()]
 
     def hosts_for(self, where: Where) -> Sequence[str]:
+        self._loss.check()
         here = own_address()
         return [node.address for node in alive_nodes() if where.fits(node, here)]
 
@@ -167,7 +172,7 @@ class RayProcesses(Processes):
 
     def _connect(self, num_cpus: int | None) -> None:
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
-        with _sigterm_kept():
+        with sigterm_kept():
             if self._address is None:
                 self._own = OwnRay(num_cpus, options)
             else:
@@ -252,8 +257,7 @@ class RayGroup(ProcessGroup):
             if member.lease is not None:
                 self._leases.drop(member.lease)
             if not self._loss.reason:  # else nobody would answer, and the process ends by its lifeline
-                member.kill()
-                remove_placement_group(placed)
+                self._loss.when_there(partial(_give_back, member, placed))
 
     def restart(self, specs: Sequence[ActorSpec]) -> None:
         self.shrink(self.members[len(specs) :])
@@ -367,19 +371,9 @@ class RayActor(ActorProcess):
         ray.kill(self.process_host)
 
 
-@contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Keeps this process's SIGTERM handler, which is also called for a signal that comes while Ray's own is set."""
-    kept = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:  # by Ray's handler
-        if callable(kept):
-            kept(signal.SIGTERM, None)
-        raise
-    finally:
-        if current_thread() is main_thread():
-            signal.signal(signal.SIGTERM, kept)
+def _give_back(member: RayActor, placed: PlacementGroup) -> None:
+    member.kill()
+    remove_placement_group(placed)
 
 
 def _fill(answer: Future[Any], raw: Future[bytes], name: str) -> None:

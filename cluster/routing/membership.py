@@ -29,6 +29,14 @@ class IslandState:
     cut_off: frozenset[int] = frozenset()  # PEs that have ended themselves, without a word to their callers
 
 
+@dataclass(frozen=True)
+class Outage:
+    """Why no process can be placed, while what runs serves on; empty where it can. `version` orders what is told."""
+
+    version: int = 0
+    reason: str = ""
+
+
 class Membership:
     """The latest state of every island, and the hosts of gateways.
 
@@ -41,6 +49,7 @@ class Membership:
         self._gateways: list[ActorProcess] = []
         self._hosts = GatewayHosts()
         self._scaling: ScalingState | None = None
+        self._outage = Outage()
 
     def update(
         self,
@@ -66,6 +75,13 @@ class Membership:
             self._scaling = state
             for gateway in self._gateways:
                 gateway.call("update_scaling", state)
+
+    def update_outage(self, reason: str) -> None:
+        """Tells all why nothing can be started; an empty reason: it can again."""
+        with self._lock:
+            self._outage = Outage(self._outage.version + 1, reason)
+            for gateway in self._gateways:
+                gateway.call("update_outage", self._outage)
 
     def update_host(self, host: GatewayHost) -> None:
         """Tells all which processes a host's gateway has now. One without any is there no more."""
@@ -93,6 +109,8 @@ class Membership:
                 gateway.call("update_scaling", self._scaling)
             if self._hosts.version:
                 gateway.call("update_hosts", self._hosts)
+            if self._outage.version:
+                gateway.call("update_outage", self._outage)
             return [gateway.call("update_island", state) for state in self._states.values()]
 
     def detach(self, gateway: ActorProcess) -> None:

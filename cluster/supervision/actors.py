@@ -13,7 +13,7 @@ from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.processes.actor_server import set_title
 from tandem.cluster.processes.gpus import VARIABLE, GpuClaim, with_peers
 from tandem.cluster.processes.heap import keep_freed_memory
-from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.routing.membership import IslandState, Outage
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
 from tandem.cluster.supervision.heartbeat import MEETING
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
@@ -148,6 +148,9 @@ class GatewayActor:
 
     def update_scaling(self, state: ScalingState) -> None:
         self._events.run(self._gateway.update_scaling(state), timeout=30)
+
+    def update_outage(self, outage: Outage) -> None:
+        self._events.run(self._gateway.update_outage(outage), timeout=30)
 
     def placed_tokens(self, island: str) -> int:
         return self._events.run(self._gateway.placed_tokens(island), timeout=30)

@@ -107,7 +107,7 @@ class Cluster:
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
             recovery = self._config.recovery
             self._processes.lease(recovery.partition_seconds, recovery.silent_seconds)
-            self._processes.watch(self._fail)
+            self._processes.watch(self._fail, self._tell_away)
             network = Network(self._config, self._processes)
             self._room = IslandRoom(self._processes, self._config, network.where)
             islands = self._start_islands(max_model_len, network)
@@ -312,6 +312,13 @@ class Cluster:
                 self._failure.result()
             for ready in done:
                 ready.result()
+
+    def _tell_away(self, reason: str) -> None:
+        if reason:
+            log.warning(reason)
+        else:
+            log.info("Ray's GCS is back: processes can be started again")
+        self._membership.update_outage(reason)
 
     def _fail(self, error: TandemError) -> None:
         if not self._failure.done():

@@ -100,7 +100,8 @@ def cache_of(
 
 @dataclass
 class Inputs:
-    """Per layer q, k and v of some tokens, not rotated; k is the entry and v the latents where those are kept."""
+    """Per layer q, k and v of some tokens, not rotated; k is the entry and v the latents where those are kept. Those of
+    a reader mean nothing."""
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
 
@@ -125,7 +126,9 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
 
 
 def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
-    return {layer: group for group in layout.groups for layer in group.layers}
+    """Of a reader that of the layer that it reads."""
+    stored = {layer: group for group in layout.groups for layer in group.layers}
+    return stored | {layer: stored[of] for layer, of in layout.readers}
 
 
 def run(
@@ -150,6 +153,8 @@ def run_layer(
     cache: PagedKVCache, plan: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
     rank = groups_by_layer(cache.layout)[layer].latent_rank
+    if layer in dict(cache.layout.readers):
+        return cache.read(plan, layer, q, sinks)
     if rank is None:
         return cache.attention(plan, layer, q, k, v, sinks)
     keys = k[:, 0, rank:].clone()  # what latent_attention is given it may overwrite
@@ -184,10 +189,13 @@ class NaiveCache:
         self._rotaries: dict[int, RotaryEmbedding | None] = {}
         self._spans: dict[int, Span] = {}
         self._ranks = {layer: group.latent_rank for layer, group in groups_by_layer(self.layout).items()}
+        self._readers = dict(self.layout.readers)
         for group, rope in zip(self.layout.groups, kinds, strict=True):
             embedding = RotaryEmbedding(rope, MAX_LENGTH, "cpu", torch.float64) if rope.rope_type != "none" else None
             self._rotaries.update(dict.fromkeys(group.layers, embedding))
             self._spans.update(dict.fromkeys(group.layers, group.keeps))
+        for layer, source in self._readers.items():
+            self._rotaries[layer], self._spans[layer] = self._rotaries[source], self._spans[source]
 
     def add(self, sequence: int) -> None:
         groups = [group for _, group in sorted(groups_by_layer(self.layout).items())]
@@ -219,11 +227,12 @@ class NaiveCache:
 
     def _attend(self, sequence: int, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of = self.sequences[sequence]
-        positions = torch.arange(start, start + q.shape[0])
-        keys, values = self._stored(layer, self._rotated(layer, k.double(), positions), v.double())
-        of.keys[layer] = torch.cat((of.keys[layer], keys))
-        of.values[layer] = torch.cat((of.values[layer], values))
-        keys, values = of.keys[layer], of.values[layer]
+        positions, source = torch.arange(start, start + q.shape[0]), self._readers.get(layer, layer)
+        if source == layer:
+            keys, values = self._stored(layer, self._rotated(layer, k.double(), positions), v.double())
+            of.keys[layer] = torch.cat((of.keys[layer], keys))
+            of.values[layer] = torch.cat((of.values[layer], values))
+        keys, values = of.keys[source], of.values[source]
         rank = self._ranks[layer]
         if rank is not None:
             keys, values = expand_latents(keys, rank)
@@ -291,16 +300,17 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention with all scores at once: q [n, q heads, D] belong to the last n of N keys and values
-    [N, kv heads, D]."""
+    """Attention with all scores at once: q [n, q heads, D] belong to the last n of N keys and values [N, kv heads, D].
+    Not causal: they see all of these."""
     group, length, count = q.shape[1] // keys.shape[1], keys.shape[0], q.shape[0]
     scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1))
     scores *= q.shape[2] ** -0.5 if scale is None else scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     own, others = torch.arange(length - count, length)[:, None], torch.arange(length)
-    hidden = (others > own) | (others < first_seen(span, own))
+    hidden = ((others > own) & causal) | (others < first_seen(span, own))
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, count, 1)), -1)

@@ -67,7 +67,7 @@ class Oracle:
         self._softcap = setting.softcap
         self._sinks = None if setting.sinks is None else np.array(setting.sinks)
         self.num_layers = layout.num_layers
-        of_layers = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
+        of_layers = {layer: group for layer, (group, _) in layout.layer_index.items()}
         self._groups = [layout.groups[of_layers[layer]] for layer in range(self.num_layers)]
         self._ropes = [setting.ropes[of_layers[layer]] for layer in range(self.num_layers)]
 
@@ -82,6 +82,8 @@ class Oracle:
             draw(group.num_kv_heads, group.head_dim) if group.latent_rank is None else k[:, :, : group.latent_rank]
             for group, k in zip(self._groups, self.k, strict=True)
         ]
+        for layer, of in layout.readers:
+            self.k[layer], self.v[layer] = self.k[of], self.v[of]
         self.rotated_q, self.rotated_k = (
             [rotate_everywhere(x, rope) for x, rope in zip(of, self._ropes, strict=True)] for of in (self.q, self.k)
         )

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.kernels.base import QKV, Appended, DeviceTables, GroupPlan, Limits
+from tandem.cache.kernels.base import QKV, Appended, DeviceTables, GroupPlan, Limits, Query
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels, TorchPlan
@@ -64,13 +64,16 @@ class TableKernels(TorchKernels):
                 q, k = norm.apply(q, k)
             if plan.rotation is not None:
                 q, k = plan.rotation.apply_both(q, k)
-            stored = self._stored(rows, tables) if tables.qo_indptr is None else self._prompts(rows, tables)
+            stored = self._plan_of(rows, tables)
             self.append(layer, q[rows], k[rows], v[rows], None, stored)
             if tables.sliding is not None:
-                for row in rows.tolist():
-                    output[row] = self._slide(layer, q[row], row, tables, plan.rotation, sinks)
-                return output
+                return self._slide_all(output, plan, layer, q, sinks)
             output[rows] = self.attend(layer, q[rows], k[rows], v[rows], stored, sinks)
+        return output
+
+    def _slide_all(self, output: Tensor, plan: GroupPlan, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        for row in np.flatnonzero(plan.own.slots.numpy() >= 0).tolist():
+            output[row] = self._slide(layer, q[row], row, plan.own, plan.rotation, sinks)
         return output
 
     def _slide(
@@ -99,6 +102,23 @@ class TableKernels(TorchKernels):
         products = torch.stack(scores, -1)[None, :, None].float()
         weights = self.scoring.weigh(products, None, sinks)[0, :, 0]
         return torch.einsum("hk,khd->hd", weights, torch.stack(values)).to(q.dtype)
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        tables = plan.own
+        if not isinstance(tables, DeviceTables):
+            return super().read(plan, layer, x)
+        q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
+        q = q if plan.rotation is None else plan.rotation.apply(q)
+        output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+        rows = np.flatnonzero(tables.slots.numpy() >= 0)
+        if tables.sliding is not None:
+            return self._slide_all(output, plan, layer, q, x.sinks)
+        if rows.size:
+            output[rows] = self.attend(layer, q[rows], None, None, self._plan_of(rows, tables), x.sinks)
+        return output
+
+    def _plan_of(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
+        return self._stored(rows, tables) if tables.qo_indptr is None else self._prompts(rows, tables)
 
     def _prompts(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
         """The plan of the sequences that have tokens, whose rows these are."""

@@ -35,6 +35,8 @@ SETTINGS: dict[str, Any] = {
     "island.verify_kv": "true",
     "cache.page_size": 8,
     "scheduler.max_batch_tokens": 32,
+    "gateway.nodes": "all",
+    "gateway.port": 50071,
     "gateway.processes": 2,
     "gateway.max_attempts": 100,
     "gateway.queue_seconds": 300,
@@ -94,7 +96,13 @@ class HostStorm:
                 made.start_ray(host)
             with running(made, self._folder, self._model, settings) as cluster:
                 cases = self._cases(cluster)
-                program = [sys.executable, "-m", "tests.chaos.clients_on_a_host", cluster.address, str(cluster.ca)]
+                program = [
+                    sys.executable,
+                    "-m",
+                    "tests.chaos.clients_on_a_host",
+                    ",".join(cluster.addresses),
+                    str(cluster.ca),
+                ]
                 environment = made.environment | {"TOKEN": TOKEN}
                 command = made.command(CLIENTS, *program)
                 with HostClients(command, environment, cases, self._folder, self._seed) as clients:

@@ -1,6 +1,7 @@
 """A cluster of three hosts, which are network namespaces of this machine, and a client on a fourth."""
 
 import json
+import os
 import re
 import secrets
 import signal
@@ -18,11 +19,12 @@ import numpy as np
 import pytest
 import trustme
 
+from tandem.cluster.processes.process_tree import descendants
 from tandem.cluster.supervision.authority import Authority
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.support.client_requests import GREEDY
-from tests.support.hosts import Hosts, can_make_hosts, hosts
+from tests.support.hosts import Hosts, can_make_hosts, hosts, process_name
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 from tests.support.waiting import until
 
@@ -42,6 +44,8 @@ class Cluster:
     addresses: list[str]  # of the gateways, the first host's first
     ca: Path
     token_file: Path
+    launcher: "subprocess.Popen[str]"
+    log: Path
 
     @property
     def address(self) -> str:
@@ -60,6 +64,17 @@ class Cluster:
 
     def scale(self, *wanted: str) -> None:
         self._run(*TANDEM, "scale", "--address", self.address, *wanted)
+
+    def said(self) -> str:
+        """What `tandem status` prints."""
+        return " ".join(self._run(*TANDEM, "status", "--address", self.address).split())
+
+    def refused(self, *command: str) -> str:
+        """What a command says that fails."""
+        run = self.hosts.command(3, *TANDEM, command[0], "--address", self.address, *command[1:])
+        done = subprocess.run(run, env=self.environment, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 1, done.stdout
+        return done.stderr
 
     def held(self) -> tuple[int, set[int], int]:
         """Requests at the gateway; pages that each worker misses; and prompt tokens that all have computed so far."""
@@ -154,6 +169,11 @@ class Cluster:
         return done.stdout
 
 
+def _forks(process_host: int, name: str) -> bool:
+    """Whether a process below it has a name that begins so."""
+    return any(process_name(pid).startswith(name) for pid, _ in descendants(process_host))
+
+
 def nobody_answers(cluster: Cluster, folder: Path) -> None:
     """But the gateway, and it only over TLS; without a token it serves nobody."""
     workers = [worker for _, workers in cluster.islands().values() for worker in workers]
@@ -163,8 +183,8 @@ def nobody_answers(cluster: Cluster, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def joined_hosts() -> Iterator[Hosts]:
-    """Three in one Ray, and one for clients."""
-    with hosts(4) as made:
+    """Three in one Ray, whose GCS stores what it knows, and one for clients."""
+    with hosts(4, remembers=True) as made:
         made.start_ray(0)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(made.start_ray, (1, 2)))
@@ -205,7 +225,7 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
         assert process.stdout is not None
         found = re.fullmatch(r"ready grpc=(\S+:\d+)\n", process.stdout.readline())
         assert found, (folder / "log").read_text()
-        yield Cluster(made, found[1].split(","), paths["ca.pem"], paths["token"])
+        yield Cluster(made, found[1].split(","), paths["ca.pem"], paths["token"], process, folder / "log")
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=READY_SECONDS)
@@ -303,6 +323,36 @@ def test_no_prompt_crosses_the_network_in_the_open(cluster: Cluster, small_model
     with cluster.captured(tmp_path, [*texts, *tokens]) as seen:
         cluster.send_openly([*texts, *tokens])
     assert all(seen["found"])  # so the capture would have shown them
+
+
+@pytest.mark.timeout(300)
+def test_without_rays_gcs_serving_goes_on_and_what_is_lost_is_started_once_it_is_back(
+    cluster: Cluster, small_model: Path, tmp_path: Path
+) -> None:
+    """A process host is Ray's, and needs the GCS. A worker is forked by its process host, and does not."""
+    before, made = cluster.info(), cluster.hosts
+    (away,) = (host for host, _ in cluster.islands().values() if host == made.addresses[1])
+    (process_host,) = (pid for pid in made.pids(1) if process_name(pid) == "ray::ProcessHos" and _forks(pid, "decode"))
+    prompts = [random_prompt(9 + 5 * number, 700 + number) for number in range(8)]
+    expected = greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    made.end_gcs()
+    until(lambda: cluster.info()["starts_nothing"])
+    assert "has lost its GCS: what runs serves on, and nothing is started until it is back" in cluster.said()
+    with cluster.going_on([cluster.address]) as said:
+        (decode, *_) = (pid for pid in made.pids(0) if process_name(pid).startswith("decode (PE"))
+        os.kill(decode, signal.SIGKILL)
+    assert len(said["tokens"]) == 1500
+    assert all(cluster.answers(tmp_path, prompts) == expected for _ in range(2))
+    assert "nothing is started until it is back" in cluster.refused("scale", "--islands", "4")
+    os.kill(process_host, signal.SIGKILL)
+    assert cluster.answers(tmp_path, prompts) == expected
+    made.start_gcs()
+    until(lambda: not cluster.info()["starts_nothing"])
+    until(lambda: all(workers for _, workers in cluster.islands().values()))
+    assert cluster.answers(tmp_path, prompts) == expected
+    after = cluster.info()
+    assert [one["name"] for one in after["islands"]] == [one["name"] for one in before["islands"]]
+    assert away in {host for host, _ in cluster.islands().values()}
 
 
 @pytest.mark.timeout(300)

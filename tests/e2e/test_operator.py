@@ -127,6 +127,15 @@ CASES = (
         ("cannot be written: No space left on device", "XDG_RUNTIME_DIR moves it"),
         NEEDS_MOUNTS,
     ),
+    Case(
+        "a full disk, where logs go",
+        lambda place: _up(
+            place, "--set", f"logging.folder={place.folder}/disk/logs", before=_full("4m", place.folder / "disk")
+        ),
+        1,
+        ("logging.folder: ", "/disk/logs has 4 MiB free; at least 64 are needed: set logging.folder to another one"),
+        NEEDS_MOUNTS,
+    ),
     Case("status of a cluster that does not run", lambda place: Command(("status", "nope")), 1, ("'nope'", "running:")),
 )
 

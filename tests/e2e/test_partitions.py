@@ -1,4 +1,5 @@
-"""Links between hosts that are down for a while, for less and for more than recovery.partition_seconds."""
+"""Links between hosts that are down for a while, for less and for more than recovery.partition_seconds, and the end
+of a Ray that forgets."""
 
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.clients_on_a_host import HostClients
-from tests.e2e.test_hosts import OVER_HOSTS, TOKEN, Cluster, running
+from tests.e2e.test_hosts import OVER_HOSTS, READY_SECONDS, TOKEN, Cluster, running
 from tests.support.client_requests import GREEDY
 from tests.support.hosts import can_make_hosts, hosts
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
@@ -109,3 +110,14 @@ def test_workers_behind_a_link_that_stays_down_end_themselves_and_streams_go_on(
     assert int(after["epoch"]) > 1
     assert after["host"] == cluster.hosts.addresses[0]
     assert not _workers(cluster, FAR)
+
+
+@pytest.mark.timeout(300)
+def test_a_gcs_that_comes_back_without_what_it_knew_ends_the_cluster_with_words(cluster: Cluster) -> None:
+    """The last test of this cluster."""
+    cluster.hosts.end_gcs()
+    until(lambda: cluster.info()["starts_nothing"])
+    cluster.hosts.start_gcs()
+    assert cluster.launcher.wait(READY_SECONDS) == 1
+    assert "is lost: its GCS has started anew, without what it knew" in cluster.log.read_text()
+    until(lambda: not _workers(cluster, 0))

@@ -1,6 +1,7 @@
 """Hosts made of this machine: network namespaces that a switch joins, with a Ray node in each."""
 
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from tandem.cluster.processes.own_ray import LOOPBACK
 
-RAY_PORT = 6379
+RAY_PORTS = range(20_000, 30_000)
 NODE_CPUS = 2
 STORE_BYTES = 80_000_000
 COMMAND_SECONDS = 90
@@ -35,14 +36,20 @@ def can_make_hosts() -> bool:
 class Hosts:
     """`count` hosts, 10.77.0.1 and so on. Owned by hosts()."""
 
-    def __init__(self, count: int, home: Path) -> None:
-        """home: of the user on all hosts. A short path: sockets lie in it."""
+    def __init__(self, count: int, home: Path, *, remembers: bool = False) -> None:
+        """home: of the user on all hosts. A short path: sockets lie in it. remembers: Ray's GCS stores what it
+        knows."""
         self._home = home
+        self._stored = home / "gcs" if remembers else None
+        self._gcs_command: list[str] = []
+        self._gcs: subprocess.Popen[bytes] | None = None
         self._token = secrets.token_hex(16)
         self._prefix = f"tdm{os.getpid()}"
         self._switch = f"{self._prefix}-s"
         self._names = [f"{self._prefix}-{number}" for number in range(count)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
+        # Ray looks at all processes of the machine, and starts no head where another one seems to have its address.
+        self._ray_port = random.choice(RAY_PORTS)
 
     def build(self) -> None:
         _run("ip", "netns", "add", self._switch)
@@ -65,15 +72,20 @@ class Hosts:
     def environment(self) -> dict[str, str]:
         ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
         known = {name: value for name, value in os.environ.items() if name != LOOPBACK}  # a Ray of this process has it
+        ray["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"
+        if self._stored is not None:
+            ray |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._stored)}
         return known | ray | {"HOME": str(self._home)}
 
     @property
     def ray(self) -> str:
-        return f"{self.addresses[0]}:{RAY_PORT}"
+        return f"{self.addresses[0]}:{self._ray_port}"
 
     def start_ray(self, host: int) -> None:
         """Its head on the first host."""
-        head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", f"--temp-dir={self._home / 'ray'}"]
+        if self._stored is not None:
+            self._stored.mkdir(exist_ok=True)
+        head = ["--head", f"--port={self._ray_port}", "--include-dashboard=false", f"--temp-dir={self._home / 'ray'}"]
         where = head if host == 0 else [f"--address={self.ray}"]
         options = [f"--node-ip-address={self.addresses[host]}", f"--num-cpus={NODE_CPUS}"]
         store = f"--object-store-memory={STORE_BYTES}"
@@ -89,6 +101,27 @@ class Hosts:
             said = done.stdout + done.stderr
             self.lose(host)  # on a busy machine Ray's processes are too slow for each other
         raise AssertionError(said)
+
+    def end_gcs(self) -> None:
+        """Ray's head loses it."""
+        (pid,) = (pid for pid in self.pids(0) if process_name(pid) == "gcs_server")
+        self._gcs_command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+        os.kill(pid, signal.SIGKILL)
+        self._reap()
+
+    def start_gcs(self) -> None:
+        """Once more, as Ray's head has started it."""
+        self._gcs = subprocess.Popen(
+            self.command(0, *self._gcs_command),
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _reap(self) -> None:
+        if self._gcs is not None:
+            self._gcs.wait(COMMAND_SECONDS)
+            self._gcs = None
 
     def pids(self, host: int) -> list[int]:
         return _pids(self._names[host])
@@ -111,18 +144,27 @@ class Hosts:
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        self._reap()
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[Hosts]:
+def hosts(count: int, *, remembers: bool = False) -> Iterator[Hosts]:
     home = Path(tempfile.mkdtemp(prefix="tdm", dir="/tmp"))
-    made = Hosts(count, home)
+    made = Hosts(count, home, remembers=remembers)
     try:
         made.build()
         yield made
     finally:
         made.destroy()
         shutil.rmtree(home, ignore_errors=True)
+
+
+def process_name(pid: int) -> str:
+    """As the kernel keeps it; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _run(*command: str) -> None:

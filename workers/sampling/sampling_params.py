@@ -13,6 +13,7 @@ MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
+MIN_REPETITION_PENALTY = 0.01 * (1 - 2**-24)  # 0.01 as a float32; a tiny one would divide logits to infinity
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_GUIDED_LENGTH = 65_536  # characters
@@ -127,8 +128,9 @@ def _validate_penalties(params: SamplingParams) -> None:
         value = getattr(params, field)
         _require(-MAX_PENALTY <= value <= MAX_PENALTY, field, value, f"in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
     repetition = params.repetition_penalty
-    fits = 0 < repetition <= MAX_REPETITION_PENALTY
-    _require(fits, "repetition_penalty", repetition, f"in (0, {MAX_REPETITION_PENALTY:g}]")
+    fits = MIN_REPETITION_PENALTY <= repetition <= MAX_REPETITION_PENALTY
+    accepted = f"in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
+    _require(fits, "repetition_penalty", repetition, accepted)
 
 
 def _validate_token_rules(params: SamplingParams, vocab_size: int) -> None:

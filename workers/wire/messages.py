@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +13,11 @@ from tandem.transfer.wire_map import WireMap
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.guided import Guided
 from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
-from tandem.workers.sampling.token_logprobs import TokenLogprobs
 from tandem.workers.wire.reservation import Reservation
 from tandem.workers.wire.seal import is_sealed, seal
+
+if TYPE_CHECKING:  # as in wire_map
+    from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
 PROMPT_DTYPE = np.dtype("<u4")
 RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map", "authentic"}
@@ -114,7 +116,7 @@ def _wire_map(message: worker_pb2.PositionMap) -> WireMap:
     return WireMap(**of_map)
 
 
-def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+def logprobs_to_proto(logprobs: "TokenLogprobs") -> inference_pb2.TokenLogprobs:
     return inference_pb2.TokenLogprobs(
         chosen=inference_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
         top=[inference_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],

@@ -25,11 +25,13 @@ PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a tim
 
 @dataclass(frozen=True, eq=False)
 class EagerPlan:
-    """keep: whether append returns what it stored, for a writer that takes it from there."""
+    """keep: whether append returns what it stored, for a writer that takes it from there. causal: whether tokens see
+    only the positions up to their own."""
 
     targets: AppendTargets
     parts: tuple[AttentionPart, ...]
     keep: bool = False
+    causal: bool = True
 
 
 class PlannedWrappers(AttentionBackend[InputsT]):
@@ -63,7 +65,7 @@ class PlannedWrappers(AttentionBackend[InputsT]):
             # FlashInfer copies its plan from pinned memory that the next plan overwrites.
             self._planned.synchronize()
             for part in own.parts:
-                self._plan_part(part, q.shape[1])
+                self._plan_part(part, q.shape[1], causal=own.causal)
             self._planned.record()
             self._current = own
         if len(own.parts) == 1:
@@ -75,5 +77,5 @@ class PlannedWrappers(AttentionBackend[InputsT]):
         return output
 
     @abstractmethod
-    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+    def _plan_part(self, part: AttentionPart, num_q_heads: int, *, causal: bool) -> None:
         """Plans the wrapper that computes the part."""

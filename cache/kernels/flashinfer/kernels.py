@@ -1,7 +1,7 @@
 """Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits, StepPages
+from tandem.cache.kernels.base import (
+    QKV,
+    Appended,
+    Capabilities,
+    DeviceTables,
+    GroupPlan,
+    Limits,
+    Part,
+    Query,
+    StepPages,
+)
 from tandem.cache.kernels.flashinfer.eager import WORKSPACE_BYTES, EagerPlan, PlannedWrappers
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_prompt
@@ -72,6 +82,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
             sharing_graphs=rule is not None,
             verify_graphs=True,
             sliding_graphs=scoring.window is None,
+            reads=True,
         )
         self._fp8 = fp8
         self._dtype = dtype
@@ -167,8 +178,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         if isinstance(own, SlidingSteps):
             q, k = (x.q, x.k) if x.norm is None else x.norm.apply(x.q, x.k)
             q, _ = self.append(layer, q, k, x.v, plan.rotation, own)
-            scales = None if self._fp8 is None else self._fp8.scales[layer]
-            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
+            return self._attend_sliding(plan, own, layer, q, x.sinks)
         if not isinstance(own, DecodePlan):
             return super().run(plan, layer, x, appended)
         assert own.scheduled, "begin_captured() has queued no schedule for this step"
@@ -190,7 +200,45 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         factors = None if self._fp8 is None else self._fp8.inverse[layer]
         return append(self._pool, layer, q, k, v, rotation, own.targets, keep_k=own.keep, fp8_factors=factors)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: Any, sinks: Tensor | None = None) -> Tensor:
+    def _attend_sliding(
+        self, plan: GroupPlan, own: SlidingSteps, layer: int, q: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        scales = None if self._fp8 is None else self._fp8.scales[layer]
+        return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, sinks, scales)
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        own = plan.own
+        if isinstance(own, SlidingSteps):
+            q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
+            q = q if plan.rotation is None else plan.rotation.apply(q)
+            return self._attend_sliding(plan, own, layer, q, x.sinks)
+        if not isinstance(own, DecodePlan):
+            return super().read(plan, layer, x)
+        assert own.scheduled, "begin_captured() has queued no schedule for this step"
+        return decode(self._pool, layer, x.q, None, None, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
+
+    def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> EagerPlan:
+        """One part of all sequences, which share nothing."""
+        apart, everyone = replace(tables, shared=None), np.ones(tokens.seq_lens.size, np.bool_)
+        slots, parts = plan_parts(tokens, apart, [(everyone, False)], self._pool.shape[4], self._pool.device)
+        return EagerPlan(AppendTargets(slots, None), parts, causal=causal)
+
+    def read_part(self, own: EagerPlan, layer: int, q: Tensor) -> Part:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+        def attend(part: AttentionPart, its_q: Tensor) -> Tensor:
+            wrapper = self._decode if part.single else self._prefill
+            o, found = self._run_pages(wrapper, layer, its_q, with_lse=True)
+            assert found is not None
+            lse.copy_(found) if part.tokens is None else lse.index_copy_(0, part.tokens, found)
+            return o
+
+        output = self.attend_parts(own, q, q.shape[2], attend)
+        return Part(output, lse.mul_(math.log(2)))
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, own: Any, sinks: Tensor | None = None
+    ) -> Tensor:
         if isinstance(own, PromptBuffers):
             return self._attend_pages(own.wrapper, layer, q, sinks)
         if isinstance(own, SharingBuffers):
@@ -262,7 +310,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
         return wrapper
 
-    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+    def _plan_part(self, part: AttentionPart, num_q_heads: int, *, causal: bool) -> None:
         tables, sizes = (part.kv_indptr, part.kv_indices, part.kv_last_page_len), self._sizes(num_q_heads)
         if part.kv_slots is not None:
             self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
@@ -274,7 +322,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         elif part.trees is not None:
             self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._before_tree_options)
         else:
-            self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
+            self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=causal, **self._paged_options)
 
 
 def _run(wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, **scales: float) -> tuple[Tensor, Tensor | None]:

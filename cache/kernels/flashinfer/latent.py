@@ -143,11 +143,11 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         keys, values = up.of_heads(begin, end).keys_and_values(entries)
         return self._expanded.run(q[:, begin:end], keys, values)
 
-    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+    def _plan_part(self, part: AttentionPart, num_q_heads: int, *, causal: bool) -> None:
         if part.kv_slots is None:
             tables = (part.qo_indptr, part.kv_indptr, part.kv_indices, part.kv_lens)
             wrapper = self._absorbed if part.trees is None else self._before_trees
-            causal = part.trees is None and not part.single
+            causal = causal and part.trees is None and not part.single
             wrapper.plan(*tables, *self._sizes(num_q_heads), causal, *self._types())
             return
         at_once = self._heads_at_once = heads_at_once(num_q_heads, int(part.kv_indptr[-1]))

@@ -12,6 +12,7 @@ from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.sampling_fields import StopTexts
 from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
 from tandem.cluster.frontends.openai.translated_body import TranslatedBody
+from tandem.proto import inference_pb2
 
 
 class MessagesTool(Part):
@@ -122,6 +123,13 @@ class MessagesBody(ChatLikeBody):
     metadata: dict[str, Any] | None = Field(default=None, description="an object")
     output_config: OutputConfig | None = Field(default=None, description="an object with effort and format")
     output_format: OutputFormat | None = Field(default=None, description="an object with type and schema")
+
+    def requests(self) -> list[inference_pb2.GenerateRequest]:
+        """The first event of a stream tells how long the prompt is."""
+        requests = super().requests()
+        for request in requests:
+            request.return_prompt_token_ids = self.stream
+        return requests
 
     def translated(self) -> dict[str, Any]:
         config = self.output_config or OutputConfig()

@@ -61,6 +61,7 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "priority": (0,),
         "prompt": (),
         "prompt_embeds": (),
+        "prompt_token_ids": (),
         "repetition_detection": (),
         "return_hidden_states": (False,),
         "separate_reasoning": (True,),

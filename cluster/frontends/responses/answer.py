@@ -123,8 +123,8 @@ class ResponsesAnswer(TranslatedAnswer):
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
         return self._ended(request_id, usage)
 
-    def _begin_events(self, request_id: str) -> list[Event]:
-        response = self._response(request_id, "in_progress", [])
+    def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:
+        response = self._response(message.request_id, "in_progress", [])
         return [{"type": f"response.{word}", "response": response} for word in ("created", "in_progress")]
 
     def _part_events(self, part: Part) -> list[Event]:

@@ -1,0 +1,74 @@
+"""What becomes of a cluster whose Ray loses a server.
+
+    this host's raylet    the cluster ends: Ray's calls of this process end with it
+    the GCS               processes live on, and call each other; nothing can be placed until it is back
+    … and is back empty   the cluster ends: such a GCS has Ray's nodes and this process end themselves
+
+A GCS comes back with what it knew where Ray was told to store it (RAY_gcs_storage=rocksdb, or Redis).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from tandem.cluster.errors import RayAway, RayLost
+from tandem.cluster.processes.loss import Loss
+from tandem.cluster.processes.port_watch import PortWatch
+from tandem.cluster.processes.ray_nodes import answered_cluster
+
+PATIENCE_SECONDS = 0.5  # without a server until it counts as lost
+
+
+class RayWatch:
+    """From the constructor to close(). It interrupts and resumes `loss`, which others declare."""
+
+    def __init__(
+        self,
+        gcs: tuple[str, int],
+        raylet: tuple[str, int],
+        cluster: Any,
+        loss: Loss,
+        lost: Callable[[str], None],
+        away: Callable[[str], None],
+        *,
+        is_own: bool,
+    ) -> None:
+        """gcs, raylet: host and port. cluster: Ray's id of the cluster. is_own: nobody would start its GCS again.
+
+        lost: called once, with the reason for which the cluster ends. away: with the reason for which nothing can be
+        started, and with "" once it can. Both from threads of the watch.
+        """
+        self._gcs = gcs
+        self._name = f"the Ray at {gcs[0]}:{gcs[1]}"
+        self._cluster = cluster
+        self._loss = loss
+        self._lost = lost
+        self._away = away
+        self._is_own = is_own
+        back = None if is_own else self._is_back
+        self._watches = [
+            PortWatch(raylet, PATIENCE_SECONDS, lambda: lost(f"{self._name} is lost: its raylet has ended")),
+            PortWatch(gcs, PATIENCE_SECONDS, self._interrupt, back),
+        ]
+
+    def close(self) -> None:
+        """Idempotent. From any thread."""
+        for watch in self._watches:
+            watch.close()
+
+    def _interrupt(self) -> None:
+        until = "tandem up is started again" if self._is_own else "it is back"
+        reason = f"{self._name} has lost its GCS: what runs serves on, and nothing is started until {until}"
+        self._loss.interrupt(RayLost(reason) if self._is_own else RayAway(reason))
+        self._away(reason)
+
+    def _is_back(self) -> bool:
+        found = answered_cluster(*self._gcs)
+        if found is None:
+            return False
+        if found != self._cluster:
+            self._lost(f"{self._name} is lost: its GCS has started anew, without what it knew")
+            self.close()
+            return False
+        self._loss.resume()
+        self._away("")
+        return True

@@ -1,0 +1,112 @@
+"""What is told, and what may be started, while Ray's GCS is away. Its servers are sockets."""
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tandem.cluster.errors import RayAway, RayLost
+from tandem.cluster.processes import ray_watch
+from tandem.cluster.processes.loss import Loss
+from tandem.cluster.processes.ray_watch import RayWatch
+from tests.support.waiting import until
+
+SAME, OTHER = "this cluster", "another one"
+
+
+class Watched:
+    """A watch, its servers, and what it has said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_own: bool) -> None:
+        self.servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ("GCS", "raylet")}
+        self.address = self.servers["GCS"].getsockname()
+        self.found: list[Any] = []  # at the GCS that is back, the last one first
+        self.loss = Loss()
+        self.lost: list[str] = []
+        self.told: list[str] = []
+        monkeypatch.setattr(ray_watch, "answered_cluster", lambda *_: self.found.pop())
+        self.watch = RayWatch(
+            self.address,
+            self.servers["raylet"].getsockname(),
+            SAME,
+            self.loss,
+            self.lost.append,
+            self.told.append,
+            is_own=is_own,
+        )
+        self.held = {name: server.accept()[0] for name, server in self.servers.items()}
+
+    def end(self, name: str) -> None:
+        self.servers[name].close()
+        self.held[name].close()
+
+    def start_gcs(self, *found: Any) -> None:
+        self.found = list(reversed(found))
+        self.servers["GCS"] = socket.create_server(self.address)
+
+    def close(self) -> None:
+        self.watch.close()
+        for one in (*self.servers.values(), *self.held.values()):
+            one.close()
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    watched = Watched(monkeypatch, is_own=False)
+    yield watched
+    watched.close()
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    watched = Watched(monkeypatch, is_own=True)
+    yield watched
+    watched.close()
+
+
+def test_nothing_is_started_until_the_gcs_is_back_and_what_was_left_for_later_is_done_then(joined: Watched) -> None:
+    done: list[str] = []
+    joined.loss.check()
+    joined.end("GCS")
+    until(lambda: len(joined.told) == 1)
+    assert "has lost its GCS: what runs serves on, and nothing is started until it is back" in joined.told[0]
+    with pytest.raises(RayAway, match="nothing is started until it is back"):
+        joined.loss.check()
+    joined.loss.when_there(lambda: done.append("later"))
+    assert not done
+    joined.start_gcs(None, SAME)  # it does not answer at once
+    until(lambda: joined.told[1:] == [""])
+    joined.loss.check()
+    assert done == ["later"]
+    joined.loss.when_there(lambda: done.append("now"))
+    assert done == ["later", "now"]
+    assert not joined.lost
+
+
+def test_a_gcs_that_comes_back_empty_is_a_loss(joined: Watched) -> None:
+    joined.end("GCS")
+    until(lambda: joined.told)
+    joined.start_gcs(OTHER)
+    until(lambda: joined.lost)
+    assert joined.lost[0].endswith("is lost: its GCS has started anew, without what it knew")
+    with pytest.raises(RayAway):
+        joined.loss.check()
+
+
+def test_the_raylet_is_a_loss_also_while_the_gcs_is_away(joined: Watched) -> None:
+    joined.end("GCS")
+    until(lambda: joined.told)
+    joined.end("raylet")
+    until(lambda: joined.lost)
+    assert joined.lost[0].endswith("is lost: its raylet has ended")
+
+
+def test_the_gcs_of_an_own_ray_does_not_come_back(own: Watched) -> None:
+    """What cannot be started without it ends the cluster."""
+    own.end("GCS")
+    until(lambda: own.told)
+    assert own.told[0].endswith("nothing is started until tandem up is started again")
+    with pytest.raises(RayLost, match="has lost its GCS"):
+        own.loss.check()
+    assert not own.lost

@@ -30,8 +30,10 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: 
         )
         for first, last in ((piece.start, piece.stop) for piece in pieces):
             gathered = cache.gather_group(sequence, index, first, last)
+            beside = 0 if group.top_k is None else cache.layout.num_layers  # index keys are of layers that have more
             for layer, (k, v) in zip(group.layers, gathered, strict=True):
-                total = total + _weigh(k, first, 2 * layer) + _weigh(v, first, 2 * layer + 1)
+                salt = 2 * (beside + layer)
+                total = total + _weigh(k, first, salt) + _weigh(v, first, salt + 1)
     return int(total) >> 32 & (1 << DIGEST_BITS) - 1
 
 

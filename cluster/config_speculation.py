@@ -8,15 +8,17 @@ from tandem.cluster.config_model import find_model
 from tandem.cluster.config_units import Section, Tokens
 from tandem.workers.config import SpeculationSettings
 
-WITH_DRAFT = ("draft_model",)  # methods that take speculation.draft
+WITH_DRAFT = ("draft_model", "eagle3")  # methods that take speculation.draft
 
 
 class SpeculationSection(Section):
-    method: Literal["none", "ngram", "draft_model"] = "none"
+    method: Literal["none", "ngram", "draft_model", "mtp", "eagle3"] = "none"
     """what drafts tokens that decode steps verify, so that a step may give several: ngram takes what followed the last
-    tokens where they stood before, draft_model asks a smaller model; outputs are the same with each"""
+    tokens where they stood before, draft_model asks a smaller model, mtp the checkpoint's layer for multi-token
+    prediction (DeepSeek-V3), eagle3 an EAGLE-3 head; outputs are the same with each"""
     draft: Annotated[str, AfterValidator(find_model)] | None = Field(default=None, validate_default=True)
-    """of draft_model, the smaller model, one with the same tokenizer: a folder or hub id, as model.path"""
+    """of draft_model the smaller model, one with the same tokenizer, of eagle3 the head: a folder or hub id, as
+    model.path"""
     tokens: Tokens = Field(default=3, le=16)
     """most tokens of a draft; fewer, down to none, are drafted where drafts are rejected"""
     max_step_tokens: Tokens = Field(default=32, le=256)

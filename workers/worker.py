@@ -25,10 +25,11 @@ from tandem.workers.connections import lenient_options
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import longest_append
-from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.head import HeadedDecoder
+from tandem.workers.models.drafters.load import load_drafter
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -94,25 +95,26 @@ class Worker:
     def load(self) -> None:
         """Reads the weights; loaded_bytes and total_bytes can be read by another thread meanwhile."""
 
-        self._model = self._load(self.config.model_path, self.model_config)
-        if self._drafter_config is not None:
-            drafter = self._load(self.config.speculation.draft, self._drafter_config)
-            self._model = DraftedDecoder(self._model, drafter)
-
-    def _load(self, folder: str, model: ModelConfig) -> DenseDecoder:
-        """Its bytes add to those that are loaded."""
-        before, before_total = self.loaded_bytes, self.total_bytes
+        config, folder = self.config, Path(self.config.model_path)
+        before = 0, 0
 
         def progress(loaded: int, total: int) -> None:
-            self.loaded_bytes, self.total_bytes = before + loaded, before_total + total
+            self.loaded_bytes, self.total_bytes = before[0] + loaded, before[1] + total
 
-        return load_decoder(
-            Path(folder),
-            model,
-            load_format=self.config.load_format,
-            device=self.config.device,
-            report=progress,
+        target = load_decoder(
+            folder, self.model_config, load_format=config.load_format, device=config.device, report=progress
         )
+        before = self.loaded_bytes, self.total_bytes
+        self._model: DenseDecoder | DraftedDecoder | HeadedDecoder = target
+        if self._drafter_config is not None:
+            self._model = load_drafter(
+                folder,
+                config.speculation,
+                target,
+                self._drafter_config,
+                load_format=config.load_format,
+                report=progress,
+            )
 
     @property
     def gpu(self) -> str:

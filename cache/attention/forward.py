@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import QKV, GroupPlan, Latents, Part, Query, StepPages
+from tandem.cache.kernels.base import QKV, GroupPlan, Index, Latents, Part, Query, StepPages
 from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
@@ -29,15 +29,17 @@ class LayerIndex(NamedTuple):
     """Where the layers of a model keep K and V.
 
     places: of each layer its group, and its index there; a reader has those of the layer that it reads. readers: of
-    each layer that stores nothing the one that it reads.
+    each layer that stores nothing the one that it reads. index_keys: of each layer with those their group, and its
+    index there.
     """
 
     places: Mapping[int, tuple[int, int]]
     readers: Mapping[int, int]
+    index_keys: Mapping[int, tuple[int, int]]
 
     @classmethod
     def of(cls, layout: KVLayout) -> "LayerIndex":
-        return cls(layout.layer_index, dict(layout.readers))
+        return cls(layout.layer_index, dict(layout.readers), layout.index_keys)
 
 
 class Batch(NamedTuple):
@@ -71,6 +73,7 @@ class Attention:
     standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
     locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
     ran: int = 0  # a bit for each layer that has stored K and V, or latents
+    _chosen: Tensor | None = None  # by the last layer with index keys
     _factors: Tensor | None = None
     _reads: dict[tuple[int, bool], Any] = field(default_factory=dict)  # plans of read_part, by group and causality
 
@@ -95,15 +98,32 @@ class Attention:
         self.ran |= 1 << layer
         return output
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
+    ) -> Tensor:
         """See PagedKVCache.latent_attention."""
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, LatentInputs):
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
         group.inputs.check(plan.num_tokens, q, latents, keys, up)
-        output = group.run(plan, index, Latents(q, latents, keys, up))
+        chosen = self._choose(layer, choice)
+        output = group.run(plan, index, Latents(q, latents, keys, up, chosen))
         self.ran |= 1 << layer
         return output
+
+    def _choose(self, layer: int, choice: Index | None) -> Tensor | None:
+        """What a layer's queries attend to, see Latents: a layer without index keys takes what the one before took."""
+        if choice is None and layer in self.layers.index_keys:
+            raise InvalidArgument(f"choice is None; layer {layer} has index keys, by which its queries must choose")
+        if choice is not None and layer not in self.layers.index_keys:
+            raise InvalidArgument(f"choice is given; layer {layer} has no index keys, so None is accepted")
+        if choice is not None:
+            index, place = self.layers.index_keys[layer]
+            group, plan = self.groups[index], self.plans[index]
+            assert isinstance(group.inputs, IndexInputs)
+            group.inputs.check(plan.num_tokens, *choice)
+            self._chosen = group.run(plan, place, choice)
+        return self._chosen
 
     def read(self, layer: int, q: Tensor, sinks: Tensor | None = None, norm: HeadNorm | None = None) -> Tensor:
         """See PagedKVCache.read. norm: of q, before it is rotated."""
@@ -172,7 +192,7 @@ class Attention:
         return group, plan, index
 
 
-NO_ATTENTION = Attention((), (), LayerIndex({}, {}), None)
+NO_ATTENTION = Attention((), (), LayerIndex({}, {}, {}), None)
 """Of a forward in graph buffers, whose layers the graph computes."""
 
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.kernels.base import KernelFactory
-from tandem.cache.kernels.choice import choose_latent_kernels
+from tandem.cache.kernels.choice import choose_index_kernels, choose_latent_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import check_factor
-from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
@@ -75,9 +75,13 @@ def make_groups(
         latent = own.latent
         stored = StoredLayers(len(group.layers)) if pool.is_cuda and writer is not None else None
         fp8, rank = Fp8Entries.of_group(layout, index, pool.device), group.latent_rank
-        if rank is not None and latent is not None:
+        if rank is not None and group.top_k is not None:
+            backend = choose_index_kernels(pool, rank, group.top_k)
+            inputs = IndexInputs(rank, group.head_dim - rank, layout.dtype, pool.device)
+        elif rank is not None and latent is not None:
             rotated = group.head_dim - rank
-            backend = choose_latent_kernels(pool, own.scale_of(latent.key_dim + rotated), rank, latent)
+            scale, top_k = own.scale_of(latent.key_dim + rotated), layout.top_k_of(group)
+            backend = choose_latent_kernels(pool, scale, rank, latent, top_k)
             inputs = LatentInputs(latent, rank, rotated, layout.dtype, pool.device)
         else:
             scoring = Scoring(own.scale_of(group.head_dim), group.keeps.window, own.softcap)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import QKV, Appended, AttentionBackend, GroupPlan, Latents, Query
+from tandem.cache.kernels.base import QKV, Appended, AttentionBackend, GroupPlan, Index, Latents, Query
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import Rotation
@@ -76,11 +76,31 @@ class LatentAppendThenAttend(AttentionBackend[Latents]):
         """
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, own: Any, up: UpProjections) -> Tensor:
-        """o [T, num_heads, value_dim]."""
+    def attend(self, layer: int, q: Tensor, own: Any, up: UpProjections, chosen: Tensor | None = None) -> Tensor:
+        """o [T, num_heads, value_dim]. chosen: see Latents."""
 
     def run(self, plan: GroupPlan, layer: int, x: Latents, appended: Appended | None = None) -> Tensor:
         q, entries = self.append(layer, x.q, x.latents, x.keys, plan.rotation, plan.own)
         if appended is not None:
             appended(entries, None)
-        return self.attend(layer, q, plan.own, x.up)
+        return self.attend(layer, q, plan.own, x.up, x.chosen)
+
+
+class AppendThenChoose(AttentionBackend[Index]):
+    """An IndexBackend of two steps a layer. own: what plan() returned."""
+
+    @abstractmethod
+    def append(
+        self, layer: int, q: Tensor, still: Tensor, rotated: Tensor, rotation: Rotation | None, own: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As LatentAppendThenAttend's, of index keys in two parts."""
+
+    @abstractmethod
+    def choose(self, layer: int, q: Tensor, weights: Tensor, own: Any) -> Tensor:
+        """int32 [n, top_k]: what the n choosers attend to, see Latents."""
+
+    def run(self, plan: GroupPlan, layer: int, x: Index, appended: Appended | None = None) -> Tensor:
+        q, entries = self.append(layer, x.q, x.still, x.rotated, plan.rotation, plan.own)
+        if appended is not None:
+            appended(entries, None)
+        return self.choose(layer, q, x.weights, plan.own)

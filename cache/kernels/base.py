@@ -158,12 +158,28 @@ class Part(NamedTuple):
 
 class Latents(NamedTuple):
     """What a layer that keeps latents attends with: q [T, num_heads, key_dim + rotated], latents [T, rank], keys
-    [T, rotated]. All three may be overwritten."""
+    [T, rotated]. All three may be overwritten.
+
+    chosen: int32 [n, top_k], of a layer whose queries choose: the positions, in order, that each of the n choosers (see
+    Choosers) attends to, then -1. In graph buffers all tokens choose.
+    """
 
     q: Tensor
     latents: Tensor
     keys: Tensor
     up: UpProjections
+    chosen: Tensor | None = None
+
+
+class Index(NamedTuple):
+    """What a layer chooses positions by, see tandem.cache.kernels.index_keys: q [T, heads, still + rotated], the new
+    tokens' keys in their parts [T, still] and [T, rotated], and weights float32 [T, heads]. All but the weights may be
+    overwritten."""
+
+    q: Tensor
+    still: Tensor
+    rotated: Tensor
+    weights: Tensor
 
 
 InputsT = TypeVar("InputsT")
@@ -193,8 +209,9 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
     """Bound to one pool. plan() once a forward, on the host; run() once a layer. layer counts within the group.
 
     A pool of K and V is `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`, and InputsT is QKV. One of latents
-    is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents. A
-    subclass has no graph buffers and does not store into peers, unless it says so.
+    is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents. One
+    of index keys is shaped alike, InputsT is Index, and run() returns what is chosen in place of o. A subclass has no
+    graph buffers and does not store into peers, unless it says so.
     """
 
     capabilities = Capabilities()
@@ -257,5 +274,6 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
 
 KVBackend = AttentionBackend[QKV]
 LatentBackend = AttentionBackend[Latents]
+IndexBackend = AttentionBackend[Index]
 KernelFactory = Callable[[Tensor, Scoring, Fp8Entries | None], KVBackend]
 """A backend for a pool of K and V, scored so. The third says how K and V become its elements; None: as they are."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import Limits, Part
+from tandem.cache.kernels.base import Index, Limits, Part
 from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
@@ -136,15 +136,25 @@ class ForwardCalls(Parts):
         return merge(parts)
 
     def latent_attention(
-        self, plan: Forward, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
+        self,
+        plan: Forward,
+        layer: int,
+        q: Tensor,
+        latents: Tensor,
+        keys: Tensor,
+        up: UpProjections,
+        choice: Index | None = None,
     ) -> Tensor:
         """As attention, of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
 
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+
+        choice: of a layer with index keys, by which the queries of longer sequences choose what they attend to. Layers
+        of such a layout without index keys attend to what the last one with them chose.
         """
         self._check_owner(plan)
-        return plan.attention.attend_latents(layer, q, latents, keys, up)
+        return plan.attention.attend_latents(layer, q, latents, keys, up, choice)
 
     def end_forward(self, plan: Forward) -> None:
         """commit()."""

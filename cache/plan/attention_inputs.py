@@ -63,6 +63,27 @@ class LatentInputs:
             check_tensor(name, x, shape, self.dtype, self.device)
 
 
+@dataclass(frozen=True)
+class IndexInputs:
+    """Of a group with index keys, of which `still` numbers are not rotated. dtype: of all but the weights."""
+
+    still: int
+    rotated: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self, num_tokens: int, q: Tensor, still: Tensor, rotated: Tensor, weights: Tensor) -> None:
+        """InvalidArgument unless these are those of an Index for num_tokens tokens."""
+        num_heads = q.shape[1] if q.dim() == 3 else 1
+        for name, x, shape, dtype in (
+            ("index.q", q, (num_tokens, num_heads, self.still + self.rotated), self.dtype),
+            ("index.still", still, (num_tokens, self.still), self.dtype),
+            ("index.rotated", rotated, (num_tokens, self.rotated), self.dtype),
+            ("index.weights", weights, (num_tokens, num_heads), torch.float32),
+        ):
+            check_tensor(name, x, shape, dtype, self.device)
+
+
 def check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """InvalidArgument, which calls x `name`, unless it is that, with a last stride of 1."""
     if x is None:

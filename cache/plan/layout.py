@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +28,9 @@ class LayerGroup:
 
     latent_rank: of multi-head latent attention (DeepSeek-V2), whose entries are one plane of one head: that many
     numbers of which every head's K and V are made, then the rotated part of K that the heads share.
+
+    top_k: the entries are index keys (DeepSeek-V3.2), kept beside the latents of the same layers: a query attends to
+    the top_k positions that it scores highest by them. latent_rank then counts the numbers that are not rotated.
     """
 
     layers: tuple[int, ...]
@@ -35,6 +38,7 @@ class LayerGroup:
     head_dim: int
     keeps: Span = ALL
     latent_rank: int | None = None
+    top_k: int | None = None
 
     @property
     def planes(self) -> int:
@@ -47,7 +51,7 @@ class KVLayout:
 
     dtype: of K and V as they are computed. scales: K and V are stored as float8_e4m3fn, divided by these; None: as they
     are. readers: pairs of a layer that stores nothing and the earlier layer whose K and V it reads.
-    Raises InvalidArgument when a field is out of range or a layer stands in two groups.
+    Raises InvalidArgument when a field is out of range or a layer stands in two groups, but for index keys.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -61,7 +65,7 @@ class KVLayout:
         integer("page_size", self.page_size, least=1)
         if self.dtype not in DTYPES.values():
             raise InvalidArgument(f"dtype is {self.dtype}; it must be one of {', '.join(DTYPES)}")
-        stored = sorted(integer("layer", layer) for group in self.groups for layer in group.layers)
+        stored = sorted(integer("layer", layer) for group in self._attended for layer in group.layers)
         layers = sorted(stored + [integer("layer of readers", layer) for layer, _ in self.readers])
         if not stored or layers != list(range(len(layers))):
             also = ", or read another layer" if self.readers else ""
@@ -77,6 +81,7 @@ class KVLayout:
                     f"{self.page_size}, is accepted"
                 )
             _check_latent(index, group)
+        self._check_index_keys()
         self._check_readers()
         if self.scales is not None:
             if self.has_latents:
@@ -92,16 +97,25 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
-        """Those that store, and readers."""
-        return sum(len(group.layers) for group in self.groups) + len(self.readers)
+        """Those that store K and V, or latents, and readers."""
+        return sum(len(group.layers) for group in self._attended) + len(self.readers)
 
     @property
     def layer_index(self) -> dict[int, tuple[int, int]]:
-        """Of each layer, in order, the group that stores its K and V, and its index there. A reader has those of the
-        layer that it reads."""
-        groups = enumerate(self.groups)
-        stored = {layer: (group, i) for group, its in groups for i, layer in enumerate(its.layers)}
+        """Of each layer, in order, the group that stores its K and V, or latents, and its index there. A reader has
+        those of the layer that it reads."""
+        stored = self._index_of(lambda group: group.top_k is None)
         return dict(sorted((stored | {layer: stored[of] for layer, of in self.readers}).items()))
+
+    @property
+    def index_keys(self) -> dict[int, tuple[int, int]]:
+        """Of each layer with index keys, in order, their group and its index there."""
+        return self._index_of(lambda group: group.top_k is not None)
+
+    def top_k_of(self, group: LayerGroup) -> int | None:
+        """How many positions a query of the group's layers attends to at most; None: all that the group keeps."""
+        found = (one.top_k for one in self.groups if one.top_k is not None and set(one.layers) <= set(group.layers))
+        return next(found, None)
 
     @property
     def drops_past(self) -> bool:
@@ -137,6 +151,31 @@ class KVLayout:
                     f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; "
                     f"it must be {shape} of {self.stored_dtype}, contiguous"
                 )
+
+    @property
+    def _attended(self) -> list[LayerGroup]:
+        return [group for group in self.groups if group.top_k is None]
+
+    def _index_of(self, chosen: Callable[[LayerGroup], bool]) -> dict[int, tuple[int, int]]:
+        groups = ((index, group) for index, group in enumerate(self.groups) if chosen(group))
+        return dict(sorted((layer, (index, i)) for index, group in groups for i, layer in enumerate(group.layers)))
+
+    def _check_index_keys(self) -> None:
+        """A group of index keys serves some layers of one group with latents, the first among them; none is served
+        twice."""
+        served: set[int] = set()
+        for index, keys in enumerate(self.groups):
+            if keys.top_k is None:
+                continue
+            integer(f"top_k of group {index}", keys.top_k, least=1)
+            of = [set(group.layers) for group in self._attended if group.latent_rank is not None]
+            its = next((layers for layers in of if set(keys.layers) <= layers), set())
+            if keys.latent_rank is None or not keys.layers or not its or min(its) not in keys.layers or served & its:
+                raise InvalidArgument(
+                    f"group {index} has index keys of layers {list(keys.layers)}; it must have a latent_rank, layers "
+                    "of one group with latents, the first of these among them, and be alone in that"
+                )
+            served |= its
 
     @cached_property
     def fingerprint(self) -> int:

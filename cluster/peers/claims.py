@@ -16,6 +16,7 @@ from tandem.proto import peer_pb2
 
 ANSWER_SECONDS = 1.0  # how long a call waits for a process that may run its id
 CLAIM_SECONDS = 60.0  # how long that process is asked: one that was stopped still ends its call when it goes on
+MOST_ASKING = 4096  # questions for so long; beyond it they end with the call's own wait
 AGAIN_SECONDS = 0.05  # after a claim that did not arrive
 HOST_SECONDS = 5.0  # how long one process is asked for its whole host, before the next one is
 
@@ -75,12 +76,8 @@ class Claims:
 
     async def outcome(self, claim: Claim, holders: Sequence[Holder]) -> peer_pb2.ClaimOutcome:
         """As take(), as a value: the first of the reasons why the id is not free."""
-        questions = [
-            asyncio.create_task(
-                self._ask_host(claim, holder.number) if isinstance(holder, GatewayHost) else self._ask(claim, holder)
-            )
-            for holder in holders
-        ]
+        seconds = CLAIM_SECONDS if len(self._asking) < MOST_ASKING else ANSWER_SECONDS
+        questions = [asyncio.create_task(self._ask_in_time(claim, holder, seconds)) for holder in holders]
         for question in questions:
             self._asking.add(question)
             question.add_done_callback(self._asking.discard)
@@ -93,31 +90,35 @@ class Claims:
         for question in self._asking:
             question.cancel()
 
-    async def _ask_host(self, claim: Claim, number: int) -> peer_pb2.ClaimOutcome:
-        """The outcome on another host. As _ask(), of one process after another."""
-        request = _request(claim, whole_host=True)
+    async def _ask_in_time(self, claim: Claim, holder: Holder, seconds: float) -> peer_pb2.ClaimOutcome:
+        """The outcome. Asks until there is one, the process or host has ended, or the time is over."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLAIM_SECONDS):
-                pause = AGAIN_SECONDS
-                while peers := self._links.peers_of(number):
-                    for peer in peers:
-                        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
-                            return (await self._links.stub(peer).Claim(request, timeout=HOST_SECONDS)).outcome
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, HOST_SECONDS)  # a lost host's streams are all resumed at once
+            async with asyncio.timeout(seconds):
+                if isinstance(holder, GatewayHost):
+                    return await self._ask_host(claim, holder.number)
+                return await self._ask(claim, holder)
+        return peer_pb2.CLAIM_OUTCOME_FREE
+
+    async def _ask_host(self, claim: Claim, number: int) -> peer_pb2.ClaimOutcome:
+        """The outcome on another host, by one of its processes after another."""
+        request, pause = _request(claim, whole_host=True), AGAIN_SECONDS
+        while peers := self._links.peers_of(number):
+            for peer in peers:
+                with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+                    return (await self._links.stub(peer).Claim(request, timeout=HOST_SECONDS)).outcome
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, HOST_SECONDS)  # a lost host's streams are all resumed at once
         return peer_pb2.CLAIM_OUTCOME_FREE
 
     async def _ask(self, claim: Claim, holder: int) -> peer_pb2.ClaimOutcome:
-        """The outcome. Asks until there is one, the process has ended, or the time is over."""
+        """The outcome in a process of this host."""
         request = _request(claim)
         column, port = self._table.id_column(claim.request_id), self._table.of(holder, Column.PORT)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLAIM_SECONDS):
-                while port and self._table.of(holder, Column.PORT) == port and self._table.of(holder, column):
-                    try:
-                        return (await self._links.stub(port).Claim(request, timeout=CLAIM_SECONDS)).outcome
-                    except (grpc.aio.AioRpcError, grpc.aio.UsageError):
-                        await asyncio.sleep(AGAIN_SECONDS)
+        while port and self._table.of(holder, Column.PORT) == port and self._table.of(holder, column):
+            try:
+                return (await self._links.stub(port).Claim(request, timeout=CLAIM_SECONDS)).outcome
+            except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+                await asyncio.sleep(AGAIN_SECONDS)
         return peer_pb2.CLAIM_OUTCOME_FREE
 
 

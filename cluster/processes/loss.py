@@ -1,5 +1,6 @@
 """The loss of what runs a cluster's processes, for those who wait for answers of them."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
@@ -17,7 +18,8 @@ class Loss:
 
     def __init__(self) -> None:
         self.reason = ""  # empty until it is declared
-        self._away: RayAway | RayLost | None = None
+        self._away = ""
+        self._final_at = 0.0  # when what must be started then is lost
         self._later: list[Callable[[], None]] = []
         self._lock = Lock()
         self._awaited: dict[Future[Any], str] = {}
@@ -29,32 +31,34 @@ class Loss:
         for answer, name in awaited:
             _fail(answer, name, reason)
 
-    def interrupt(self, away: RayAway | RayLost) -> None:
-        """away: what check() raises from now on. A RayLost says that resume() will not come."""
+    def interrupt(self, reason: str, patience_seconds: float) -> None:
+        """From now on check() raises RayAway, and RayLost after so many seconds without resume()."""
         with self._lock:
-            self._away = away
+            self._away, self._final_at = reason, time.monotonic() + patience_seconds
 
     def resume(self) -> None:
         """Does what was left for later."""
         with self._lock:
-            self._away, acts, self._later = None, self._later, []
+            self._away, acts, self._later = "", self._later, []
         for act in acts:
             act()
 
     def when_there(self, act: Callable[[], None]) -> None:
         """Now, or with resume(). Never after a loss."""
         with self._lock:
-            if self._away is not None:
+            if self._away:
                 self._later.append(act)
                 return
         act()
 
     def check(self) -> None:
-        """Before processes are placed. Raises RayLost after a loss, and while it is interrupted what it was given."""
+        """Before processes are placed. Raises RayLost after a loss, else as interrupt() says."""
         if self.reason:
             raise RayLost(self.reason)
-        if (away := self._away) is not None:
-            raise type(away)(str(away))  # each raise has a traceback of its own
+        with self._lock:
+            away, is_final = self._away, time.monotonic() >= self._final_at
+        if away:
+            raise RayLost(away) if is_final else RayAway(away)
 
     def awaited(self, answer: Future[Any], name: str) -> None:
         """Fails the answer of the process `name` on a loss, unless it has come."""

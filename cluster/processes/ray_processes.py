@@ -1,5 +1,6 @@
 """Processes that Ray places and watches."""
 
+import math
 import os
 import secrets
 import time
@@ -52,6 +53,7 @@ TRY_SECONDS = 5.0  # on one node, until another one may do: what is known of the
 ChooseHosts = Callable[..., list[str]]
 """choose_nodes() by bundles and deadline."""
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
+LOCAL_GCS_SECONDS = 300.0  # a GCS of this host comes back with the raylet, and so with another cluster, or never
 LEASE_CALLS = "lease"  # a thread of their own
 
 
@@ -86,6 +88,7 @@ class RayProcesses(Processes):
         host, _, port = self.address.rpartition(":")
         here = ray.get_runtime_context().get_node_id()
         (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
+        raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
 
         def declare(reason: str) -> None:
             self._loss.declare(reason)
@@ -95,12 +98,12 @@ class RayProcesses(Processes):
 
         self._watch = RayWatch(
             (host.strip("[]"), int(port)),
-            (node["NodeManagerAddress"], node["NodeManagerPort"]),
+            raylet,
             own_cluster(),
             self._loss,
             declare,
             away,
-            is_own=self._own is not None,
+            0.0 if self._own else LOCAL_GCS_SECONDS if host.strip("[]") == raylet[0] else math.inf,
         )
 
     def lease(self, partition_seconds: float, seconds: float) -> None:

@@ -10,7 +10,6 @@ A GCS comes back with what it knew where Ray was told to store it (RAY_gcs_stora
 from collections.abc import Callable
 from typing import Any
 
-from tandem.cluster.errors import RayAway, RayLost
 from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.port_watch import PortWatch
 from tandem.cluster.processes.ray_nodes import answered_cluster
@@ -29,10 +28,11 @@ class RayWatch:
         loss: Loss,
         lost: Callable[[str], None],
         away: Callable[[str], None],
-        *,
-        is_own: bool,
+        patience_seconds: float,
     ) -> None:
-        """gcs, raylet: host and port. cluster: Ray's id of the cluster. is_own: nobody would start its GCS again.
+        """gcs, raylet: host and port. cluster: Ray's id of the cluster.
+
+        patience_seconds: without a GCS, until what must be started is lost; 0 where nobody would start one again.
 
         lost: called once, with the reason for which the cluster ends. away: with the reason for which nothing can be
         started, and with "" once it can. Both from threads of the watch.
@@ -43,8 +43,8 @@ class RayWatch:
         self._loss = loss
         self._lost = lost
         self._away = away
-        self._is_own = is_own
-        back = None if is_own else self._is_back
+        self._patience_seconds = patience_seconds
+        back = self._is_back if patience_seconds else None
         self._watches = [
             PortWatch(raylet, PATIENCE_SECONDS, lambda: lost(f"{self._name} is lost: its raylet has ended")),
             PortWatch(gcs, PATIENCE_SECONDS, self._interrupt, back),
@@ -56,9 +56,9 @@ class RayWatch:
             watch.close()
 
     def _interrupt(self) -> None:
-        until = "tandem up is started again" if self._is_own else "it is back"
+        until = "it is back" if self._patience_seconds else "tandem up is started again"
         reason = f"{self._name} has lost its GCS: what runs serves on, and nothing is started until {until}"
-        self._loss.interrupt(RayLost(reason) if self._is_own else RayAway(reason))
+        self._loss.interrupt(reason, self._patience_seconds)
         self._away(reason)
 
     def _is_back(self) -> bool:

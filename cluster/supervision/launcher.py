@@ -45,6 +45,7 @@ from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.config import WorkerConfig
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.load import check_drafter_weights
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
@@ -328,16 +329,18 @@ class Cluster:
 def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig | None:
     """The model that drafts for `model`, whose tokenizer is given; None where none does. ConfigError for one that
     cannot."""
-    folder = Path(worker.speculation.draft)
+    speculation, folder = worker.speculation, Path(worker.speculation.draft)
     try:
-        drafter = load_drafter_config(worker.speculation, model)
+        drafter = load_drafter_config(speculation, model)
         if drafter is None:
             return None
         if worker.load_format == "safetensors":
-            check_weights(folder, drafter)
+            check_drafter_weights(Path(worker.model_path), speculation, model, drafter)
+        if speculation.method != "draft_model":
+            return drafter  # its tokens are the target's
         own = Tokenizer.from_folder(folder)
     except ModelError as error:
-        raise ConfigError(f"speculation.draft: {error}") from error
+        raise ConfigError(f"speculation.{'draft' if speculation.draft else 'method'}: {error}") from error
     if tokenizer is not None and own is not None:
         if not own.agrees(tokenizer):
             raise ConfigError(f"speculation.draft is {folder}; a model with the tokenizer of model.path is accepted")

@@ -53,6 +53,10 @@ def check_kv(
         assert_close(k[:turned], expected)
         assert np.array_equal(k[turned:].numpy(), oracle.k[layer][wanted[turned:]])
         assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
+    for layer, (group, index) in side.cache.layout.index_keys.items():
+        assert positions is not None  # sequences with index keys do not slide
+        keys, _ = side.cache.gather_group(sequence, group, begin, end)[index]
+        assert_close(keys, oracle.index[layer].keys[wanted, positions[begin:end].astype(np.int64)])
 
 
 def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Forward
-from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.base import Index, KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
@@ -20,6 +20,7 @@ from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 QUERY_HEADS = 4
 HEAD_DIM = 8
 LATENT_HEADS = LatentHeads(key_dim=6, value_dim=HEAD_DIM)
+INDEX_HEADS = 8
 MAX_LENGTH = 64
 ROPE = RopeParameters("default", HEAD_DIM, theta=100.0)
 
@@ -53,6 +54,32 @@ def up_projections(rank: int, dtype: torch.dtype = torch.float32) -> UpProjectio
     shape = (QUERY_HEADS, LATENT_HEADS.key_dim + LATENT_HEADS.value_dim, rank)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * rank**-0.5
     return UpProjections(weight.to(dtype), LATENT_HEADS)
+
+
+def choice_of(layout: KVLayout, layer: int, q: Tensor, entries: Tensor) -> Index | None:
+    """What a layer with index keys chooses by: fixed maps of its tokens' q and of their entries. None without."""
+    if layer not in layout.index_keys:
+        return None
+    keys = layout.groups[layout.index_keys[layer][0]]
+    assert keys.latent_rank is not None
+    generator = torch.Generator().manual_seed(layer)
+    flat, width = q.flatten(1), keys.head_dim
+
+    def mapped(x: Tensor, size: int) -> Tensor:
+        return (x.float() @ torch.randn(x.shape[1], size, generator=generator)) / x.shape[1] ** 0.5
+
+    queries, key, weights = mapped(flat, INDEX_HEADS * width), mapped(entries[:, 0], width), mapped(flat, INDEX_HEADS)
+    still, rotated = key.to(q.dtype).split((keys.latent_rank, width - keys.latent_rank), 1)
+    return Index(queries.to(q.dtype).unflatten(1, (INDEX_HEADS, width)), still, rotated, weights)
+
+
+def hide_others(index: Tensor, weights: Tensor, keys: Tensor, hidden: Tensor, top_k: int) -> Tensor:
+    """bool [n, N]: `hidden`, and what is not among the top_k best of each row. float64: q [n, heads, D] of the index,
+    weights [n, heads] and keys [N, D], or [n, N, D]."""
+    products = index @ (keys.T if keys.dim() == 2 else keys.transpose(1, 2))
+    scores = (weights.unsqueeze(2) * products.relu()).sum(1).masked_fill(hidden, -torch.inf)
+    best = scores.topk(min(top_k, scores.shape[1])).indices
+    return hidden | torch.ones_like(hidden).scatter(1, best, False)
 
 
 def windowed(layout: KVLayout, *windows: int | None) -> KVLayout:
@@ -127,7 +154,7 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
 
 def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
     """Of a reader that of the layer that it reads."""
-    stored = {layer: group for group in layout.groups for layer in group.layers}
+    stored = {layer: group for group in layout.groups if group.top_k is None for layer in group.layers}
     return stored | {layer: stored[of] for layer, of in layout.readers}
 
 
@@ -158,7 +185,8 @@ def run_layer(
     if rank is None:
         return cache.attention(plan, layer, q, k, v, sinks)
     keys = k[:, 0, rank:].clone()  # what latent_attention is given it may overwrite
-    return cache.latent_attention(plan, layer, q.clone(), v[:, 0].clone(), keys, up_projections(rank, q.dtype))
+    choice = choice_of(cache.layout, layer, q, k)
+    return cache.latent_attention(plan, layer, q.clone(), v[:, 0].clone(), keys, up_projections(rank, q.dtype), choice)
 
 
 @dataclass

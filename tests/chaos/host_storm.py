@@ -1,7 +1,8 @@
 """A storm over a cluster of three hosts, which are network namespaces of this machine, with clients on a fourth.
 
-Processes and whole hosts are killed, and links are down for less and for more than `recovery.partition_seconds`. With
-an odd seed each island has its workers on two hosts, over TCP; with an even one on one.
+Processes and whole hosts are killed, and Ray's head loses its GCS for a while. Links are down for less and for more
+than `recovery.partition_seconds`. Each host has a gateway. With an odd seed each island has its workers on two hosts,
+over TCP; with an even one on one.
 """
 
 import json
@@ -46,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 }
 PARTS = {"worker": ("prefill (PE", "decode (PE"), "gateway": ("gateway.",), "process host": ("ray::ProcessHos",)}
 """The processes of a part, by the beginnings of the names that the kernel keeps."""
-BLOWS = {"kill worker": 6, "kill gateway": 3, "kill process host": 2, "kill host": 2}
+BLOWS = {"kill worker": 6, "kill gateway": 3, "kill process host": 2, "kill host": 2, "lose GCS": 3}
 BLOWS |= {"short partition": 6, "partition": 3, "long partition": 1, "short partition of the head": 1}
 
 
@@ -85,13 +86,14 @@ class HostStorm:
         try:
             return self._run(blows)
         except BaseException:
-            print((self._folder / "log").read_text()[-LOG_CHARACTERS:], file=sys.stderr)
+            with suppress(FileNotFoundError):  # it had not begun
+                print((self._folder / "log").read_text()[-LOG_CHARACTERS:], file=sys.stderr)
             raise
 
     def _run(self, blows: Sequence[str]) -> HostOutcome:
         began = time.monotonic()
         settings = SETTINGS | (OVER_HOSTS if self._seed % 2 else {})
-        with hosts(CLIENTS + 1) as made:
+        with hosts(CLIENTS + 1, remembers=True) as made:
             for host in range(CLIENTS):
                 made.start_ray(host)
             with running(made, self._folder, self._model, settings) as cluster:
@@ -153,6 +155,10 @@ class HostStorm:
         if part in PARTS:
             with suppress(ProcessLookupError):  # it has just ended by itself
                 os.kill(self._random.choice(self._await_part(made, part)), signal.SIGKILL)
+        elif blow == "lose GCS":
+            made.end_gcs()
+            time.sleep(self._random.uniform(0.0, 20.0))
+            made.start_gcs()
         elif blow == "kill host":
             made.lose(far)
             time.sleep(self._random.uniform(0.0, 20.0))

@@ -1,7 +1,7 @@
 """A storm over a cluster that `tandem up` runs: its processes, and its Ray, are killed and stopped while clients ask.
 
-When the launcher or its Ray is lost, nothing of the cluster may be left; it is then launched again on the same ports.
-Clients that resume go on there.
+When the launcher or its raylet is lost, nothing of the cluster may be left; it is then launched again on the same
+ports. Clients that resume go on there. Without Ray's GCS the cluster serves on, until it needs another process host.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ VOCABULARY = 512
 OUTPUT_TOKENS = 60
 RESUME_SECONDS = 600.0  # a launch on a busy machine takes minutes
 QUIET_SECONDS = 3.0  # longest wait for messages to clients before the next blow
-WHOLE = ("raylet", "GCS", "launcher")  # with one of them the cluster is lost
+WHOLE = ("raylet", "launcher")  # with one of them the cluster is lost
 TARGETS = {"prefill": 6, "decode": 6, "gateway": 6, "island": 3, "process host": 2}  # and how often
-TARGETS |= dict.fromkeys(WHOLE, 1)
+TARGETS |= dict.fromkeys(("GCS", *WHOLE), 1)
 START_PARTS = ("runtime file", "GCS", "raylet", "process host", "decode", "gateway")  # in the order of a start
 SETTINGS = (
     "island.threads_per_worker=1",
@@ -100,6 +100,7 @@ class RayStorm:
         self._received = 0
         self._over = threading.Event()
         self._failed: BaseException | None = None
+        self._without_gcs = False
         self.outcome = Outcome()
         self._cluster = self._launch()
 
@@ -234,6 +235,8 @@ class RayStorm:
 
     def _hit(self, blow: Blow) -> None:
         target = blow.target
+        if self._without_gcs and target == "GCS":
+            target = "process host"
         pids = self._wait_for(target)
         if target not in ("island", "launcher"):
             pids = [self._random.choice(pids)]
@@ -242,15 +245,29 @@ class RayStorm:
         if blow.how == "stop":
             time.sleep(blow.seconds)
             _signal(pids, signal.SIGCONT)
-        elif target in WHOLE:
-            code = self._cluster.wait()
-            assert code == (-signal.SIGKILL if target == "launcher" else 1), (
-                f"exit code {code} after a loss of {target}"
-            )
-            assert target == "launcher" or f"its {target} has ended" in self._cluster.log.read_text()
-            self._cluster.check_gone()
-            self._cluster.log.unlink()
-            self._cluster = self._launch()
+        elif target == "GCS":
+            self._without_gcs = True
+            self._wait_for_words("has lost its GCS: what runs serves on")
+        elif target in WHOLE or (self._without_gcs and target == "process host"):
+            self._end_of(target)
+
+    def _end_of(self, target: str) -> None:
+        """Of the whole cluster. The next one takes its place."""
+        code = self._cluster.wait()
+        assert code == (-signal.SIGKILL if target == "launcher" else 1), f"exit code {code} after a loss of {target}"
+        said = {"raylet": "its raylet has ended", "process host": "has lost its GCS", "launcher": ""}[target]
+        assert said in self._cluster.log.read_text()
+        self._cluster.check_gone()
+        self._cluster.log.unlink()
+        self._without_gcs = False
+        self._cluster = self._launch()
+
+    def _wait_for_words(self, words: str) -> None:
+        deadline = time.monotonic() + 120
+        while words not in self._cluster.log.read_text():
+            assert self._cluster.process.poll() is None, self._cluster.log.read_text()[-2000:]
+            assert time.monotonic() < deadline, f"nobody said {words!r}: {self._cluster.log.read_text()[-2000:]}"
+            time.sleep(0.05)
 
     def _wait_for(self, target: str) -> list[int]:
         deadline = time.monotonic() + START_SECONDS

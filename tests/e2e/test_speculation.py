@@ -10,6 +10,7 @@ import pytest
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.draft_heads import save_mtp
 from tests.support.drafters import SPECULATING, FailingDrafter, KnownDrafter, drafting
 from tests.support.http_client import COMPLETIONS, answer, chunks
 from tests.support.island import Island, running_island
@@ -195,6 +196,15 @@ def test_a_draft_model_drafts(small_model: Path, outputs: list[list[int]], plain
             body = sampled(draws)
             given, due = (answer(one.http, COMPLETIONS, **body)["choices"] for one in (island, plain))
             assert [choice["token_ids"] for choice in given] == [choice["token_ids"] for choice in due]
+
+
+def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path) -> None:
+    """Multi-token prediction over both roles; a random layer is seldom right."""
+    model = save_mtp(tmp_path / "model")
+    due = greedy_all(load_oracle(model), PROMPTS, NUM_TOKENS)
+    with running_island(model, {"speculation.method": "mtp", "speculation.tokens": 4}) as island:
+        assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == due
+        assert counts(island)[0] > 0
 
 
 def test_many_rows_draft_nothing(small_model: Path, outputs: list[list[int]]) -> None:

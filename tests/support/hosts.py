@@ -18,7 +18,8 @@ from tandem.cluster.processes.own_ray import LOOPBACK
 RAY_PORTS = range(20_000, 30_000)
 NODE_CPUS = 2
 STORE_BYTES = 80_000_000
-COMMAND_SECONDS = 90
+COMMAND_SECONDS = 240  # on a machine that does other things, too
+LISTENING, LOOPBACK_HEX = "0A", "0100007F"  # as /proc/net/tcp has them
 START_ATTEMPTS = 3
 
 
@@ -126,6 +127,19 @@ class Hosts:
     def pids(self, host: int) -> list[int]:
         return _pids(self._names[host])
 
+    def listening(self, host: int, names: tuple[str, ...]) -> list[str]:
+        """HOST:PORT of servers on that host's own address, or on all, whose processes have names that begin so."""
+        pids = [pid for pid in self.pids(host) if process_name(pid).startswith(names)]
+        inodes = {inode for pid in pids for inode in _sockets(pid)}
+        found: set[str] = set()
+        for path in {f"/proc/{pid}/net/{table}" for pid in pids[:1] for table in ("tcp", "tcp6")}:
+            for line in Path(path).read_text().splitlines()[1:]:
+                fields = line.split()
+                address, port = fields[1].split(":")
+                if fields[3] == LISTENING and fields[9] in inodes and not address.endswith(LOOPBACK_HEX):
+                    found.add(f"{self.addresses[host]}:{int(port, 16)}")
+        return sorted(found)
+
     def lose(self, host: int) -> None:
         """Ends all processes of a host at once, as a power cut does."""
         for pid in self.pids(host):
@@ -165,6 +179,18 @@ def process_name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
+
+
+def _sockets(pid: int) -> set[str]:
+    """The inodes of those that the process has open."""
+    found: set[str] = set()
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                kind, _, inode = os.readlink(entry).partition(":")
+                if kind == "socket":
+                    found.add(inode.strip("[]"))
+    return found
 
 
 def _run(*command: str) -> None:

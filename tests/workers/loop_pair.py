@@ -19,8 +19,8 @@ from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
-from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.load import load_drafter
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.prefill.push_meter import PushMeter
@@ -117,9 +117,8 @@ class LoopPair:
         self.fabric = FakeFabric(2, layout, num_pages=num_pages, num_signals=mailbox_rows(num_signals, 2))
         self.transports = self.fabric.joined()
         self._writes = [CountedWrites(transport) for transport in self.transports]
-        model = load_decoder(folder, config)
-        if drafting is not None:
-            model = DraftedDecoder(model, load_decoder(Path(speculation.draft), drafting))
+        target = load_decoder(folder, config)
+        model = target if drafting is None else load_drafter(folder, speculation, target, drafting)
 
         def cache_over(transport: Transport, writer: PageWriter, most: int) -> PagedKVCache:
             pools, longest = transport.pools, config.max_length
@@ -196,7 +195,7 @@ class LoopPair:
         """Steps until every started request whose KV landed has ended."""
         self.step_decode()
         for _ in range(NEVER_BUSY):
-            if not self.decode.num_running and not self.loops[DECODE].prefills.num_running:
+            if not (self.decode.num_running or self.decode._steps or self.loops[DECODE].prefills.num_running):
                 return
             self.step_decode()
         raise AssertionError("the decode loop does not come to an end")

@@ -14,6 +14,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.drafters.head import HeadedDecoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, MIXED_ROWS
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
 from tandem.workers.runner.logits_processor import LogitsProcessor
@@ -65,6 +66,7 @@ class DecodeGraphs:
         self._foreseen: Forward | None = None
         self._late: LateSamples | None = None  # of the last step
         self._mixed: MixedGraphs | None = None
+        self.outputs: Tensor | None = None  # what the head of a HeadedDecoder gave in the last step
         self._plain = ForwardGraphs(plain, capture, self._compute)
         self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
         self._sliding = ForwardGraphs(sliding, capture, self._compute) if sliding else None
@@ -244,4 +246,9 @@ class DecodeGraphs:
         inputs = self._sampler.inputs(tokens, sources, self._last)
         logits = self._model.forward(inputs, attention, None)
         self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)
+        if isinstance(self._model, HeadedDecoder):
+            outputs = self._model.follow(self._last[: buffers.size], attention)
+            if self.outputs is None:  # the largest comes first
+                self.outputs = torch.empty_like(outputs)
+            self.outputs[: buffers.size].copy_(outputs)
         return logits

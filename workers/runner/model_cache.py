@@ -20,22 +20,40 @@ from tandem.workers.models.config import ModelConfig
 def kv_layout(
     model: ModelConfig, page_size: int, scales: KVScales | None = None, drafter: ModelConfig | None = None
 ) -> KVLayout:
-    """A group for each span that layers keep, in the order of their first layers; one for latents.
+    """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
+    keys beside them. Readers are in none.
 
-    drafter: its layers stand behind the model's, in groups of their own.
+    drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
     """
-    groups = _layer_groups(model, page_size)
+    groups, readers = _layer_groups(model, page_size), list(model.readers.items())
     if drafter is not None:
-        behind = _layer_groups(drafter, page_size)
-        groups += [replace(group, layers=tuple(model.num_layers + layer for layer in group.layers)) for group in behind]
-    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard)
+        first, behind = model.num_layers, _layer_groups(drafter, page_size)
+        behind = [replace(group, layers=tuple(first + layer for layer in group.layers)) for group in behind]
+        if _has_like_latents(model, drafter):
+            groups = [replace(groups[0], layers=groups[0].layers + behind[0].layers)]
+        else:
+            groups += behind
+        readers += [(first + layer, first + of) for layer, of in drafter.readers.items()]
+    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard, tuple(readers))
+
+
+def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
+    """Whether layers of both keep latents that are alike, and attend alike to all of them."""
+    if model.latent is None or other.latent is None or model.latent.index is not None:
+        return False
+    kinds = [(one.latent.rank, one.latent.rotated, one.latent.heads) for one in (model, other) if one.latent]
+    return kinds[0] == kinds[1] and (model.rope, model.attn_scale) == (other.rope, other.attn_scale)
 
 
 def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     if model.latent is not None:
         rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
-        return [LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)]
+        groups, index = [LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)], model.latent.index
+        if index is not None:
+            still = index.head_dim - model.latent.rotated
+            groups.append(LayerGroup(index.layers, 1, index.head_dim, latent_rank=still, top_k=index.top_k))
+        return groups
     layers_of: dict[Span, list[int]] = {}
     if model.chunked is not None and model.chunked.size % page_size:
         raise InvalidArgument(
@@ -43,11 +61,13 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
             "(attention_chunk_size), and a divisor of that is accepted"
         )
     for layer, keeps in enumerate(model.layer_spans):
-        layers_of.setdefault(keeps, []).append(layer)
-    return [
-        LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, keeps)
-        for keeps, layers in layers_of.items()
-    ]
+        if layer not in model.readers:
+            layers_of.setdefault(keeps, []).append(layer)
+    groups: list[LayerGroup] = []
+    for keeps, layers in layers_of.items():
+        heads = model.heads_of(layers[0])
+        groups.append(LayerGroup(tuple(layers), heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps))
+    return groups
 
 
 def make_cache(

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from tandem.cluster.credentials import is_loopback
-from tandem.cluster.errors import NoRoom, TandemError
+from tandem.cluster.errors import NoRoom, RayAway, TandemError
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.table import LASTING_CELLS, Column, GatewayTable, table_bytes
 from tandem.cluster.processes.placement import Where
@@ -25,6 +25,7 @@ from tandem.cluster.supervision.network import Network
 from tandem.workers.tls import bracketed
 
 LOOK_SECONDS = 2.0  # between two looks at which hosts there are
+JOIN_SECONDS = 10.0
 AGAIN_SECONDS = 60.0  # until a host on which no gateway could be started is tried again
 WILDCARDS = ("0.0.0.0", "::")
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class GatewaySet:
         self._beside = beside
         self._moves = network.peers is not None
         self._where = Where(not self._moves, section.node_resources, section.node_labels)
+        self._here = ""  # the address of the launcher's host
         self._numbers = 0
         self._supervisors: dict[str, GatewaySupervisor] = {}  # by their hosts' addresses
         self._numbered: dict[str, int] = {}  # and the numbers of their gateways
@@ -74,10 +76,10 @@ class GatewaySet:
 
     def start(self) -> Sequence[GatewaySupervisor]:
         """Begins to start one on each host that fits now. They have `ready`. NoRoom without such a host."""
-        (here,) = self._processes.hosts_for(Where(here=True))[:1]
+        (self._here,) = self._processes.hosts_for(Where(here=True))[:1]
         hosts = self._hosts() if self._moves else self._hosts()[:1]
-        for address in sorted(hosts, key=lambda address: (address != here, address)):  # the launcher's own first
-            self._add(address, is_here=address == here)
+        for address in sorted(hosts, key=lambda address: (address != self._here, address)):  # the launcher's own first
+            self._add(address)
         if not self._supervisors:
             raise NoRoom(f"no host has what gateway.nodes asks for: {self._where}")
         return self.all
@@ -107,7 +109,7 @@ class GatewaySet:
         """Ends all. grace: as GatewaySupervisor's. drain_seconds: as give_way's; None where no other takes over."""
         self._closed.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(JOIN_SECONDS)  # Ray may keep it waiting
         everyone = [*self.all, *self._retired]
         for one in everyone:
             one.grace = grace
@@ -117,7 +119,8 @@ class GatewaySet:
         for one in everyone:
             one.join()
 
-    def _add(self, address: str, *, is_here: bool) -> None:
+    def _add(self, address: str) -> None:
+        is_here = address == self._here
         settings = self._settings if is_here and not self._moves else self._settings_on(address, is_here)
         self._numbered[address] = self._numbers
         self._numbers += 1
@@ -151,15 +154,14 @@ class GatewaySet:
     def _run(self) -> None:
         while not self._closed.wait(LOOK_SECONDS):
             try:
-                hosts = self._hosts()
-            except Exception as error:  # Ray's: whether it is lost is seen to elsewhere
-                log.warning("which hosts there are is not known: %s", error)
-                continue
-            self._follow(hosts)
+                self._follow(self._hosts())
+            except RayAway:
+                pass  # it is said elsewhere, and hosts neither come nor go until it is back
+            except Exception as error:  # Ray's, say: whether it is lost is seen to elsewhere
+                log.warning("gateways cannot follow their hosts: %s: %s", type(error).__name__, error)
             self._counts.look({self._numbered[address]: one for address, one in self._supervisors.items()})
 
     def _follow(self, hosts: Sequence[str]) -> None:
-        (here,) = self._processes.hosts_for(Where(here=True))[:1]
         for address, one in list(self._supervisors.items()):
             error = self._broken.pop(address, None) or (one.ready.exception() if one.ready.done() else None)
             if address in hosts and error is None:
@@ -172,7 +174,7 @@ class GatewaySet:
         for address in hosts:
             if address not in self._supervisors and time.monotonic() >= self._again.get(address, 0.0):
                 log.info("a gateway starts on %s", address)
-                self._add(address, is_here=address == here)
+                self._add(address)
 
 
 class _Counts:
@@ -181,7 +183,8 @@ class _Counts:
     def __init__(self) -> None:
         self.table = GatewayTable(mmap.mmap(-1, table_bytes(1, 1)), 1, 1)
         self._asked: dict[int, Future[HostCounts]] = {}
-        self._known: dict[int, HostCounts] = {}  # also of those that are gone: no count goes down
+        self._known: dict[int, HostCounts] = {}
+        self._gone = np.zeros(LASTING_CELLS, np.int64)  # of gateways that are gone: no count goes down
 
     def look(self, gateways: dict[int, GatewaySupervisor]) -> None:
         """Takes what they have answered since the last time, and asks again. By their numbers."""
@@ -190,12 +193,15 @@ class _Counts:
                 if answer.exception() is None:
                     self._known[number] = answer.result()
                 del self._asked[number]
+        for number in self._known.keys() - gateways.keys():
+            self._asked.pop(number, None)
+            self._gone += self._known.pop(number).lasting
         for number, gateway in gateways.items():
             if number not in self._asked and (answer := gateway.counts()) is not None:
                 self._asked[number] = answer
         lasting = np.frombuffer(self.table.lasting(0), np.int64)
-        lasting[:] = sum((one.lasting for one in self._known.values()), np.zeros(LASTING_CELLS, np.int64))
-        self.table.put(Column.QUEUED, sum(one.queued for number, one in self._known.items() if number in gateways))
+        lasting[:] = sum((one.lasting for one in self._known.values()), self._gone)
+        self.table.put(Column.QUEUED, sum(one.queued for one in self._known.values()))
 
 
 def _host_on(host: str, address: str) -> str:

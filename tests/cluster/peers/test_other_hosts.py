@@ -158,6 +158,21 @@ def test_a_host_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(Hosts().run(test))
 
 
+def test_many_resumes_of_a_silent_host_leave_no_questions_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims_module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(claims_module, "MOST_ASKING", 3)
+
+    async def test(hosts: Hosts) -> None:
+        hosts.know("127.0.0.1:1", version=2)
+        for _ in range(6):
+            await hosts.take(RESUME)
+        async with asyncio.timeout(20):
+            while len(hosts.claims._asking) > 3:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(Hosts().run(test))
+
+
 def test_the_processes_of_other_hosts_are_known_and_a_silent_host_has_a_row() -> None:
     async def test(hosts: Hosts) -> None:
         (known,) = await hosts.links.gateways()

@@ -1,5 +1,6 @@
 """What is told, and what may be started, while Ray's GCS is away. Its servers are sockets."""
 
+import math
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ SAME, OTHER = "this cluster", "another one"
 class Watched:
     """A watch, its servers, and what it has said."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_own: bool) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, patience_seconds: float) -> None:
         self.servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ("GCS", "raylet")}
         self.address = self.servers["GCS"].getsockname()
         self.found: list[Any] = []  # at the GCS that is back, the last one first
@@ -33,7 +34,7 @@ class Watched:
             self.loss,
             self.lost.append,
             self.told.append,
-            is_own=is_own,
+            patience_seconds,
         )
         self.held = {name: server.accept()[0] for name, server in self.servers.items()}
 
@@ -53,14 +54,14 @@ class Watched:
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    watched = Watched(monkeypatch, is_own=False)
+    watched = Watched(monkeypatch, math.inf)
     yield watched
     watched.close()
 
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    watched = Watched(monkeypatch, is_own=True)
+    watched = Watched(monkeypatch, 0.0)
     yield watched
     watched.close()
 
@@ -110,3 +111,24 @@ def test_the_gcs_of_an_own_ray_does_not_come_back(own: Watched) -> None:
     with pytest.raises(RayLost, match="has lost its GCS"):
         own.loss.check()
     assert not own.lost
+
+
+def test_patience_with_a_gcs_of_this_host_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 0.2)
+    watched.end("GCS")
+    until(lambda: watched.told)
+    assert watched.told[0].endswith("until it is back")
+    until(lambda: _raised(watched.loss) is RayLost)
+    watched.start_gcs(SAME)
+    until(lambda: _raised(watched.loss) is None)
+    watched.close()
+
+
+def _raised(loss: Loss) -> type[Exception] | None:
+    try:
+        loss.check()
+    except RayLost as error:
+        return type(error)
+    except RayAway:
+        return RayAway
+    return None

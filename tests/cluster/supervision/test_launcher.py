@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
@@ -14,6 +15,8 @@ from tandem.cluster.processes.placement import Where
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.workers.config import WorkerConfig
 from tests.cluster.fake_processes import FakeProcesses
+from tests.support.checkpoints import make_model
+from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.waiting import until
 
 
@@ -88,6 +91,37 @@ def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
     )
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     refused(r"^speculation\.draft is .*other; a model with the tokenizer of model\.path is accepted")
+    assert not processes.specs
+
+
+def test_heads_that_do_not_fit(tmp_path: Path) -> None:
+    target, mtp, head = tmp_path / "target", tmp_path / "mtp", tmp_path / "head"
+    make_checkpoint(target)
+    save_mtp(mtp)
+    save_eagle3(head, whole_vocab=False)
+    processes = FakeProcesses()
+
+    def refused(pattern: str, model: Path, method: str, draft: Path | None = None) -> None:
+        values = {"model.path": str(model), "speculation.method": method}
+        if draft is not None:
+            values["speculation.draft"] = str(draft)
+        with pytest.raises(ConfigError, match=pattern):
+            Cluster(load_config(None, values), processes).start()
+
+    refused(r"^speculation\.method: .* LlamaForCausalLM has 0 layers .* with 1 .* is accepted", target, "mtp")
+    tensors = load_file(mtp / "model.safetensors")
+    del tensors["model.layers.2.eh_proj.weight"]
+    save_file(tensors, mtp / "model.safetensors")
+    refused(r"^speculation\.method: the checkpoint lacks model\.layers\.2\.eh_proj\.weight", mtp, "mtp")
+    refused(r"^speculation\.draft: .*head: vocab_size is 199; that of the target", target, "eagle3", head)
+    refused(r"^speculation\.draft: .*architectures.* an EAGLE-3 head", target, "eagle3", target)
+    deep = tmp_path / "deep"
+    make_model("llama").save_pretrained(deep)
+    refused(r"^speculation\.draft: .* has 2 layers, and a head takes", deep, "eagle3", head)
+    make_model("llama", num_hidden_layers=8).save_pretrained(deep)
+    tensors = load_file(head / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, head / "model.safetensors")
+    refused(r"^speculation\.draft: the checkpoint lacks fc\.weight", deep, "eagle3", head)
     assert not processes.specs
 
 

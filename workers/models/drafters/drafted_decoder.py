@@ -12,7 +12,8 @@ from tandem.workers.models.drafters.layers import LayersBehind
 class DraftSteps:
     """The drafter by itself: a Decoder of its own layers, which stand behind the target's.
 
-    Tokens that only one of both vocabularies has, which is padding, are never drafted.
+    Tokens that only one of both vocabularies has, which is padding, are never drafted. What is no token, of logits that
+    are not finite, is taken for the last.
     """
 
     def __init__(self, drafter: DenseDecoder, target: ModelConfig) -> None:
@@ -20,7 +21,6 @@ class DraftSteps:
         self.layers = range(target.num_layers, target.num_layers + drafter.config.num_layers)
         self._drafter = drafter
         self._vocab = min(target.vocab_size, drafter.config.vocab_size)
-        self._has_all = target.vocab_size <= drafter.config.vocab_size
         self._no_rows = torch.empty(0, dtype=torch.int64, device=drafter.device)
 
     @property
@@ -29,7 +29,7 @@ class DraftSteps:
 
     def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
         """Logits [n, vocab] of the tokens that may be drafted; see DenseDecoder.forward. cached: of all layers."""
-        ids = token_ids if self._has_all else token_ids.clamp(max=self._vocab - 1)
+        ids = token_ids.clamp(max=self._vocab - 1)
         logits = self._drafter.forward(ids, LayersBehind(cached, self.layers.start), last_rows)
         return logits if logits.shape[1] == self._vocab else logits[:, : self._vocab].contiguous()
 

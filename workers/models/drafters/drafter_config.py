@@ -5,6 +5,8 @@ from pathlib import Path
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.drafters.eagle3 import eagle3_config
+from tandem.workers.models.drafters.mtp import mtp_config
 from tandem.workers.models.registry import load_config
 
 
@@ -13,6 +15,10 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
 
     It computes in the target's dtype. Raises ModelError.
     """
+    if speculation.method == "mtp":
+        return mtp_config(target)
+    if speculation.method == "eagle3":
+        return eagle3_config(Path(speculation.draft), target)
     if speculation.method != "draft_model":
         return None
     drafter = load_config(Path(speculation.draft), str(target.dtype).removeprefix("torch."))
@@ -27,5 +33,6 @@ def check_drafter(folder: str, drafter: ModelConfig) -> None:
             f"{folder} has RoPE of type {drafter.rope.rope_type}, which depends on a sequence's length; a drafter with "
             "another type is accepted"
         )
-    if drafter.chunked is not None and drafter.chunked.temperature is not None:
+    indexed = drafter.latent is not None and drafter.latent.index is not None
+    if indexed or (drafter.chunked is not None and drafter.chunked.temperature is not None):
         raise UnsupportedFeature(f"{folder} is {drafter.architecture}, which does not serve as a drafter")

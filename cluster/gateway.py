@@ -114,8 +114,7 @@ class GatewaySettings:
 
     @property
     def shares_ports(self) -> bool:
-        """Whether other processes may listen on the same ports: its supervisor holds them, and shows them to those of
-        this cluster, and of one that replaces it."""
+        """Whether others may listen on its ports: those of this cluster, and of one that replaces it."""
         return bool(self.table)
 
 
@@ -175,10 +174,7 @@ class Gateway:
         )
         self._queue = AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table, self._links.give_way)
         self._router = Router(
-            self._islands,
-            self._queue,
-            id_prefix=settings.attempt_prefix,
-            queue_seconds=section.queue_seconds,
+            self._islands, self._queue, id_prefix=settings.attempt_prefix, queue_seconds=section.queue_seconds
         )
         self._claims = Claims(self._table, self._links)
         self._readiness = Readiness(self._islands, adaptive=bound is not None)
@@ -204,8 +200,7 @@ class Gateway:
             self._tasks.append(asyncio.create_task(FarPlacements(self._table, self._links).run()))
         if bound is not None:
             turn = partial(self._links.turn, settings.process, settings.processes)
-            rebalancer = Rebalancer(self._islands, self._requests, bound, turn)
-            self._tasks.append(asyncio.create_task(rebalancer.run()))
+            self._tasks.append(asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run()))
         self._limit = CallLimit(section.max_calls, self._table)
         scrape = self._scrape()
         self._admin = Admin(scrape, self._tracer, self._links)
@@ -332,8 +327,7 @@ class Gateway:
             await asyncio.sleep(self._settings.config.gateway.drain_seconds)
 
     async def stop(self, grace: float, why: str = "it was stopped") -> None:
-        """No new calls; calls under way have `grace` seconds, then they end with an error and their pages are given
-        back. why: the cluster ends, in words."""
+        """No new calls; those under way have `grace` seconds, then they end with an error. why: it ends, in words."""
         self._readiness.drain()
         self._admin.close()
         await self._health.enter_graceful_shutdown()

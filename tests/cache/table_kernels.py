@@ -67,14 +67,29 @@ class TableKernels(TorchKernels):
             stored = self._plan_of(rows, tables)
             self.append(layer, q[rows], k[rows], v[rows], None, stored)
             if tables.sliding is not None:
-                return self._slide_all(output, plan, layer, q, sinks)
+                for row in rows.tolist():
+                    output[row] = self._slide(layer, q[row], row, tables, plan.rotation, sinks)
+                return output
             output[rows] = self.attend(layer, q[rows], k[rows], v[rows], stored, sinks)
         return output
 
-    def _slide_all(self, output: Tensor, plan: GroupPlan, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
-        for row in np.flatnonzero(plan.own.slots.numpy() >= 0).tolist():
-            output[row] = self._slide(layer, q[row], row, plan.own, plan.rotation, sinks)
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        tables = plan.own
+        if not isinstance(tables, DeviceTables):
+            return super().read(plan, layer, x)
+        q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
+        q = q if plan.rotation is None else plan.rotation.apply(q)
+        output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+        rows = np.flatnonzero(tables.slots.numpy() >= 0)
+        if tables.sliding is not None:
+            for row in rows.tolist():
+                output[row] = self._slide(layer, q[row], row, tables, plan.rotation, x.sinks)
+        elif rows.size:
+            output[rows] = self.attend(layer, q[rows], None, None, self._plan_of(rows, tables), x.sinks)
         return output
+
+    def _plan_of(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
+        return self._stored(rows, tables) if tables.qo_indptr is None else self._prompts(rows, tables)
 
     def _slide(
         self, layer: int, q: Tensor, row: int, tables: DeviceTables, rotation: Rotation | None, sinks: Tensor | None
@@ -102,23 +117,6 @@ class TableKernels(TorchKernels):
         products = torch.stack(scores, -1)[None, :, None].float()
         weights = self.scoring.weigh(products, None, sinks)[0, :, 0]
         return torch.einsum("hk,khd->hd", weights, torch.stack(values)).to(q.dtype)
-
-    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
-        tables = plan.own
-        if not isinstance(tables, DeviceTables):
-            return super().read(plan, layer, x)
-        q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
-        q = q if plan.rotation is None else plan.rotation.apply(q)
-        output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-        rows = np.flatnonzero(tables.slots.numpy() >= 0)
-        if tables.sliding is not None:
-            return self._slide_all(output, plan, layer, q, x.sinks)
-        if rows.size:
-            output[rows] = self.attend(layer, q[rows], None, None, self._plan_of(rows, tables), x.sinks)
-        return output
-
-    def _plan_of(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
-        return self._stored(rows, tables) if tables.qo_indptr is None else self._prompts(rows, tables)
 
     def _prompts(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
         """The plan of the sequences that have tokens, whose rows these are."""

@@ -59,12 +59,6 @@ class ReferenceAttention:
         k, v = made.split((up.heads.key_dim, up.heads.value_dim), 2)
         return self.attend(layer, q, torch.cat([k, keys[:, None].expand(-1, k.shape[1], -1)], 2), v, None, None)
 
-    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
-        """K and V of none are added to those of the layer that is read."""
-        none = q.new_empty((q.shape[0], 0, q.shape[2]))
-        q = q if norm is None else norm.apply_to_queries(q)
-        return self._attend_all(layer, q, none, none, sinks)
-
     def _choose(self, layer: int, choice: Index) -> None:
         """What each token of the batch attends to in this layer and in those without an index: bool [n, positions]."""
         assert self._config.latent is not None
@@ -82,6 +76,12 @@ class ReferenceAttention:
             best = scores.topk(min(top_k, keys.shape[0])).indices
             sequence.chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
             begin += count
+
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        """K and V of none are added to those of the layer that is read."""
+        none = q.new_empty((q.shape[0], 0, q.shape[2]))
+        q = q if norm is None else norm.apply_to_queries(q)
+        return self._attend_all(layer, q, none, none, sinks)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None

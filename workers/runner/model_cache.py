@@ -40,7 +40,9 @@ def kv_layout(
 
 def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
     """Whether layers of both keep latents that are alike, and attend alike to all of them."""
-    if model.latent is None or other.latent is None or model.latent.index is not None:
+    if model.latent is None or other.latent is None:
+        return False
+    if model.latent.index is not None or other.latent.index is not None:
         return False
     kinds = [(one.latent.rank, one.latent.rotated, one.latent.heads) for one in (model, other) if one.latent]
     return kinds[0] == kinds[1] and (model.rope, model.attn_scale) == (other.rope, other.attn_scale)

@@ -81,8 +81,8 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
             step_graphs=True,
             sharing_graphs=rule is not None,
             verify_graphs=True,
-            sliding_graphs=scoring.window is None,
             reads=True,
+            sliding_graphs=scoring.window is None,
         )
         self._fp8 = fp8
         self._dtype = dtype
@@ -178,7 +178,8 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         if isinstance(own, SlidingSteps):
             q, k = (x.q, x.k) if x.norm is None else x.norm.apply(x.q, x.k)
             q, _ = self.append(layer, q, k, x.v, plan.rotation, own)
-            return self._attend_sliding(plan, own, layer, q, x.sinks)
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
         if not isinstance(own, DecodePlan):
             return super().run(plan, layer, x, appended)
         assert own.scheduled, "begin_captured() has queued no schedule for this step"
@@ -200,18 +201,13 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         factors = None if self._fp8 is None else self._fp8.inverse[layer]
         return append(self._pool, layer, q, k, v, rotation, own.targets, keep_k=own.keep, fp8_factors=factors)
 
-    def _attend_sliding(
-        self, plan: GroupPlan, own: SlidingSteps, layer: int, q: Tensor, sinks: Tensor | None
-    ) -> Tensor:
-        scales = None if self._fp8 is None else self._fp8.scales[layer]
-        return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, sinks, scales)
-
     def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
         own = plan.own
         if isinstance(own, SlidingSteps):
             q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
             q = q if plan.rotation is None else plan.rotation.apply(q)
-            return self._attend_sliding(plan, own, layer, q, x.sinks)
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
         if not isinstance(own, DecodePlan):
             return super().read(plan, layer, x)
         assert own.scheduled, "begin_captured() has queued no schedule for this step"

@@ -139,15 +139,8 @@ class Gateway:
         folder = Path(settings.config.model.path or "")
         self._model = load_config(folder, settings.config.model.dtype)
         self._tokenizer = Tokenizer.from_folder(folder)
-        self._limits = ModelLimits(
-            vocab_size=self._model.vocab_size,
-            max_model_len=settings.max_model_len,
-            pool_tokens=settings.num_pages * settings.config.cache.page_size,
-            rope_switch=self._model.rope_switch,
-            page_size=settings.config.cache.page_size,
-            max_sliding_tokens=settings.config.gateway.max_sliding_tokens,
-            cannot_slide=self._model.cannot_slide,
-        )
+        pages, longest = settings.config.cache.page_size, settings.config.gateway.max_sliding_tokens
+        self._limits = ModelLimits.of_model(self._model, settings.max_model_len, settings.num_pages, pages, longest)
         self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
         defaults = default_sampling(folder, settings.config.model.generation_config)

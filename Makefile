@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cache transfer workers cluster proto
 CHECKS := tests/test_layering.py tests/test_docs.py tests/test_prose.py
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+TEST_PROCESSES ?= 2
+SPREAD := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
@@ -26,9 +27,9 @@ help:
 	@echo "make clean   remove the virtual environment, this checkout's caches and build/, benchmark results too"
 
 demo: .venv/.base
-	@$(BIN)/python -m tandem.cluster.cli.demo
+	@$(BIN)/python -m tandem.cluster.cli.demo $(if $(SPECULATE),--speculate)
 
-# Two processes, each with whole files in the order of their names: what a file's tests share is made once, and the
+# Processes, each with whole files in the order of their names: what a file's tests share is made once, and the
 # many short files at the end even out who takes the long ones.
 test: .venv/.dev
 	@$(BIN)/pytest -q -m "not gpu" $(SPREAD)

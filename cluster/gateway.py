@@ -182,10 +182,7 @@ class Gateway:
         )
         self._queue = AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table, self._links.give_way)
         self._router = Router(
-            self._islands,
-            self._queue,
-            id_prefix=settings.attempt_prefix,
-            queue_seconds=section.queue_seconds,
+            self._islands, self._queue, id_prefix=settings.attempt_prefix, queue_seconds=section.queue_seconds
         )
         self._claims = Claims(self._table, self._links)
         self._readiness = Readiness(self._islands, adaptive=bound is not None)

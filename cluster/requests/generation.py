@@ -136,7 +136,7 @@ class Generation:
                 calls.append(scores := await placement.prefill.prompt_logprobs(placement.request_id, timeout))
             if not placement.is_local:
                 calls.append(sent := placement.prefill.send(send, timeout))  # first: the other call waits for its KV
-                calls.append(answer := unwatched(asyncio.ensure_future(self._answer(sent))))
+                calls.append(answer := unwatched(asyncio.ensure_future(self._answer(sent, placement))))
                 answer.add_done_callback(lambda _: placement.prefill.forget_prompt(placement.request_id))
             calls.append(placement.decode.generate(start, inbox, timeout))
             if scores is not None:
@@ -266,12 +266,14 @@ class Generation:
             start.sampling.ClearField("prompt_logprobs")
         return send, start
 
-    async def _answer(self, call: Sent) -> worker_pb2.RemoteSendResponse:
+    async def _answer(self, call: Sent, placement: Placement) -> worker_pb2.RemoteSendResponse:
         begun = bool(self._timings.first_token_seconds)  # in an earlier placement
         sent = await call
         self._timings.prefill_seconds += sent.prefill_seconds
         self._timings.push_seconds += sent.push_seconds
         self._timings.bytes_pushed += sent.bytes_pushed
+        pushed = len(self.prompt) - placement.reservation.matched_tokens
+        placement.prefill.pushed_to(placement.decode, pushed, sent.push_seconds)
         if not begun:
             self._usage.cached_tokens = min(sent.cached_tokens, self._usage.prompt_tokens)
         self.observer.prefilled(sent)

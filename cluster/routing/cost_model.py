@@ -3,6 +3,7 @@
 Each pair of workers of an island has a cost in seconds:
 
     first token     prompts ahead of it and its own, at the prefill worker's measured rate
+    push            what pushes between the two workers' hosts have added of late
     others' tokens  a prompt computed beside decode rows holds up each of those rows
     others' prompts a row decoded beside prompts takes its steps from them
     own tokens      what the decode worker takes for a token, above all beyond the bound
@@ -61,16 +62,31 @@ class _Island:
         prefills = sorted(self._workers, key=lambda one: waits[one.key] + self._holds_up_rows(one))
         ranked = []
         for decode in self._workers:
-            other = next((one for one in prefills if one is not decode), None)
+            other = self._best_for(decode, prefills, waits)
             for prefill in (decode,) if other is None else (other, decode):
-                ranked.append((self._cost(decode, prefill, waits), Pair(decode, prefill, waits[prefill.key])))
+                expected = waits[prefill.key] + self._ask.push_seconds(prefill, decode)
+                ranked.append((self._cost(decode, prefill, waits), Pair(decode, prefill, expected)))
         return ranked
+
+    def _best_for(
+        self, decode: WorkerLoad, prefills: Sequence[WorkerLoad], waits: dict[Key, float]
+    ) -> WorkerLoad | None:
+        """The best other worker to compute the prompt. prefills: the best one first, without pushes."""
+        others = (one for one in prefills if one is not decode)
+        if not self._ask.pushes:
+            return next(others, None)
+
+        def seconds(one: WorkerLoad) -> float:
+            return waits[one.key] + self._holds_up_rows(one) + self._ask.push_seconds(one, decode)
+
+        return min(others, key=seconds, default=None)
 
     def _cost(self, decode: WorkerLoad, prefill: WorkerLoad, waits: dict[Key, float]) -> float:
         own = self._token_seconds(decode)
         beyond = max(0.0, own - self._bound)
         tokens = self._output * (TOKEN_WEIGHT * own + beyond)
-        return waits[prefill.key] + self._holds_up_rows(prefill) + self._holds_up_prompts(decode) + tokens
+        prompt = waits[prefill.key] + self._holds_up_rows(prefill) + self._ask.push_seconds(prefill, decode)
+        return prompt + self._holds_up_prompts(decode) + tokens
 
     def _to_compute(self, worker: WorkerLoad) -> int:
         return max(1, self._ask.prompt_tokens - self._ask.matches.get(worker.key, 0))

@@ -10,6 +10,7 @@ from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import Ask, Key, Policy
 from tandem.cluster.routing.prefix_view import PrefixView, PromptKeys
+from tandem.cluster.routing.push_times import PushTimes
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import inference_pb2
 
@@ -27,7 +28,12 @@ class IslandLinks:
     """One island in one epoch. Its links stay open after admission has stopped, until its requests are over."""
 
     def __init__(
-        self, state: IslandState, max_message_bytes: int, prefixes: PrefixView[Key], table: GatewayTable
+        self,
+        state: IslandState,
+        max_message_bytes: int,
+        prefixes: PrefixView[Key],
+        table: GatewayTable,
+        pushes: PushTimes,
     ) -> None:
         self.state = state
         self.links = [
@@ -38,6 +44,7 @@ class IslandLinks:
                 max_message_bytes,
                 prefixes,
                 PlacedTokens(table, state.number, worker.pe),
+                pushes,
             )
             for worker in state.workers
         ]
@@ -63,6 +70,7 @@ class Islands:
         self._max_message_bytes = max_message_bytes
         self._policy = policy
         self._prefixes: PrefixView[Key] = PrefixView()
+        self._pushes = PushTimes()
         self._turn = 0
         self._current: dict[str, IslandLinks] = {}
         self._links: dict[Key, WorkerLink] | None = None  # until an island changes
@@ -85,8 +93,8 @@ class Islands:
     def pairs(self, ask: Ask, prompt: PromptKeys | None = None) -> Iterator[LinkPair]:
         """In the order that the routing policy gives. prompt: where given, ask gets its matches."""
         links = self.links()
-        if prompt is not None:
-            ask = Ask(ask.prompt_tokens, ask.max_tokens, self._prefixes.match(prompt))
+        matches = ask.matches if prompt is None else self._prefixes.match(prompt)
+        ask = Ask(ask.prompt_tokens, ask.max_tokens, matches, self._pushes.per_token)
         pairs = self._policy([link.worker_load(island) for (island, _), link in links.items()], ask, self._turn)
         self._turn += 1
         return (
@@ -120,7 +128,9 @@ class Islands:
             return
         for link in [] if before is None else before.links:
             link.end_watch()  # before its successor, of the same key, is watched
-        island = self._current[state.name] = IslandLinks(state, self._max_message_bytes, self._prefixes, self._table)
+        island = self._current[state.name] = IslandLinks(
+            state, self._max_message_bytes, self._prefixes, self._table, self._pushes
+        )
         for link in island.links:
             link.watch()
         if before is not None:

@@ -27,12 +27,14 @@ class WorkerLoad(NamedTuple):
     rows: int = 0  # sequences that it decodes
     token_seconds: float = 0.0  # from one decode step to the next
     prompt_rate: float = 0.0  # prompt tokens a second while it computes prompts
+    host: str = ""  # its address
 
     @property
     def key(self) -> Key:
         return self.island, self.pe
 
 
+NO_PUSHES: Mapping[tuple[str, str], float] = MappingProxyType({})
 NO_MATCHES: Mapping[Key, int] = MappingProxyType({})
 
 
@@ -42,6 +44,16 @@ class Ask(NamedTuple):
     prompt_tokens: int
     max_tokens: int
     matches: Mapping[Key, int] = NO_MATCHES  # prompt tokens whose KV a worker holds; 0 for all others
+    pushes: Mapping[tuple[str, str], float] = NO_PUSHES  # seconds a token, from one host to another; 0 for all others
+
+    def push_seconds(self, prefill: "WorkerLoad", decode: "WorkerLoad") -> float:
+        """What pushing the prompt between the two adds to it."""
+        seconds = self.pushes.get((prefill.host, decode.host), 0.0)
+        return seconds * max(0, self.prompt_tokens - self.matches.get(decode.key, 0))
+
+    def push_tokens(self, prefill: "WorkerLoad", decode: "WorkerLoad") -> int:
+        """How many prompt tokens the prefill worker would compute in that time."""
+        return int(self.push_seconds(prefill, decode) * prefill.prompt_rate)
 
 
 class Pair(NamedTuple):
@@ -61,6 +73,8 @@ A pair that is left out gets no request. The gateway tries the pairs in order un
 
 def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
     """Every reachable decode worker by load, each with the least loaded reachable prefill worker of its island."""
+    if ask.pushes:
+        return _by_hosts(workers, ask, lambda one: one.load, lambda one: one.load, weighs_prompts=False)
     best: dict[str, WorkerLoad] = {}
     for worker in workers:
         if worker.role == Role.PREFILL and worker.reachable:
@@ -80,6 +94,13 @@ def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
     everybody sends drowns no worker: another one comes to hold it, too.
     """
     held, decode_role = ask.matches, Role.DECODE
+    if ask.pushes:
+        return _by_hosts(
+            workers,
+            ask,
+            lambda one: one.prompt_tokens - SAVED_WORTH * held.get(one.key, 0),
+            lambda one: one.load - held.get(one.key, 0),
+        )
     best: dict[str, tuple[int, int, WorkerLoad]] = {}
     decodes: list[WorkerLoad] = []
     for worker in workers:
@@ -100,6 +121,37 @@ def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
             ranked.append((cost + prefill[0], number, worker))
     ranked.sort()
     return [Pair(decode, best[decode.island][2]) for _, _, decode in ranked]
+
+
+def _by_hosts(
+    workers: Sequence[WorkerLoad],
+    ask: Ask,
+    prompt_cost: Callable[[WorkerLoad], int],
+    row_cost: Callable[[WorkerLoad], int],
+    *,
+    weighs_prompts: bool = True,
+) -> list[Pair]:
+    """Where pushes between hosts take time: each decode worker with the prefill worker that is best for it.
+
+    Costs are in tokens. weighs_prompts: what waits at the prefill worker counts in the order of decode workers, too.
+    """
+    prefills: dict[str, list[WorkerLoad]] = {}
+    for one in workers:
+        if one.role == Role.PREFILL and one.reachable:
+            prefills.setdefault(one.island, []).append(one)
+    ranked: list[tuple[int, int, Pair]] = []
+    for number, decode in enumerate(workers):
+        if decode.role != Role.DECODE or not decode.reachable or decode.island not in prefills:
+            continue
+        costs = [
+            (prompt_cost(one) + ask.push_tokens(one, decode), one.load, turn, one)
+            for turn, one in enumerate(prefills[decode.island])
+        ]
+        cost, _, _, prefill = min(costs)
+        counted = cost if weighs_prompts else ask.push_tokens(prefill, decode)
+        ranked.append((row_cost(decode) + counted, number, Pair(decode, prefill)))
+    ranked.sort(key=lambda one: one[:2])
+    return [pair for _, _, pair in ranked]
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType({"least_loaded": least_loaded, "prefix_aware": prefix_aware})

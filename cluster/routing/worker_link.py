@@ -14,6 +14,7 @@ from tandem.cluster.routing.policy import Key, WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.routing.prefix_view import PrefixView
 from tandem.cluster.routing.prompt_logprob_call import PromptLogprobCall
+from tandem.cluster.routing.push_times import PushTimes
 from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
 from tandem.cluster.routing.worker_watch import WorkerWatch
@@ -53,8 +54,9 @@ class WorkerLink:
         max_message_bytes: int,
         prefixes: PrefixView[Key],
         placed: PlacedTokens,
+        pushes: PushTimes,
     ) -> None:
-        """prefixes: gets to know what the worker holds, from watch() on."""
+        """prefixes: gets to know what the worker holds, from watch() on. pushes: gets to know how long they take."""
         self.key: Key = (island, worker.pe)
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -67,7 +69,8 @@ class WorkerLink:
         self._report = worker_pb2.WorkerReport()
         self._known: WorkerLoad | None = None  # until something of it changes: most workers are as they were
         self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
-        self._address = worker.address
+        self._address, self._host = worker.address, worker.address.rpartition(":")[0]
+        self._pushes = pushes
         self._name = f"{worker.role} worker (PE {worker.pe}, epoch {epoch})"
         self._channel = _channel(worker, options)
         self._stub = authorized(worker_pb2_grpc.WorkerStub(self._channel), worker.token)
@@ -123,6 +126,10 @@ class WorkerLink:
         """Its first token is there, or will not come. Idempotent."""
         self._placed.prompts.add(-self._prompts.pop(request_id, 0))
 
+    def pushed_to(self, decode: "WorkerLink", tokens: int, seconds: float) -> None:
+        """A push of so many tokens to that worker made a prompt take so much longer."""
+        self._pushes.saw((self._host, decode._host), tokens, seconds)
+
     def worker_load(self, island: str) -> WorkerLoad:
         """What routing policies see, of all the gateway's processes. The newest prompts are not in the report yet."""
         report, known = self._report, self._known
@@ -139,6 +146,7 @@ class WorkerLink:
             rows=report.rows,
             token_seconds=report.token_seconds,
             prompt_rate=report.prompt_tokens_per_second,
+            host=self._host,
         )
         return self._known
 

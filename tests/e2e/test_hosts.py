@@ -34,7 +34,7 @@ TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 TOKEN = secrets.token_hex(16)
 OUTPUT = 12
 READY_SECONDS = 240
-OURS = ("prefill (PE", "decode (PE", "gateway.", "launcher", "tandem")  # by the beginnings of their names
+OURS = ("prefill (PE", "decode (PE", "gateway.")  # by the beginnings of their names; the launcher's port is Ray's
 GATEWAYS: dict[str, object] = {"gateway.nodes": "all", "gateway.port": 50061}
 OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.verify_kv": "true"}
 

@@ -99,7 +99,14 @@ def test_a_large_body_is_read_in_another_process(opened: OpenGateway, monkeypatc
         raise AssertionError("a large body was read in the gateway")
 
     expected = answer(opened.http, COMPLETIONS, **small)
-    wrong = {"max_tokens": "x"}, {"prompt": []}, {"model": "y"}, {"temperatur": 1}, {"seed": -2}, {"stop": "a" * 300}
+    wrong = (
+        {"max_tokens": "x"},
+        {"prompt": []},
+        {"model": "y"},
+        {"temperatur": 1},
+        {"seed": -(2**70)},
+        {"stop": "a" * 300},
+    )
     errors = [error(opened, small | one) for one in wrong]
     monkeypatch.setattr("tandem.cluster.frontends.openai.generation_route.read_requests.__code__", not_here.__code__)
     assert answer(opened.http, COMPLETIONS, **large)["choices"] == expected["choices"]

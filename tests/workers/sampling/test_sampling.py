@@ -1,6 +1,6 @@
 """Draws against a naive row-by-row reference, and what they promise: to depend on (seed, position) alone."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -48,7 +48,8 @@ def transformers_probabilities(logits: np.ndarray, params: SamplingParams) -> np
         chain.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         chain.append(TopPLogitsWarper(params.top_p))
-    filtered = chain(torch.zeros(1, 1, dtype=torch.long), torch.from_numpy(logits.astype(np.float64))[None])
+    ids, scores = torch.zeros(1, 1, dtype=torch.long), torch.from_numpy(logits.astype(np.float64))[None]
+    filtered: Any = chain(cast(Any, ids), cast(Any, scores))
     return filtered[0].softmax(-1).numpy()
 
 

@@ -24,8 +24,8 @@ from tests.workers.loop_pair import LoopPair
 NUM_TOKENS, LENGTH = 40, 4
 PAIRS = {  # case of the target, and of the drafter
     "itself": ("llama", "llama"),
-    "another": ("llama", "qwen3"),
-    "windows": ("gemma2", "gpt_oss"),
+    "another": ("llama", "gemma4"),
+    "windows": ("gemma4", "gpt_oss"),
     "latents": ("deepseek_v3", "llama"),
     "latent drafter": ("llama", "deepseek_v2"),
     "chunks": ("llama4", "mistral"),

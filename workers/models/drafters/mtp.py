@@ -28,8 +28,8 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
         )
     if target.latent is not None and target.latent.index is not None:
         raise UnsupportedFeature(
-            f"speculation.method is mtp; the layers of {target.architecture} have indexers, which no drafter may have: "
-            "ngram and draft_model are accepted"
+            f"speculation.method is mtp; the layers of {target.architecture} have indexers, and only layers without "
+            "are served as drafters: take ngram or draft_model"
         )
     moe = dataclasses.replace(target.moe, layers=frozenset({0}))  # always with experts
     return dataclasses.replace(target, num_layers=1, num_extra_layers=0, moe=moe)

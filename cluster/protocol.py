@@ -5,7 +5,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -129,7 +129,7 @@ def build_request(
             elif name == "guided":
                 one = _guided(value)
             elif name == "sliding":
-                one = inference_pb2.SlidingWindow(**value)
+                one = inference_pb2.SlidingWindow(**cast(Any, value))
             request.sampling.MergeFrom(inference_pb2.SamplingParams(**{name: one}))
         except (TypeError, ValueError):
             which = "each" if known[name].is_repeated and name != "logit_bias" else "it"

@@ -284,7 +284,7 @@ class FakeTransport(Transport):
         target = layer if region is None else region.peer_layer(layer)
         if target is None:
             return
-        rows, keys, values = slots.long().clone(), *(rows_for(one, token_indices, region) for one in (k, v))
+        rows, (keys, values) = slots.long().clone(), rows_for(k, v, token_indices, region)
         heads = ALL_OF_THEM if region is None else region.peer_heads
         write = partial(pool.put_tokens, target, rows, keys, values, heads)
         self._fabric._write("write_tokens", self.pe, pe, [write], self._entry(pool, region, target, int(rows[0])))

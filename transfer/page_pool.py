@@ -73,9 +73,11 @@ class PagePool:
             self.put_slots(targets, source.read_slots(slots, region), own)
 
 
-def rows_for(planes: Tensor | None, token_indices: Tensor, region: Region | None) -> Tensor | None:
-    """Rows token_indices of k or v [num_tokens, num_kv_heads, head_dim], of the heads of a region; contiguous."""
-    if planes is None:
-        return None
-    rows = planes.index_select(0, token_indices)
-    return rows if region is None else rows[:, region.heads].contiguous()
+def rows_for(k: Tensor, v: Tensor | None, token_indices: Tensor, region: Region | None) -> tuple[Tensor, Tensor | None]:
+    """Rows token_indices of k and v [num_tokens, num_kv_heads, head_dim], of the heads of a region; contiguous."""
+
+    def rows_of(plane: Tensor) -> Tensor:
+        rows = plane.index_select(0, token_indices)
+        return rows if region is None else rows[:, region.heads].contiguous()
+
+    return rows_of(k), None if v is None else rows_of(v)

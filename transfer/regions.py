@@ -62,15 +62,16 @@ def regions_between(own: "KVLayout", peer: "KVLayout") -> Regions:
 
 def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
     pairs: list[tuple[str, object, object]] = [
-        (name, getattr(own, name), getattr(peer, name)) for name in ("page_size", "dtype", "stored_dtype")
+        (name, getattr(own, name), getattr(peer, name)) for name in ("page_size", "dtype", "stored_dtype", "readers")
     ]
     pairs.append(("number of layer groups", len(own.groups), len(peer.groups)))
     for index, groups in enumerate(zip(own.groups, peer.groups, strict=False)):
         for name in ("head_dim", "keeps", "latent_rank"):
             mine, theirs = (getattr(group, name) for group in groups)
             pairs.append((f"{name} of group {index}", mine, theirs))
-        totals = [_num_heads(layout, group) for layout, group in zip((own, peer), groups, strict=True)]
-        pairs.append((f"KV heads of group {index}, of all ranks,", *totals))
+        pairs.append(
+            (f"KV heads of group {index}, of all ranks,", _num_heads(own, groups[0]), _num_heads(peer, groups[1]))
+        )
     for name, mine, theirs in pairs:
         if mine != theirs:
             raise InvalidArgument(f"{name} is {theirs} at the peer; {mine} is accepted, for shards of one layout")

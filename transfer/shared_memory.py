@@ -65,8 +65,7 @@ class SharedMemoryTransport(Transport):
         target = layer if region is None else region.peer_layer(layer)
         if target is None:
             return
-        keys, values = (rows_for(one, token_indices, region) for one in (k, v))
-        assert keys is not None
+        keys, values = rows_for(k, v, token_indices, region)
         heads = ALL_OF_THEM if region is None else region.peer_heads
         self._pools[pe][group].put_tokens(target, slots.long(), keys, values, heads)
 

@@ -32,8 +32,8 @@ class Capabilities:
     step_graphs: bool = False  # decode steps in graph buffers
     sharing_graphs: bool = False  # decode steps whose sequences share pages, in graph buffers
     verify_graphs: bool = False  # verify steps in graph buffers
-    reads: bool = False  # attend to what is stored without appending, see read() and read_part()
     sliding_graphs: bool = False  # decode steps in which sequences slide, in graph buffers
+    reads: bool = False  # attend to what is stored without appending, see read() and read_part()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from tandem.cache.kernels.backend import AppendThenAttend
 from tandem.cache.kernels.base import IndexBackend, LatentBackend
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.gpu_limits import check_sizes, index_sizes
 from tandem.cache.kernels.native.crew import load_crew
 from tandem.cache.kernels.native.kernels import SOURCE, NativeKernels
 from tandem.cache.kernels.scoring import Scoring
@@ -49,9 +50,10 @@ def choose_latent_kernels(
 
 
 def choose_index_kernels(pool: Tensor, rank: int, top_k: int) -> IndexBackend:
-    """Triton's for 16 bits on a GPU, else torch's."""
+    """Triton's for 16 bits on a GPU, else torch's; InvalidArgument for sizes that were not tried there."""
     if pool.device.type == "cuda" and pool.dtype != torch.float32:
         from tandem.cache.kernels.triton.index import TritonIndexKernels
 
+        check_sizes(pool.dtype, pool.shape[4], index_sizes(pool.shape[5], rank))
         return TritonIndexKernels(pool, rank, top_k)
     return TorchIndexKernels(pool, rank, top_k)

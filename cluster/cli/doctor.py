@@ -21,6 +21,8 @@ from tandem.transfer.nvshmem.kernels.device_build import find_nvshmem
 
 COMMAND_SECONDS = 20.0
 SHM_BYTES = 8 << 30  # of /dev/shm: Ray's object store and NCCL's buffers
+REMOTE_TRANSPORT = "nvshmem_transport_"  # NVSHMEM's libraries for other hosts begin so
+RDMA_CARDS = Path("/sys/class/infiniband")
 GIB = 1 << 30
 NEEDED = ("python", "torch", "ray", "grpcio", "memory files", "open files")
 NEEDED_BY_GPUS = ("nvidia driver", "gpus", "nvshmem4py", "flashinfer-python", "triton")
@@ -54,6 +56,7 @@ def examine(port: int) -> Iterator[Finding]:
     for name in ("nvshmem4py", "flashinfer-python", "triton"):
         yield _package(name, "for a GPU island: pip install 'tandem[cuda13]', or [cuda12] for CUDA 12")
     yield _device_library()
+    yield _remote_transports()
     yield _nvcc()
     yield _tool("c compiler", ("cc", "gcc", "clang"), "for faster CPU kernels: install gcc")
     yield _shm()
@@ -166,6 +169,19 @@ def _device_library() -> Finding:
     except (FileNotFoundError, ImportError, ValueError):  # the last two: a parent package that is broken
         advice = "for GPUs that are not peer to peer: pip install nvidia-nvshmem-cu13, or -cu12 for CUDA 12"
         return Finding("nvshmem library", "missing", advice)
+
+
+def _remote_transports() -> Finding:
+    """By which GPUs of several hosts could write to each other. No island of GPUs spans hosts yet, so nothing is
+    missing here."""
+    try:
+        libraries = sorted((find_nvshmem() / "lib").glob(f"{REMOTE_TRANSPORT}*.so*"))
+    except (FileNotFoundError, ImportError, ValueError):
+        libraries = []
+    names = dict.fromkeys(library.name.removeprefix(REMOTE_TRANSPORT).partition(".")[0] for library in libraries)
+    cards = sorted(card.name for card in RDMA_CARDS.glob("*"))
+    found = f"{', '.join(names) or 'none'}; RDMA cards: {', '.join(cards) or 'none'}; untried"
+    return Finding("remote transports", f"{found}: an island of GPUs is one host")
 
 
 def _nvcc() -> Finding:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tandem.cluster.errors import InvalidRequest
+from tandem.workers.models.config import ModelConfig
 from tandem.workers.sampling.sampling_params import SlidingWindow
 
 
@@ -17,6 +18,21 @@ class ModelLimits:
     page_size: int = 16
     max_sliding_tokens: int = 1 << 20  # of prompt and output of a request that slides
     cannot_slide: str = ""  # why no request may slide; empty where it may
+
+    @classmethod
+    def of_model(
+        cls, model: ModelConfig, max_model_len: int, num_pages: int, page_size: int, max_sliding_tokens: int
+    ) -> "ModelLimits":
+        """num_pages: of a decode worker's pool."""
+        return cls(
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            pool_tokens=num_pages * page_size,
+            rope_switch=model.rope_switch,
+            page_size=page_size,
+            max_sliding_tokens=max_sliding_tokens,
+            cannot_slide=model.cannot_slide,
+        )
 
     @property
     def longest(self) -> int:

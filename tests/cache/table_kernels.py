@@ -81,7 +81,10 @@ class TableKernels(TorchKernels):
         q = q if plan.rotation is None else plan.rotation.apply(q)
         output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = np.flatnonzero(tables.slots.numpy() >= 0)
-        if rows.size:
+        if tables.sliding is not None:
+            for row in rows.tolist():
+                output[row] = self._slide(layer, q[row], row, tables, plan.rotation, x.sinks)
+        elif rows.size:
             output[rows] = self.attend(layer, q[rows], None, None, self._plan_of(rows, tables), x.sinks)
         return output
 

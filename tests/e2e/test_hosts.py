@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -170,6 +170,14 @@ class Cluster:
     def _call(self, *command: str) -> "subprocess.CompletedProcess[str]":
         run, options = self.hosts.command(3, *command), {"timeout": COMMAND_SECONDS, "check": False}
         return subprocess.run(run, env=self.environment, capture_output=True, text=True, **options)
+
+
+def _eventually(holds: Callable[[], object]) -> None:
+    """As until(), for what takes the start of processes that import."""
+    deadline = time.monotonic() + READY_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {READY_SECONDS} s"
+        time.sleep(0.5)
 
 
 def _forks(process_host: int, name: str) -> bool:
@@ -354,7 +362,7 @@ def test_without_rays_gcs_serving_goes_on_and_what_is_lost_is_started_once_it_is
     assert cluster.answers(tmp_path, prompts) == expected
     made.start_gcs()
     until(lambda: not cluster.info()["starts_nothing"])
-    until(lambda: all(workers for _, workers in cluster.islands().values()))
+    _eventually(lambda: all(workers for _, workers in cluster.islands().values()))
     assert cluster.answers(tmp_path, prompts) == expected
     after = cluster.info()
     assert [one["name"] for one in after["islands"]] == [one["name"] for one in before["islands"]]
@@ -376,13 +384,8 @@ def test_the_islands_of_a_lost_host_go_to_another_and_its_gateway_comes_back_wit
         pass
     assert said["tokens"] == undisturbed["tokens"]
     assert cluster.gateways() == cluster.hosts.addresses[:2]
-    deadline = time.monotonic() + READY_SECONDS
-    while True:
-        host, workers = cluster.islands()[name]
-        if workers and host != lost:
-            break
-        assert time.monotonic() < deadline, "the island was not started again"
-        time.sleep(0.5)
+    _eventually(lambda: cluster.islands()[name][1] and cluster.islands()[name][0] != lost)
+    host, _ = cluster.islands()[name]
     assert host in cluster.hosts.addresses[:2]
     prompts = [random_prompt(9 + 5 * number, 100 + number) for number in range(40)]
     with ThreadPoolExecutor(1) as pool:

@@ -195,8 +195,7 @@ class NvshmemTransport(Transport):
         if region is None or target is None:
             return
         tokens, targets = upload([token_indices.numpy(), slots.numpy().astype(np.int64)], self._device)
-        keys, values = (rows_for(one, tokens, region) for one in planes)
-        assert keys is not None
+        keys, values = rows_for(*planes, tokens, region)
         PagePool(self._mapped(pe, group)).put_tokens(target, targets, keys, values, region.peer_heads)
 
     def fence(self, pe: int) -> Fence:

@@ -73,7 +73,7 @@ class FrameReader:
 
     def __init__(self, connection: socket.socket, memory: PageMemory, regions: Regions | None = None) -> None:
         """regions: what the pages here have in common with the sender's; None: they are alike."""
-        self._regions = regions or [None] * len(memory.layout.groups)
+        self._regions: Regions = regions or [None] * len(memory.layout.groups)
         self._connection = connection
         self._memory = memory
         self._header = memoryview(bytearray(HEADER.size))

@@ -135,7 +135,7 @@ class TcpTransport(Transport):
         target = layer if region is None else region.peer_layer(layer)
         if target is None:
             return
-        planes = [rows for rows in (rows_for(plane, token_indices, region) for plane in (k, v)) if rows is not None]
+        planes = [rows for rows in rows_for(k, v, token_indices, region) if rows is not None]
         if pe == self.pe:
             own.pools[group].put_tokens(layer, slots.long(), planes[0], planes[1] if v is not None else None)
             return

@@ -203,6 +203,11 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
 
     def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
         own = plan.own
+        if isinstance(own, SlidingSteps):
+            q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
+            q = q if plan.rotation is None else plan.rotation.apply(q)
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
         if not isinstance(own, DecodePlan):
             return super().read(plan, layer, x)
         assert own.scheduled, "begin_captured() has queued no schedule for this step"

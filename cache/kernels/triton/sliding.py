@@ -112,6 +112,8 @@ def _attend_sliding(
     weighted = tl.zeros((HEADS, HEAD_DIM), tl.float32)
     if HAS_SINKS:
         top, total, weighted = add_sink(top, total, weighted, tl.load(sinks + head, mask=there, other=0.0))
+    k_scale = tl.load(fp8_scales + kv_head) if FP8 else 1.0
+    v_scale = tl.load(fp8_scales + KV_HEADS + kv_head) if FP8 else 1.0
     for begin in range(0, length, KEYS):
         key = begin + tl.arange(0, KEYS)
         is_sink = key < sink
@@ -123,7 +125,6 @@ def _attend_sliding(
         keys = tl.load(lines + column, mask=inside[:, None], other=0.0)
         values = tl.load(lines + KV_HEADS * PAGE_SIZE * HEAD_DIM + column, mask=inside[:, None], other=0.0)
         if FP8:
-            k_scale, v_scale = tl.load(fp8_scales + kv_head), tl.load(fp8_scales + KV_HEADS + kv_head)
             keys = (keys.to(tl.float32) * k_scale).to(queries.dtype)
             values = (values.to(tl.float32) * v_scale).to(queries.dtype)
         if ROTARY:

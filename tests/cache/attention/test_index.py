@@ -8,9 +8,11 @@ import torch
 
 from tandem.cache.digest import digest_kv
 from tandem.cache.kernels.base import Index
+from tandem.cache.kernels.gpu_limits import check_layout
 from tandem.cache.kernels.torch import index as torch_index
 from tandem.cache.kernels.torch import latent as torch_latent
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import cache_of, choice_of, draw_inputs, pools_of, ropes_of, run, run_layer, up_projections
@@ -83,6 +85,15 @@ def test_layouts_differ_by_what_is_chosen() -> None:
 def test_layouts_that_cannot_be(groups: tuple[LayerGroup, ...]) -> None:
     with pytest.raises(InvalidArgument, match=r"has index keys of layers .* the first of these among them"):
         KVLayout(groups, 4, torch.float32)
+
+
+def test_what_kernels_on_a_gpu_take() -> None:
+    groups = LayerGroup((0,), 1, 576, latent_rank=512), LayerGroup((0,), 1, 128, latent_rank=64, top_k=2048)
+    layout = KVLayout(groups, 64, torch.bfloat16)
+    check_layout(layout, LatentHeads(128, 128))
+    narrow = replace(groups[1], head_dim=96, latent_rank=32)
+    with pytest.raises(InvalidArgument, match="index_head_dim is 96; on a GPU it must be one of 128"):
+        check_layout(replace(layout, groups=(groups[0], narrow)), LatentHeads(128, 128))
 
 
 def test_top_k_is_at_least_one() -> None:

@@ -293,9 +293,12 @@ def test_sequences_slide_in_graph_buffers(after: bool) -> None:
         inputs = draw(len(sequences), seed=50 + step)
         fixed.begin(Batch(sequences), batch, [np.array(sequences)])
         expected = run_forward(plain, list(sequences), [1] * len(sequences), inputs)
-        actual = run(batch.attention().attend, padded(inputs, batch.size))
-        for ours, theirs in zip(actual, expected, strict=True):
+        attention, rows = batch.attention(), padded(inputs, batch.size)
+        actual = run(attention.attend, rows)
+        for layer, ours, theirs in zip(sorted(rows), actual, expected, strict=True):
             torch.testing.assert_close(ours[: len(sequences)], theirs)
+            read = attention.read(layer, rows[layer][0])  # of what has just been stored
+            assert torch.equal(read[: len(sequences)], ours[: len(sequences)])
         assert fixed.num_free_pages <= plain.num_free_pages  # what the step before sees is there for another step
     for cache in (fixed, plain):
         cache.clear()

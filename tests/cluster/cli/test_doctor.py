@@ -66,7 +66,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_machine_without_anything() -> None:
     found = findings()
     missing = {name for name, finding in found.items() if not finding.ok}
-    assert missing == set(found) - {"python", "port 0"}
+    assert missing == set(found) - {"python", "port 0", "remote transports"}  # nobody needs the last
     assert all(found[name].advice for name in missing)
 
 
@@ -167,6 +167,21 @@ def test_the_device_library_is_looked_for_where_its_package_is(monkeypatch: pyte
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
     assert findings()["nvshmem library"] == Finding("nvshmem library", str(tmp_path))
+
+
+def test_remote_transports_are_listed_and_called_untried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(device_build, "find_spec", lambda name: spec)
+    monkeypatch.setattr(doctor, "RDMA_CARDS", tmp_path / "infiniband")
+    rest = "untried: an island of GPUs is one host"
+    assert findings()["remote transports"] == Finding("remote transports", f"none; RDMA cards: none; {rest}")
+    libraries = ("nvshmem_transport_ibrc.so", "nvshmem_transport_ibrc.so.3", "nvshmem_transport_ucx.so.3", "other.so")
+    for file in (device_build.LIBRARY, device_build.HEADER, *(f"lib/{name}" for name in libraries)):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    found = findings()["remote transports"]
+    assert found == Finding("remote transports", f"ibrc, ucx; RDMA cards: mlx5_0; {rest}")
 
 
 def test_memory_files_may_be_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def draft_mtp(model: Any, mtp: MtpModel, context: Sequence[int], count: int) -> 
     for _ in range(count):
         following = torch.tensor([[*context[1:], *drafts]])
         positions = torch.arange(following.shape[1])[None]
-        out = mtp.forward_layer(0, hidden, positions, None, input_ids=following)
+        out: Any = mtp.forward_layer(0, hidden, positions, None, input_ids=following)
         drafts.append(int(model.lm_head(out[0, -1]).argmax()))
         hidden = torch.cat((hidden, out[:, -1:]), 1)
     return drafts
@@ -56,7 +56,7 @@ def draft_eagle3(model: Any, tensors: dict[str, Tensor], context: Sequence[int],
     states = model(ids[:, :-1], output_hidden_states=True).hidden_states
     low, middle, high = 2, len(model.model.layers) // 2, len(model.model.layers) - 3
     hidden = torch.cat((states[low], states[middle], states[high]), 2)[0] @ tensors["fc.weight"].T
-    embedding = tensors.get("embed_tokens.weight", model.model.embed_tokens.weight)
+    embedding: Any = tensors.get("embed_tokens.weight", model.model.embed_tokens.weight)
     drafts: list[int] = []
     for _ in range(count):
         following = torch.tensor([*context[1:], *drafts])
@@ -135,7 +135,7 @@ def check(target: Path, speculation: SpeculationSettings, naive: Naive, *, in_gr
         watched.append(Watched(runner, due))
         return watched[-1]
 
-    options = {"kernels": TableKernels} if in_graphs else {}
+    options: dict[str, Any] = {"kernels": TableKernels} if in_graphs else {}
     loops = LoopPair(target, num_pages=64, speculation=speculation, drafter=make, **options)
     for runner in loops.runners if in_graphs else ():
         runner.capture_steps(8, run_in_place)

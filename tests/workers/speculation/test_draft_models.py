@@ -21,13 +21,12 @@ from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
 from tests.workers.loop_pair import LoopPair
 
-NUM_TOKENS, LENGTH = 40, 4
+NUM_TOKENS, LENGTH = 28, 4
 PAIRS = {  # case of the target, and of the drafter
     "itself": ("llama", "llama"),
     "another": ("llama", "gemma4"),
     "windows": ("gemma4", "gpt_oss"),
     "latents": ("deepseek_v3", "llama"),
-    "latent drafter": ("llama", "deepseek_v2"),
     "chunks": ("llama4", "mistral"),
 }
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)
@@ -63,7 +62,7 @@ def test_tokens_equal_transformers(checkpoints: Callable[[str], Path], pair: str
     counters = loops.decode_counters
     assert counters.drafted_tokens
     if pair == "itself":
-        assert counters.accepted_tokens == counters.drafted_tokens >= 3 * 31
+        assert counters.accepted_tokens == counters.drafted_tokens >= 3 * 21
     loops.assert_free()
 
 
@@ -91,7 +90,7 @@ def test_a_prefix_brings_the_drafters_kv(checkpoints: Callable[[str], Path]) -> 
     assert reservation.matched_tokens > 30, "the receiver has a prefix"
     assert loops.finish("second", longer, reservation, NUM_TOKENS) == greedy(load_oracle(target), longer, NUM_TOKENS)
     counters = loops.decode_counters
-    assert counters.accepted_tokens == counters.drafted_tokens > 40
+    assert counters.accepted_tokens == counters.drafted_tokens > 30
 
 
 class FailsInTheMiddle:
@@ -161,7 +160,7 @@ def test_in_graphs_as_on_a_gpu(checkpoints: Callable[[str], Path], case: str) ->
     counters = loops.decode_counters
     assert counters.drafted_tokens
     if case == "llama":
-        assert counters.accepted_tokens == counters.drafted_tokens > 60
+        assert counters.accepted_tokens == counters.drafted_tokens > 30
     loops.assert_free()
 
 

@@ -164,7 +164,8 @@ class IndexOracle:
         """hidden [n, m], and what the last tokens of texts ids [n, m], `last` at positions `at`, do not choose."""
         keys = self.keys[ids, np.arange(ids.shape[1]), 0]
         arrays = self.q[last, at], self.weights[last], keys, hidden
-        return hide_others(*map(torch.from_numpy, arrays), self.top_k).numpy()
+        q, weights, near, hides = map(torch.from_numpy, arrays)
+        return hide_others(q, weights, near, hides, self.top_k).numpy()
 
 
 def rotate_everywhere(x: NDArray[np.float64], rope: RopeParameters) -> NDArray[np.float64]:

@@ -33,7 +33,7 @@ PUBLISHED = ("k_proj.weight", "v_proj.weight", "k_norm.weight")  # of readers, t
 def save_published(folder: Path) -> Any:
     """The text decoder, in float32. Its readers have K and V, as published ones have."""
     text = make_model("gemma4")
-    config = Gemma4Config(vision_config=VISION, text_config=text.config, audio_config=AUDIO)
+    config = Gemma4Config(vision_config=VISION, text_config=text.config, audio_config=AUDIO)  # type: ignore[arg-type]
     model = Gemma4ForConditionalGeneration(config)
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.save_pretrained(folder)

@@ -48,8 +48,9 @@ def pools() -> tuple[Tensor, ...]:
 
 def cache_over(its: Sequence[Tensor], writer: PageWriter | None = None) -> PagedKVCache:
     rope = RopeParameters("default", ROTATED)
-    sizes = {"max_sequences": 16, "max_sequence_length": 2048}
-    return PagedKVCache(LAYOUT, its, **sizes, rope=rope, writer=writer, latent=LATENT_HEADS)
+    return PagedKVCache(
+        LAYOUT, its, max_sequences=16, max_sequence_length=2048, rope=rope, writer=writer, latent=LATENT_HEADS
+    )
 
 
 def draw(num_tokens: int, seed: int) -> Inputs:
@@ -58,8 +59,8 @@ def draw(num_tokens: int, seed: int) -> Inputs:
     def rows(*shape: int) -> Tensor:
         return torch.randn(num_tokens, *shape, generator=generator, device="cuda").to(DTYPE)
 
-    keys = rows(WIDTH).split((WIDTH - ROTATED, ROTATED), 1)
-    choice = Index(rows(INDEX_HEADS, WIDTH), *keys, rows(INDEX_HEADS).float())
+    still, rotated = rows(WIDTH).split((WIDTH - ROTATED, ROTATED), 1)
+    choice = Index(rows(INDEX_HEADS, WIDTH), still, rotated, rows(INDEX_HEADS).float())
     return [(rows(HEADS, 128 + ROTATED), rows(RANK), rows(RANK + ROTATED)[:, RANK:], of) for of in (choice, None)]
 
 
@@ -74,8 +75,8 @@ def up() -> UpProjections:
 def attend(attention: Attention, inputs: Inputs) -> list[Tensor]:
     """Of each layer; what is given is left as it is."""
     copies = [
-        (*map(Tensor.clone, tensors), up(), None if choice is None else Index(*map(Tensor.clone, choice)))
-        for *tensors, choice in inputs
+        (q.clone(), latents.clone(), keys.clone(), up(), None if choice is None else Index(*map(Tensor.clone, choice)))
+        for q, latents, keys, choice in inputs
     ]
     return [attention.attend_latents(layer, *of_layer) for layer, of_layer in enumerate(copies)]
 

@@ -39,7 +39,7 @@ class TokenMemory(AppendThenAttend):
         return q, k
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: PageTables, sinks: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, own: PageTables, sinks: Tensor | None = None
     ) -> Tensor:
         for begin, end in zip(own.kv_indptr, own.kv_indptr[1:], strict=False):
             held = self.tokens[own.kv_indices[begin:end]]

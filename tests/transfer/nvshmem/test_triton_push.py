@@ -61,7 +61,8 @@ def test_slots(pools: list[Tensor], count: int) -> None:
     expected = target.clone()
     slots = [draw(count, NUM_PAGES * source.shape[4], seed, torch.int32) for seed in (4, 5)]
     triton_push.push_slots(source, target, *slots)
-    PagePool(expected).copy_slots(PagePool(source), *(of.long() for of in slots))
+    source_slots, target_slots = (of.long() for of in slots)
+    PagePool(expected).put_slots(target_slots, PagePool(source).read_slots(source_slots))
     assert same_bits(target, expected)
 
 

@@ -119,7 +119,7 @@ def test_every_index_key_is_transformers(case: str, model: CachedModel, oracle: 
     assert list(found) == ([0, 1, 2] if case == "deepseek_v32" else [0, 2])
     rotated = CASES[case][1]["qk_rope_head_dim"]
     for layer, (keys, _) in found.items():
-        theirs = cached.layers[layer].indexer_keys[0]
+        theirs = cached.layers[layer].indexer_keys[0]  # type: ignore[union-attr]
         expected = torch.cat((theirs[:, rotated:], theirs[:, :rotated]), 1)
         torch.testing.assert_close(keys[:, 0], expected, rtol=FLOAT32, atol=FLOAT32)
 

@@ -2,10 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cache transfer workers cluster proto
+CHECKS := tests/test_layering.py tests/test_docs.py tests/test_prose.py
+TEST_PROCESSES ?= 2
+SPREAD := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check format proto docs chaos clients explore fuzz bench clean
+.PHONY: help demo test test-rest test-fast check format proto docs chaos clients explore fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
@@ -18,21 +21,26 @@ help:
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make clients published clients of OpenAI's API and of gRPC talk to a cluster; they are installed below build/"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
-	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches"
+	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches,"
+	@echo "             1,000 random schemas, regexes and grammars through a cluster"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment, this checkout's caches and build/, benchmark results too"
 
 demo: .venv/.base
-	@$(BIN)/python -m tandem.cluster.cli.demo
+	@$(BIN)/python -m tandem.cluster.cli.demo $(if $(SPECULATE),--speculate)
 
-# Two processes, each with whole files in the order of their names: what a file's tests share is made once, and the
+# Processes, each with whole files in the order of their names: what a file's tests share is made once, and the
 # many short files at the end even out who takes the long ones.
 test: .venv/.dev
-	@$(BIN)/pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/pytest -q -m "not gpu" $(SPREAD)
+
+# Those that `make check` does not run.
+test-rest: .venv/.dev
+	@$(BIN)/pytest -q -m "not gpu" $(SPREAD) $(CHECKS:%=--ignore=%)
 
 # No processes, no clusters, no compilers: what a person runs before each commit.
 test-fast: .venv/.dev
-	@$(BIN)/pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/pytest -q -m "not gpu and not slow" $(SPREAD)
 
 check: .venv/.dev $(TREE)
 	@$(BIN)/ruff check
@@ -41,7 +49,7 @@ check: .venv/.dev $(TREE)
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python -m tests.benchmarks.report --check
 	@$(BIN)/pyright
-	@$(BIN)/pytest -q tests/test_layering.py tests/test_docs.py tests/test_prose.py
+	@$(BIN)/pytest -q $(CHECKS)
 
 format: .venv/.dev
 	@$(BIN)/ruff check --fix
@@ -66,6 +74,7 @@ explore: .venv/.dev
 fuzz: .venv/.dev
 	@$(BIN)/python -m tests.fuzz
 	@$(BIN)/python -m tests.fuzz.cache
+	@$(BIN)/python -m tests.fuzz.guides
 
 bench: .venv/.dev
 	@$(BIN)/tandem bench

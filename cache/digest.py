@@ -10,9 +10,10 @@ POSITIONS_AT_A_TIME = 1024  # bounds the copies of a long sequence
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
-def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int) -> int:
+def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: tuple[int, int] | None = None) -> int:
     """31 bits of the KV of positions begin … end - 1 in all layers, bit for bit, but for pages that a window no longer
-    shows to position `end`; runs on the pages' device.
+    shows to position `end`; runs on the pages' device. slides: the window and sink of a sequence that begins to slide
+    at `end`, at the receiver.
 
     Σ word · weight(column) · weight(position) modulo 2⁶⁴, of which the upper half is taken: as quick as a sum, in any
     order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
@@ -21,10 +22,18 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int) -> int:
     size = cache.layout.page_size
     for index, group in enumerate(cache.layout.groups):
         seen = max(begin, group.keeps.first_page_index(end, size) * size)
-        for first in range(seen, end, POSITIONS_AT_A_TIME):
-            gathered = cache.gather_group(sequence, index, first, min(end, first + POSITIONS_AT_A_TIME))
+        parts = [range(seen, end)]
+        if slides is not None and end > slides[0]:
+            parts = [range(seen, slides[1]), range(max(seen, end - (slides[0] - slides[1])), end)]
+        pieces = (
+            part[at : at + POSITIONS_AT_A_TIME] for part in parts for at in range(0, len(part), POSITIONS_AT_A_TIME)
+        )
+        for first, last in ((piece.start, piece.stop) for piece in pieces):
+            gathered = cache.gather_group(sequence, index, first, last)
+            beside = 0 if group.top_k is None else cache.layout.num_layers  # index keys are of layers that have more
             for layer, (k, v) in zip(group.layers, gathered, strict=True):
-                total = total + _weigh(k, first, 2 * layer) + _weigh(v, first, 2 * layer + 1)
+                salt = 2 * (beside + layer)
+                total = total + _weigh(k, first, salt) + _weigh(v, first, salt + 1)
     return int(total) >> 32 & (1 << DIGEST_BITS) - 1
 
 

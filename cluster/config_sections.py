@@ -202,17 +202,18 @@ class GatewaySection(GatewayNodes):
     """most requests that wait for room"""
     max_queued_tokens: Tokens = Field(default=1 << 22, le=1 << 40)
     """most tokens, prompts and outputs, that wait for room"""
+    max_sliding_tokens: Tokens = Field(default=1 << 20, le=1 << 31)
+    """most tokens, prompt and output, of a request with `sliding`, which may be longer than the model's context"""
     max_attempts: Placements = Field(default=5, le=1000)
     """how often a request is placed when workers are lost while they serve it"""
     queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
     """longest wait for room"""
     request_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
     """longest life of one request"""
-    max_message_mib: Mebibytes = Field(default=16, le=1024)
-    """largest message that the gateway takes"""
+    max_message_mib: Mebibytes | None = Field(default=None, le=1024)
+    """largest message or body; null is 4, or as much as 32 bytes a token of the model's context make, up to 16"""
     max_bodies_mib: Mebibytes = Field(default=512, le=1 << 20)
-    """most bytes of requests that are being received or read, gRPC and HTTP together; those of up to 64 KiB do not
-    count, and one client's host may have half"""
+    """most bytes of requests being received or read, but for those up to 64 KiB; one client's host may have half"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
     tool_parser: Literal[

@@ -38,7 +38,7 @@ from tandem.cluster.peers.peer_server import HOST, Abroad, PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
-from tandem.cluster.requests.body_budget import BodyBudget
+from tandem.cluster.requests.body_budget import BodyBudget, largest_body
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.requests.observer import Observe, all_of
@@ -114,8 +114,7 @@ class GatewaySettings:
 
     @property
     def shares_ports(self) -> bool:
-        """Whether other processes may listen on the same ports: its supervisor holds them, and shows them to those of
-        this cluster, and of one that replaces it."""
+        """Whether others may listen on its ports: those of this cluster, and of one that replaces it."""
         return bool(self.table)
 
 
@@ -140,12 +139,8 @@ class Gateway:
         folder = Path(settings.config.model.path or "")
         self._model = load_config(folder, settings.config.model.dtype)
         self._tokenizer = Tokenizer.from_folder(folder)
-        self._limits = ModelLimits(
-            vocab_size=self._model.vocab_size,
-            max_model_len=settings.max_model_len,
-            pool_tokens=settings.num_pages * settings.config.cache.page_size,
-            rope_switch=self._model.rope_switch,
-        )
+        pages, longest = settings.config.cache.page_size, settings.config.gateway.max_sliding_tokens
+        self._limits = ModelLimits.of_model(self._model, settings.max_model_len, settings.num_pages, pages, longest)
         self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
         defaults = default_sampling(folder, settings.config.model.generation_config)
@@ -161,7 +156,7 @@ class Gateway:
             self._table.clear(settings.process, settings.incarnation - 1)
         self._readers = Readers(folder, READ_BY)
         section = settings.config.gateway
-        self._max_bytes = section.max_message_mib << 20
+        self._max_bytes = largest_body(section.max_message_mib, settings.max_model_len)
         self._bodies = BodyBudget((section.max_bodies_mib << 20) // settings.processes, self._max_bytes)
         self._warm_up: WarmUp | None = None
 
@@ -179,10 +174,7 @@ class Gateway:
         )
         self._queue = AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table, self._links.give_way)
         self._router = Router(
-            self._islands,
-            self._queue,
-            id_prefix=settings.attempt_prefix,
-            queue_seconds=section.queue_seconds,
+            self._islands, self._queue, id_prefix=settings.attempt_prefix, queue_seconds=section.queue_seconds
         )
         self._claims = Claims(self._table, self._links)
         self._readiness = Readiness(self._islands, adaptive=bound is not None)
@@ -208,8 +200,7 @@ class Gateway:
             self._tasks.append(asyncio.create_task(FarPlacements(self._table, self._links).run()))
         if bound is not None:
             turn = partial(self._links.turn, settings.process, settings.processes)
-            rebalancer = Rebalancer(self._islands, self._requests, bound, turn)
-            self._tasks.append(asyncio.create_task(rebalancer.run()))
+            self._tasks.append(asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run()))
         self._limit = CallLimit(section.max_calls, self._table)
         scrape = self._scrape()
         self._admin = Admin(scrape, self._tracer, self._links)
@@ -336,8 +327,7 @@ class Gateway:
             await asyncio.sleep(self._settings.config.gateway.drain_seconds)
 
     async def stop(self, grace: float, why: str = "it was stopped") -> None:
-        """No new calls; calls under way have `grace` seconds, then they end with an error and their pages are given
-        back. why: the cluster ends, in words."""
+        """No new calls; those under way have `grace` seconds, then they end with an error. why: it ends, in words."""
         self._readiness.drain()
         self._admin.close()
         await self._health.enter_graceful_shutdown()

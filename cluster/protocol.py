@@ -3,9 +3,9 @@
 import difflib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -32,9 +32,17 @@ ACCEPTED_BY_NAME = MappingProxyType(
     {
         "logit_bias": "a number for each token id in [0, 2^32)",
         "bad_words_ids": "a list of integers in [0, 2^32)",
+        "sliding": "an object with window and sinks, integers in [0, 2^32)",
         "guided": "one of json_schema, regex and grammar, as text, or choice, a list of texts",
     }
 )
+AS_JSON: Mapping[str, tuple[type, Callable[[Any], object], str]] = MappingProxyType(
+    {
+        "template_kwargs": (Mapping, dict, "a mapping that JSON can hold"),
+        "tools": (Sequence, list, "a list of functions, as OpenAI describes them, that JSON can hold"),
+    }
+)
+"""Options that travel as JSON: what they may be, what becomes of that, and it in words. JSON's text is taken, too."""
 TEXTS = ("stop", "bad_words")  # one text stands for a list of it
 
 
@@ -65,10 +73,11 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: int
     n: int
     best_of: int
+    sliding: Mapping[str, int]
 
 
 class PromptOptions(TypedDict, total=False):
-    """What becomes of a prompt. The last three are of chats only."""
+    """What becomes of a prompt. The last four are of chats only."""
 
     add_special_tokens: bool
     truncate_prompt_tokens: int
@@ -76,6 +85,7 @@ class PromptOptions(TypedDict, total=False):
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | str
 
 
 PROMPT_OPTIONS = tuple(PromptOptions.__annotations__)
@@ -118,6 +128,8 @@ def build_request(
                 one = [inference_pb2.TokenIds(ids=word) for word in one]
             elif name == "guided":
                 one = _guided(value)
+            elif name == "sliding":
+                one = inference_pb2.SlidingWindow(**cast(Any, value))
             request.sampling.MergeFrom(inference_pb2.SamplingParams(**{name: one}))
         except (TypeError, ValueError):
             which = "each" if known[name].is_repeated and name != "logit_bias" else "it"
@@ -132,12 +144,14 @@ def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -
         if not request.HasField("chat"):
             raise InvalidRequest(f"{name} is of use only with a chat; prompt is no list of messages")
         holder = request.chat
+    held: Any = value
     try:
-        text = name == "template_kwargs" and isinstance(value, Mapping)
-        setattr(holder, name, json.dumps(dict(value)) if text else value)
+        if name in AS_JSON and not isinstance(value, str):
+            kind, made, _ = AS_JSON[name]
+            held = json.dumps(made(value)) if isinstance(value, kind) else None  # which no field takes
+        setattr(holder, name, held)
     except (TypeError, ValueError):
-        accepted = ACCEPTED[holder.DESCRIPTOR.fields_by_name[name].type]
-        accepted = "a mapping that JSON can hold" if name == "template_kwargs" else accepted
+        accepted = AS_JSON[name][-1] if name in AS_JSON else ACCEPTED[holder.DESCRIPTOR.fields_by_name[name].type]
         raise InvalidRequest(f"{name} is {value!r:.80}; it must be {accepted}") from None
 
 
@@ -157,6 +171,8 @@ def _message(turn: Mapping[str, Any]) -> inference_pb2.ChatMessage:
     role, content = turn["role"], turn.get("content")
     rest = {name: value for name, value in turn.items() if name not in ("role", "content")}
     fields = json.dumps(rest) if rest else ""
+    if isinstance(content, Sequence) and not isinstance(content, str):  # parts, joined as the HTTP door joins them
+        content = "\n".join(part["text"] for part in content)
     return inference_pb2.ChatMessage(role=role, content="" if content is None and rest else content, fields=fields)
 
 

@@ -18,6 +18,7 @@ from tandem.cluster.error_details import details_of, reason_of
 from tandem.cluster.errors import CallError, Overloaded, TandemError, WorkerCallError
 
 RETRY_AFTER_KEY = "retry-after-ms"
+REMOVED = "Stream removed"  # so begins gRPC's text for a call whose connection broke; some of its versions say UNKNOWN
 Code = grpc.StatusCode
 
 # A status stands for the first error that has it.
@@ -95,6 +96,8 @@ async def refuse(context: grpc.aio.ServicerContext, error: TandemError) -> NoRet
 def error_of(error: grpc.RpcError) -> type[CallError]:
     """The error that a call to a gateway failed with: what its details say, or the first of its status."""
     code: Any = error.code()  # type: ignore[attr-defined]  # unseen by pyright
+    if code is Code.UNKNOWN and (error.details() or "").startswith(REMOVED):  # type: ignore[attr-defined]
+        return errors.Unavailable
     said = reason_of(error.trailing_metadata())  # type: ignore[attr-defined]
     named = (kind for kind, status, _ in STATUSES if said and status is code and reason(kind) == said)
     return next(named, ERROR_OF_GRPC.get(code, errors.ServerError))

@@ -8,18 +8,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PositionMap(_message.Message):
-    __slots__ = ("start_position", "num_tokens", "page_size", "runs", "layout_fingerprint")
+    __slots__ = ("start_position", "num_tokens", "page_size", "runs", "layout_fingerprint", "sliding")
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_FIELD_NUMBER: _ClassVar[int]
     start_position: int
     num_tokens: int
     page_size: int
     runs: _containers.RepeatedScalarFieldContainer[bytes]
     layout_fingerprint: int
-    def __init__(self, start_position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., runs: _Optional[_Iterable[bytes]] = ..., layout_fingerprint: _Optional[int] = ...) -> None: ...
+    sliding: Sliding
+    def __init__(self, start_position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., runs: _Optional[_Iterable[bytes]] = ..., layout_fingerprint: _Optional[int] = ..., sliding: _Optional[_Union[Sliding, _Mapping]] = ...) -> None: ...
+
+class Sliding(_message.Message):
+    __slots__ = ("window", "sink", "evict_after", "rotated")
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SINK_FIELD_NUMBER: _ClassVar[int]
+    EVICT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    ROTATED_FIELD_NUMBER: _ClassVar[int]
+    window: int
+    sink: int
+    evict_after: bool
+    rotated: int
+    def __init__(self, window: _Optional[int] = ..., sink: _Optional[int] = ..., evict_after: bool = ..., rotated: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
     __slots__ = ("reservation_id", "epoch", "target_pe", "signal_slot", "generation", "matched_tokens", "position_map", "pages", "writer_pe", "lease_seconds", "seal")
@@ -48,7 +62,7 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt", "whole")
+    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt", "whole", "sliding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +70,7 @@ class PrepareReceiveRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     max_tokens: int
@@ -63,7 +78,8 @@ class PrepareReceiveRequest(_message.Message):
     prompt: bytes
     salt: bytes
     whole: bool
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., whole: bool = ...) -> None: ...
+    sliding: _inference_pb2.SlidingWindow
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., whole: bool = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "prompt", "salt")

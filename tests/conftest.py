@@ -1,5 +1,6 @@
 """Settings of every test run, and fixtures that several folders use."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(item.path.is_relative_to(path) for path in slow):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all modules and tests stay: no collection looks through them again
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain of what they find left at the end
 
 
 @pytest.fixture(scope="session", autouse=True)

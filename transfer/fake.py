@@ -19,7 +19,8 @@ from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import check_slots, plan_copy
 from tandem.transfer.errors import PeerGone, TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles
-from tandem.transfer.page_pool import PagePool
+from tandem.transfer.page_pool import ALL_OF_THEM, PagePool, rows_for
+from tandem.transfer.regions import Region
 from tandem.transfer.transport import Fence, Int64Array, Transport
 
 NAME = "fake"
@@ -79,13 +80,14 @@ class FakeFabric:
     """An island of fake transports, and the faults that a test wants. Calls may come from any thread.
 
     A write lands when a later fence is asked or a later post is made, earlier only when the test delivers it, and in an
-    order drawn from `seed`; write_slots reads its source when it lands. num_pages: per layer group, or of each.
+    order drawn from `seed`; write_slots reads its source when it lands. num_pages: per layer group, or of each. layout:
+    of all PEs, or of each.
     """
 
     def __init__(
         self,
         num_pes: int,
-        layout: KVLayout,
+        layout: KVLayout | tuple[KVLayout, ...],
         *,
         num_pages: int | tuple[int, ...],
         num_signals: int = 8,
@@ -93,10 +95,10 @@ class FakeFabric:
         epoch: int = 1,
         seed: int = 0,
     ) -> None:
-        counts = (num_pages,) * len(layout.groups) if isinstance(num_pages, int) else num_pages
-        self.configs = [
-            TransportConfig(pe, num_pes, layout, counts, num_signals, island, epoch) for pe in range(num_pes)
-        ]
+        layouts, first = ((), layout) if isinstance(layout, KVLayout) else (layout, layout[0])
+        counts = (num_pages,) * len(first.groups) if isinstance(num_pages, int) else num_pages
+        config = TransportConfig(0, num_pes, first, counts, num_signals, island, epoch, layouts=layouts)
+        self.configs = [config.of(pe) for pe in range(num_pes)]
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._numbers = count()
@@ -278,11 +280,14 @@ class FakeTransport(Transport):
         if not len(slots):
             return
         self._check_token_slots(group, slots)
-        pool = self._pools(pe)[group]
-        rows, keys = slots.long().clone(), k.index_select(0, token_indices)
-        values = None if v is None else v.index_select(0, token_indices)
-        write = partial(pool.put_tokens, layer, rows, keys, values)
-        self._fabric._write("write_tokens", self.pe, pe, [write], self._entry(pool, layer, int(rows[0])))
+        pool, region = self._pools(pe)[group], self._regions[pe][group]
+        target = layer if region is None else region.peer_layer(layer)
+        if target is None:
+            return
+        rows, (keys, values) = slots.long().clone(), rows_for(k, v, token_indices, region)
+        heads = ALL_OF_THEM if region is None else region.peer_heads
+        write = partial(pool.put_tokens, target, rows, keys, values, heads)
+        self._fabric._write("write_tokens", self.pe, pe, [write], self._entry(pool, region, target, int(rows[0])))
 
     def write_slots(
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
@@ -297,8 +302,12 @@ class FakeTransport(Transport):
         parts = [
             plan_copy(source_slots[part], target_slots[part], size, limit) for part in _page_sized(target_slots, size)
         ]
-        writes = [partial(pool.copy, source, part) for part in parts]
-        self._fabric._write("write_slots", self.pe, pe, writes, self._entry(pool, 0, int(target_slots[0])))
+        region = self._regions[pe][group]
+        if region is not None and region.is_empty:
+            return
+        writes = [partial(pool.copy, source, part, region) for part in parts]
+        first = 0 if region is None else region.peer_layers.start
+        self._fabric._write("write_slots", self.pe, pe, writes, self._entry(pool, region, first, int(target_slots[0])))
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
@@ -319,9 +328,9 @@ class FakeTransport(Transport):
     def close(self) -> None:
         self._joined = False
 
-    def _entry(self, pool: PagePool, layer: int, slot: int) -> Tensor:
+    def _entry(self, pool: PagePool, region: Region | None, layer: int, slot: int) -> Tensor:
         page, offset = divmod(slot, self.layout.page_size)
-        return pool.pool[page, layer, 0, 0, offset]
+        return pool.pool[page, layer, 0, 0 if region is None else region.peer_heads.start, offset]
 
     def _pools(self, pe: int) -> list[PagePool]:
         return self._fabric._memories[pe].pools

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.errors import MembershipRefused
+from tandem.transfer.regions import Regions, regions_between
 
 MAX_HANDLE_BYTES = 4096
 
@@ -17,7 +18,7 @@ Detail = dict[str, int | str]
 
 @dataclass(frozen=True)
 class TransportConfig:
-    """One PE of an island, and the shape of the memory that all its PEs have alike."""
+    """One PE of an island, and the shape of the memory of its PEs."""
 
     pe: int
     num_pes: int
@@ -26,7 +27,8 @@ class TransportConfig:
     num_signals: int  # rows in each mailbox
     island: str
     epoch: int
-    endpoint: Endpoint = LOOPBACK  # the only part that PEs have each for themselves, beside their numbers
+    endpoint: Endpoint = LOOPBACK  # the only part that PEs have each for themselves, beside numbers and layouts
+    layouts: tuple[KVLayout, ...] = ()  # of each PE, shards of one layout; none where all have `layout`
 
     def __post_init__(self) -> None:
         groups = len(self.layout.groups)
@@ -37,8 +39,22 @@ class TransportConfig:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.pe < self.num_pes:
             raise InvalidArgument(f"pe is {self.pe}; 0 … {self.num_pes - 1} are accepted")
+        if self.layouts and (len(self.layouts) != self.num_pes or self.layouts[self.pe] != self.layout):
+            raise InvalidArgument(
+                f"layouts has {len(self.layouts)} entries; one for each of the {self.num_pes} PEs is accepted, that of "
+                f"PE {self.pe} being its own"
+            )
         if self.epoch < 0:
             raise InvalidArgument(f"epoch is {self.epoch}; it must be at least 0")
+
+    def of(self, pe: int) -> "TransportConfig":
+        """The same island, as another PE is configured but for its endpoint."""
+        return self if pe == self.pe else replace(self, pe=pe, layout=self.layouts[pe] if self.layouts else self.layout)
+
+    @property
+    def regions(self) -> list[Regions]:
+        """Of each PE what its pages have in common with the own. InvalidArgument where they are of another layout."""
+        return [regions_between(self.layout, theirs) for theirs in self.layouts or (self.layout,) * self.num_pes]
 
 
 def make_handle(transport: str, config: TransportConfig, detail: Detail) -> bytes:
@@ -50,7 +66,7 @@ def read_handles(transport: str, config: TransportConfig, handles: Sequence[byte
     """The details of PE 0, 1, …; MembershipRefused unless all handles are of this island, epoch and memory shape."""
     if len(handles) != config.num_pes:
         raise MembershipRefused(f"{len(handles)} handles were given; the island has {config.num_pes} PEs")
-    return [_read_handle(_identity(transport, config) | {"pe": pe}, pe, data) for pe, data in enumerate(handles)]
+    return [_read_handle(_identity(transport, config.of(pe)) | {"pe": pe}, pe, data) for pe, data in enumerate(handles)]
 
 
 def _identity(transport: str, config: TransportConfig) -> dict[str, Any]:

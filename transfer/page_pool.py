@@ -5,6 +5,9 @@ from torch import Tensor
 
 from tandem.cache.kernels.page_memory import movable
 from tandem.transfer.copy_plan import CopyPlan
+from tandem.transfer.regions import Region
+
+ALL_OF_THEM = slice(None)
 
 
 class PagePool:
@@ -27,15 +30,15 @@ class PagePool:
         layer_rows = torch.arange(layers, device=pool.device)[:, None] * (planes * self._value_rows)
         self._key_rows = layer_rows + torch.arange(heads, device=pool.device) * page_size  # [layers, heads]
 
-    def put_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+    def put_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None, heads: slice = ALL_OF_THEM) -> None:
         """k and v [n, heads, head_dim], contiguous, to slots (int64 [n]) of one layer. IndexError outside the pool.
 
-        v is None exactly where there is one plane.
+        v is None exactly where there is one plane. heads: those that k and v are for.
         """
         assert (v is None) == (self._planes == 1)
         pages = slots.div(self._page_size, rounding_mode="floor")
         first = torch.add(slots, pages, alpha=self._page_rows - self._page_size)
-        rows = (first[:, None] + self._key_rows[layer]).view(-1)
+        rows = (first[:, None] + self._key_rows[layer, heads]).view(-1)
         self._rows.index_copy_(0, rows, movable(k).view(-1, self._head_dim))
         if v is not None:
             self._rows.index_copy_(0, rows + self._value_rows, movable(v).view(-1, self._head_dim))
@@ -44,23 +47,37 @@ class PagePool:
         """The same memory, in the elements in which this pool is moved."""
         return movable(values)
 
-    def read_slots(self, slots: Tensor) -> Tensor:
-        """A copy of slots (int64 [n]), all layers: [n, layers, planes, num_kv_heads, head_dim]."""
-        return self._pages[slots // self._page_size, :, :, :, slots % self._page_size]
+    def read_slots(self, slots: Tensor, region: Region | None = None) -> Tensor:
+        """A copy of slots (int64 [n]), all layers or those of a region: [n, layers, planes, heads, head_dim]."""
+        layers, heads = (ALL_OF_THEM, ALL_OF_THEM) if region is None else (region.layers, region.heads)
+        return self._pages[slots // self._page_size, layers, :, heads, slots % self._page_size]
 
-    def put_slots(self, slots: Tensor, values: Tensor) -> None:
-        """What read_slots() of a like pool gave, to slots (int64 [n])."""
-        self._pages[slots // self._page_size, :, :, :, slots % self._page_size] = values
+    def put_slots(self, slots: Tensor, values: Tensor, region: Region | None = None) -> None:
+        """What read_slots() of a like pool gave, or of a region of a peer's, to slots (int64 [n])."""
+        layers, heads = (ALL_OF_THEM, ALL_OF_THEM) if region is None else (region.layers, region.heads)
+        self._pages[slots // self._page_size, layers, :, heads, slots % self._page_size] = values
 
-    def copy_slots(self, source: "PagePool", source_slots: Tensor, target_slots: Tensor) -> None:
-        """Single slots from `source`, all layers; both int64 [n]."""
-        self.put_slots(target_slots, source.read_slots(source_slots))
-
-    def copy(self, source: "PagePool", plan: CopyPlan) -> None:
-        """All of a plan. Its slots must lie inside both pools."""
+    def copy(self, source: "PagePool", plan: CopyPlan, region: Region | None = None) -> None:
+        """All of a plan. Its slots must lie inside both pools. region: of the source's pages; None: all of them."""
+        own = None if region is None else region.reversed
         runs = zip(plan.source_pages.tolist(), plan.target_pages.tolist(), plan.num_pages.tolist(), strict=True)
         for source_page, target_page, num_pages in runs:
-            self._pages[target_page : target_page + num_pages] = source._pages[source_page : source_page + num_pages]
+            pages, source_pages = self._pages[target_page:][:num_pages], source._pages[source_page:][:num_pages]
+            if region is not None:
+                pages = pages[:, region.peer_layers, :, region.peer_heads]
+                source_pages = source_pages[:, region.layers, :, region.heads]
+            pages.copy_(source_pages)
         if plan.source_slots.size:
-            slots = (torch.from_numpy(slots).long() for slots in (plan.source_slots, plan.target_slots))
-            self.copy_slots(source, *slots)
+            arrays = (torch.from_numpy(slots).long() for slots in (plan.source_slots, plan.target_slots))
+            slots, targets = (array.to(self.pool.device) for array in arrays)
+            self.put_slots(targets, source.read_slots(slots, region), own)
+
+
+def rows_for(k: Tensor, v: Tensor | None, token_indices: Tensor, region: Region | None) -> tuple[Tensor, Tensor | None]:
+    """Rows token_indices of k and v [num_tokens, num_kv_heads, head_dim], of the heads of a region; contiguous."""
+
+    def rows_of(plane: Tensor) -> Tensor:
+        rows = plane.index_select(0, token_indices)
+        return rows if region is None else rows[:, region.heads].contiguous()
+
+    return rows_of(k), None if v is None else rows_of(v)

@@ -12,7 +12,7 @@ from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.errors import TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles
-from tandem.transfer.page_pool import PagePool
+from tandem.transfer.page_pool import ALL_OF_THEM, PagePool, rows_for
 from tandem.transfer.segment import Segment, attach_segment, create_segment, segment_detail
 from tandem.transfer.transport import Fence, Int64Array, QuietFence, Transport
 
@@ -46,7 +46,8 @@ class SharedMemoryTransport(Transport):
             raise TransportClosed(f"PE {self.pe} is not open; join() comes after open()")
         details = read_handles(NAME, self.config, handles)
         self._peers = [
-            own if pe == self.pe else attach_segment(detail, self.config, pe) for pe, detail in enumerate(details)
+            own if pe == self.pe else attach_segment(detail, self.config.of(pe), pe)
+            for pe, detail in enumerate(details)
         ]
         self._pools = [[PagePool(pool) for pool in peer.pools] for peer in self._peers]
         self._joined = True
@@ -60,15 +61,20 @@ class SharedMemoryTransport(Transport):
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         self._check_peer(pe)
-        rows = None if v is None else v.index_select(0, token_indices)
-        self._pools[pe][group].put_tokens(layer, slots.long(), k.index_select(0, token_indices), rows)
+        region = self._regions[pe][group]
+        target = layer if region is None else region.peer_layer(layer)
+        if target is None:
+            return
+        keys, values = rows_for(k, v, token_indices, region)
+        heads = ALL_OF_THEM if region is None else region.peer_heads
+        self._pools[pe][group].put_tokens(target, slots.long(), keys, values, heads)
 
     def write_slots(
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
         self._check_peer(pe)
         plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
-        self._pools[pe][group].copy(self._pools[self.pe][group], plan)
+        self._pools[pe][group].copy(self._pools[self.pe][group], plan, self._regions[pe][group])
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)

@@ -57,6 +57,7 @@ class Transport(ABC):
         self.num_pages = config.num_pages
         self.num_signals = config.num_signals
         self.epoch = config.epoch
+        self._regions = config.regions
         self._joined = False
         load_page_runs()  # so that no write waits for a compiler
 
@@ -82,6 +83,7 @@ class Transport(ABC):
     ) -> None:
         """Rows token_indices (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to the peer's slots [n].
 
+        To a peer of another shard go the heads that it holds, and nothing of a layer that it does not hold.
         v is None for a group of one plane, see PageWriter. token_indices and slots are on the host. k and v may be
         overwritten once the call returned (on a GPU: by later work of the same stream).
         """
@@ -90,7 +92,7 @@ class Transport(ABC):
     def write_slots(
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
-        """All layers of the own source_slots (int32 [n]) to the peer's target_slots [n].
+        """All layers of the own source_slots (int32 [n]) to the peer's target_slots [n]; see write_tokens for shards.
 
         Whole pages travel as such. The source may be read until a later fence is quiet, on a GPU behind all that is on
         the current stream, or as soon as `stages`, if there are any, say.

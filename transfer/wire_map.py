@@ -1,13 +1,19 @@
 """A position map as the control plane carries it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
+from tandem.cache.plan.spans import Sliding
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
+from tandem.transfer.regions import regions_between
+
+if TYPE_CHECKING:  # processes that read requests for the gateway must not wait for torch
+    from tandem.cache.plan.layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -19,33 +25,45 @@ class WireMap:
     page_size: int
     runs: tuple[bytes, ...]
     layout_fingerprint: int
+    sliding: Sliding | None = None
 
 
-def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
-    """InvalidPositionMap for the map of a sequence that slides, which no message carries."""
-    if position_map.sliding is not None:
-        raise InvalidPositionMap(f"sliding is {position_map.sliding}; only maps of sequences that do not are carried")
+def encode_map(position_map: PositionMap, layout: "KVLayout") -> WireMap:
     return WireMap(
         start_position=position_map.start_position,
         num_tokens=position_map.num_tokens,
         page_size=layout.page_size,
         runs=tuple(encode_runs(runs) for runs in position_map.runs),
         layout_fingerprint=layout.fingerprint,
+        sliding=position_map.sliding,
     )
 
 
 def decode_map(
-    wire: WireMap, layout: KVLayout, *, num_pages: tuple[int, ...], expected_start: int, expected_tokens: int
+    wire: WireMap,
+    layout: "KVLayout",
+    *,
+    num_pages: tuple[int, ...],
+    expected_start: int,
+    expected_tokens: int,
+    receiver: "KVLayout | None" = None,
 ) -> PositionMap:
     """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
 
+    layout: the sender's. receiver: that of the receiver where it is another shard of the same one; None: `layout`.
     num_pages: per layer group, pages in the receiver's pool; expected_start, expected_tokens: the positions that the
     caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that
-    the group no longer keeps when all has landed, and no others.
+    the group no longer keeps when all has landed, and no others. That of a sequence that slides may skip those that its
+    window does not show then.
     """
+    expected_layout = layout if receiver is None else receiver
+    try:
+        regions_between(layout, expected_layout)
+    except InvalidArgument as error:
+        raise InvalidPositionMap(f"layout_fingerprint: the receiver has another layout: {error}") from error
     for field, value, expected in (
         ("page_size", wire.page_size, layout.page_size),
-        ("layout_fingerprint", f"{wire.layout_fingerprint:#018x}", f"{layout.fingerprint:#018x}"),
+        ("layout_fingerprint", f"{wire.layout_fingerprint:#018x}", f"{expected_layout.fingerprint:#018x}"),
         ("start_position", wire.start_position, expected_start),
         ("num_tokens", wire.num_tokens, expected_tokens),
     ):
@@ -56,10 +74,13 @@ def decode_map(
     runs = tuple(_decode_group(f"runs[{group}]", data, expected_tokens) for group, data in enumerate(wire.runs))
     end, size = expected_start + expected_tokens, layout.page_size
     for group, decoded in enumerate(runs):
-        needed = min(layout.groups[group].keeps.first_page_index(end, size) * size, end)
-        skipped = max(needed - expected_start, 0)
-        _check_slots(f"runs[{group}]", decoded, skipped, num_pages[group] * size)
-    return PositionMap(expected_start, runs)
+        if wire.sliding is None:
+            needed = min(layout.groups[group].keeps.first_page_index(end, size) * size, end)
+            _check_skips(f"runs[{group}]", decoded, max(needed - expected_start, 0))
+        else:
+            _check_slide(f"runs[{group}]", decoded, wire.sliding, expected_start, end)
+        _check_slots(f"runs[{group}]", decoded, num_pages[group] * size)
+    return PositionMap(expected_start, runs, wire.sliding)
 
 
 def _decode_group(field: str, data: bytes, expected_tokens: int) -> SlotRuns:
@@ -72,17 +93,34 @@ def _decode_group(field: str, data: bytes, expected_tokens: int) -> SlotRuns:
     return runs
 
 
-def _check_slots(field: str, runs: SlotRuns, skipped: int, num_slots: int) -> None:
-    if not runs.begins.size:
-        return
-    skips, first = runs.begins == SKIP, int(skipped > 0)
-    if runs.num_skipped != skipped or np.count_nonzero(skips) != first:
+def _check_skips(field: str, runs: SlotRuns, skipped: int) -> None:
+    skips = runs.begins == SKIP
+    if runs.num_skipped != skipped or np.count_nonzero(skips) != int(skipped > 0):
         count = int(runs.lengths[skips].sum())
         raise InvalidPositionMap(f"{field} skips {count} positions; it must skip the first {skipped} and no others")
-    begins = runs.begins[first:].astype(np.int64)
+
+
+def _check_slide(field: str, runs: SlotRuns, sliding: Sliding, begin: int, end: int) -> None:
+    window, sink = sliding.window, sliding.sink
+    if not 0 <= sink < window:
+        raise InvalidPositionMap(f"sliding has a sink of {sink}; 0 … {window - 1}, less than the window, are accepted")
+    skips = (runs.begins == SKIP).nonzero()[0]
+    firsts = begin + np.cumsum(runs.lengths, dtype=np.int64) - runs.lengths
+    for index in skips.tolist():
+        first, last = int(firsts[index]), int(firsts[index] + runs.lengths[index]) - 1
+        if first < sink or last >= end - (window - sink):
+            raise InvalidPositionMap(
+                f"{field} skips positions {first} … {last}; a window of {window} behind {sink} lets go of {sink} … "
+                f"{end - (window - sink) - 1} only"
+            )
+
+
+def _check_slots(field: str, runs: SlotRuns, num_slots: int) -> None:
+    wanted = runs.begins != SKIP
+    begins = runs.begins[wanted].astype(np.int64)
     if not begins.size:
         return
-    ends = begins + runs.lengths[first:]
+    ends = begins + runs.lengths[wanted]
     last = int(ends.max()) - 1
     if last >= num_slots:
         raise InvalidPositionMap(f"{field} holds slots {int(begins.min())} … {last}; the pool has 0 … {num_slots - 1}")

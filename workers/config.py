@@ -18,14 +18,16 @@ class Role(StrEnum):
 class SpeculationSettings:
     """Whether decode steps verify drafts, and of whom.
 
-    tokens: most of a draft. max_step_tokens: most of a verify step, drafted ones and one for each sequence. max_ngram:
-    tokens that a place of the context shares with its end, at most.
+    draft: folder of the model that drafts, where one does. tokens: most of a draft. max_step_tokens: most of a verify
+    step, drafted ones and one for each sequence. max_ngram: tokens that a place of the context shares with its end, at
+    most.
     """
 
     method: str = "none"
     tokens: int = 0
     max_step_tokens: int = 0
     max_ngram: int = 0
+    draft: str = ""
 
 
 @dataclass(frozen=True)

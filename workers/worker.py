@@ -25,6 +25,11 @@ from tandem.workers.connections import lenient_options
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import longest_append
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.head import HeadedDecoder
+from tandem.workers.models.drafters.load import load_drafter
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -72,7 +77,9 @@ class Worker:
         self._transports = transports
         self._set_threads()
         self.model_config = load_config(Path(config.model_path), config.dtype)
-        self._layout = kv_layout(self.model_config, config.page_size, choose_scales(config, self.model_config))
+        self._drafter_config = load_drafter_config(config.speculation, self.model_config)
+        scales = choose_scales(config, self.model_config, self._drafter_config)
+        self._layout = kv_layout(self.model_config, config.page_size, scales, self._drafter_config)
         self.loaded_bytes = 0
         self.total_bytes = 0
         self._prepared = 0  # parts of what comes after the weights
@@ -88,16 +95,26 @@ class Worker:
     def load(self) -> None:
         """Reads the weights; loaded_bytes and total_bytes can be read by another thread meanwhile."""
 
-        def progress(loaded: int, total: int) -> None:
-            self.loaded_bytes, self.total_bytes = loaded, total
+        config, folder = self.config, Path(self.config.model_path)
+        before = 0, 0
 
-        self._model = load_decoder(
-            Path(self.config.model_path),
-            self.model_config,
-            load_format=self.config.load_format,
-            device=self.config.device,
-            report=progress,
+        def progress(loaded: int, total: int) -> None:
+            self.loaded_bytes, self.total_bytes = before[0] + loaded, before[1] + total
+
+        target = load_decoder(
+            folder, self.model_config, load_format=config.load_format, device=config.device, report=progress
         )
+        before = self.loaded_bytes, self.total_bytes
+        self._model: DenseDecoder | DraftedDecoder | HeadedDecoder = target
+        if self._drafter_config is not None:
+            self._model = load_drafter(
+                folder,
+                config.speculation,
+                target,
+                self._drafter_config,
+                load_format=config.load_format,
+                report=progress,
+            )
 
     @property
     def gpu(self) -> str:
@@ -250,6 +267,7 @@ class Worker:
             max_sequences=config.max_sequences * 2,
             max_length=config.max_model_len,
             writer=self._meter,
+            drafter=self._drafter_config,
         )
         runner = ModelRunner(self._model, cache)
         loop = self._loop = self._make_loop(runner, cache)
@@ -269,6 +287,7 @@ class Worker:
         if config.speculation.tokens and (config.adaptive or config.role == Role.DECODE):
             most = config.speculation.max_step_tokens
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_verification(most)))
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_drafts(max(most // 2, 1))))
         if config.adaptive:
             await asyncio.wrap_future(self._step_thread.call(runner.capture_steps_with_prompts))
         self._server = grpc.aio.server(
@@ -297,7 +316,7 @@ class Worker:
             speculation=config.speculation,
         )
         fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)
-        drafter = make_drafter(config.speculation) if self._has_lasting_keys else None
+        drafter = make_drafter(config.speculation, runner) if self._has_lasting_keys else None
         return StepLoop(runner, cache, self._transport, settings, Ends(self._meter, fanout, self._threads, drafter))
 
     @property

@@ -1,20 +1,21 @@
 """A forward: what is asked for, what was planned of it, and how a model's layers attend in it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import QKV, GroupPlan, Latents, StepPages
+from tandem.cache.kernels.base import QKV, GroupPlan, Index, Latents, Part, Query, StepPages
 from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.tables import TokenLayout
 from tandem.cache.plan.temperature import Temperature
 
@@ -22,8 +23,23 @@ if TYPE_CHECKING:
     from tandem.cache.attention.graph_buffers import GraphBuffers
 
 Parents = Sequence[int] | Int64Array
-LayerIndex = Mapping[int, tuple[int, int]]
-"""Of each layer its group, and its index there."""
+
+
+class LayerIndex(NamedTuple):
+    """Where the layers of a model keep K and V.
+
+    places: of each layer its group, and its index there; a reader has those of the layer that it reads. readers: of
+    each layer that stores nothing the one that it reads. index_keys: of each layer with those their group, and its
+    index there.
+    """
+
+    places: Mapping[int, tuple[int, int]]
+    readers: Mapping[int, int]
+    index_keys: Mapping[int, tuple[int, int]]
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> "LayerIndex":
+        return cls(layout.layer_index, dict(layout.readers), layout.index_keys)
 
 
 class Batch(NamedTuple):
@@ -31,6 +47,9 @@ class Batch(NamedTuple):
 
     So prompt chunks, decodes and drafts that are verified stand in one batch. See PagedKVCache.begin_forward for
     rope_lengths, token_tree_parents and push.
+
+    scratch: so many of the last positions of each sequence will be popped, with those of this forward. What a query
+    in the place of the first of them sees stays.
     """
 
     seq_ids: Sequence[int] | Int64Array
@@ -38,6 +57,7 @@ class Batch(NamedTuple):
     rope_lengths: Sequence[int] | Int64Array | None = None
     token_tree_parents: Sequence[Parents | None] | None = None
     push: bool = True
+    scratch: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +72,10 @@ class Attention:
     layers: LayerIndex
     standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
     locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
-    ran: int = 0  # a bit for each layer
+    ran: int = 0  # a bit for each layer that has stored K and V, or latents
+    _chosen: Tensor | None = None  # by the last layer with index keys
     _factors: Tensor | None = None
+    _reads: dict[tuple[int, bool], Any] = field(default_factory=dict)  # plans of read_part, by group and causality
 
     def attend(
         self,
@@ -68,26 +90,70 @@ class Attention:
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, AttentionInputs):
             raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
+        if layer in self.layers.readers:
+            of = self.layers.readers[layer]
+            raise InvalidArgument(f"layer is {layer}, which reads layer {of} and stores nothing; read serves it")
         group.inputs.check(plan.num_tokens, q, k, v, sinks)
         output = group.run(plan, index, QKV(q, k, v, sinks, norm))
         self.ran |= 1 << layer
         return output
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
+    ) -> Tensor:
         """See PagedKVCache.latent_attention."""
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, LatentInputs):
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
         group.inputs.check(plan.num_tokens, q, latents, keys, up)
-        output = group.run(plan, index, Latents(q, latents, keys, up))
+        chosen = self._choose(layer, choice)
+        output = group.run(plan, index, Latents(q, latents, keys, up, chosen))
         self.ran |= 1 << layer
         return output
 
-    def step_pages(self) -> StepPages | None:
-        """For a decode megakernel, which then computes all layers; None where each layer must call attend()."""
-        if len(self.groups) > 1 or not self.plans[0].captured:
+    def _choose(self, layer: int, choice: Index | None) -> Tensor | None:
+        """What a layer's queries attend to, see Latents: a layer without index keys takes what the one before took."""
+        if choice is None and layer in self.layers.index_keys:
+            raise InvalidArgument(f"choice is None; layer {layer} has index keys, by which its queries must choose")
+        if choice is not None and layer not in self.layers.index_keys:
+            raise InvalidArgument(f"choice is given; layer {layer} has no index keys, so None is accepted")
+        if choice is not None:
+            index, place = self.layers.index_keys[layer]
+            group, plan = self.groups[index], self.plans[index]
+            assert isinstance(group.inputs, IndexInputs)
+            group.inputs.check(plan.num_tokens, *choice)
+            self._chosen = group.run(plan, place, choice)
+        return self._chosen
+
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None = None, norm: HeadNorm | None = None) -> Tensor:
+        """See PagedKVCache.read. norm: of q, before it is rotated."""
+        group, plan, index = self._find_stored(layer, q, sinks)
+        return group.backend.read(plan, index, Query(q, sinks, norm))
+
+    def read_part(self, layer: int, q: Tensor, *, causal: bool = True) -> Part:
+        """See PagedKVCache.read_part."""
+        group, plan, index = self._find_stored(layer, q, None)
+        if plan.tokens is None:
+            raise InvalidArgument("the forward is in graph buffers; read_part is for those without")
+        if plan.sliding is not None or plan.tokens.trees is not None:
+            raise InvalidArgument("the forward has sequences that slide or have a token tree; read_part takes others")
+        if not causal and group.drops_past:
+            raise InvalidArgument(f"causal is False, but layer {layer} lets go of its past; True is accepted there")
+        key = self.layers.places[layer][0], causal
+        if key not in self._reads:
+            self._reads[key] = group.backend.plan_read(plan.tokens, plan.tables, causal=causal)
+        rotated = q if plan.rotation is None else plan.rotation.apply(q)
+        return group.backend.read_part(self._reads[key], index, rotated)
+
+    def step_pages(self, layers: range) -> StepPages | None:
+        """For a decode megakernel, which then computes these layers; None where each layer must call attend(), as where
+        they are not all those of one group."""
+        group = self.layers.places[layers[0]][0]
+        if self.layers.readers or not self.plans[group].captured:
             return None
-        return self.groups[0].backend.step_pages(self.plans[0])
+        if [layer for layer, (its_group, _) in self.layers.places.items() if its_group == group] != list(layers):
+            return None
+        return self.groups[group].backend.step_pages(self.plans[group])
 
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention; a model has one rule."""
@@ -97,23 +163,36 @@ class Attention:
             self._factors = rule.factors(self.locate())
         return self._factors
 
-    def check_complete(self) -> None:
-        """InvalidArgument when a layer never ran."""
-        if self.ran != (1 << len(self.layers)) - 1:
-            missing = [layer for layer in self.layers if not self.ran >> layer & 1]
+    def check_complete(self, layers: range | None = None) -> None:
+        """InvalidArgument when one of these layers, None: of all, that stores K and V never ran."""
+        stored = [layer for layer in layers or sorted(self.layers.places) if layer not in self.layers.readers]
+        missing = [layer for layer in stored if not self.ran >> layer & 1]
+        if missing:
             raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
 
     def _find(self, layer: int) -> tuple[GroupAttention, GroupPlan, int]:
         """A layer's group, what was planned of that, and the layer's index there."""
         if self.standing is not None:
             self.standing.check()
-        if layer not in self.layers:
-            raise InvalidArgument(f"layer is {layer}; 0 … {len(self.layers) - 1} are accepted")
-        group, index = self.layers[layer]
+        places = self.layers.places
+        if layer not in places:
+            raise InvalidArgument(f"layer is {layer}; 0 … {len(places) - 1} are accepted")
+        group, index = places[layer]
         return self.groups[group], self.plans[group], index
 
+    def _find_stored(self, layer: int, q: Tensor, sinks: Tensor | None) -> tuple[GroupAttention, GroupPlan, int]:
+        """_find() of a layer whose K and V, or those that it reads, have been stored in this forward; q is checked."""
+        group, plan, index = self._find(layer)
+        if not isinstance(group.inputs, AttentionInputs) or not group.backend.capabilities.reads:
+            raise InvalidArgument(f"layer is {layer}, whose kernels do not attend without appending; attend() appends")
+        group.inputs.check_query(plan.num_tokens, q, sinks)
+        of = self.layers.readers.get(layer, layer)
+        if not self.ran >> of & 1:
+            raise InvalidArgument(f"layer is {layer}, but layer {of}, which stores what it reads, has not run yet")
+        return group, plan, index
 
-NO_ATTENTION = Attention((), (), {}, None)
+
+NO_ATTENTION = Attention((), (), LayerIndex({}, {}, {}), None)
 """Of a forward in graph buffers, whose layers the graph computes."""
 
 

@@ -14,6 +14,7 @@ from tandem.cache.attention.rotations import Rotations
 from tandem.cache.kernels.base import NO_TABLES, DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, Staging
+from tandem.cache.kernels.torch.sliding import SlidingRows
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array, IntArray
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
@@ -53,7 +54,7 @@ class GraphBuffers:
         self._fetch = partial(staging.fetch, FixedArrays.num_bytes(sizes))
         end = 1 + len(limits.inputs)
         self._positions, *self.inputs = self._arrays.tensors[:end]  # int64, those that the caller fills along
-        count = 4 if limits.one_each and not limits.runs else 5
+        count = 4 if limits.one_each and not (limits.runs or limits.sliding) else 5
         self._room = [own.num_sequences for own in of_groups]
         self._buffers = [
             group.backend.buffers(
@@ -96,7 +97,8 @@ class GraphBuffers:
             tables = look_up_pages(np.zeros((1, count), np.int32), np.zeros(1, np.int64), tokens, self._page_size)
             tables = replace(tables, slot_mapping=np.full(self.size, SKIP_SLOT, np.int32))
         groups = len(self._groups)
-        self.prepare([tokens] * groups, [tables] * groups, [nothing] * len(self.inputs))
+        ways = SlidingRows(*[nothing] * 6, still=0) if self.limits.sliding else None
+        self.prepare([tokens] * groups, [tables] * groups, [nothing] * len(self.inputs), ways)
         self._arrays.send()
 
     def takes_shared(self, shared: Sequence[SharedPrefixes | None]) -> bool:
@@ -107,11 +109,15 @@ class GraphBuffers:
         )
 
     def prepare(
-        self, layouts: Sequence[TokenLayout], tables: Sequence[PageTables], inputs: Sequence[Int64Array]
+        self,
+        layouts: Sequence[TokenLayout],
+        tables: Sequence[PageTables],
+        inputs: Sequence[Int64Array],
+        ways: SlidingRows | None = None,
     ) -> None:
         """The forward that the next replay computes, once send() ends this; none that shares its staging is prepared
         between. layouts, tables: of each layer group, see GroupAttention.split. inputs: the first elements of those of
-        the buffers."""
+        the buffers. ways: of all rows, where limits.sliding."""
         limits, positions = self.limits, layouts[0].positions
         missing = limits.num_tokens - positions.size
         if limits.one_each:
@@ -123,6 +129,8 @@ class GraphBuffers:
             self._arrays.open()  # a plan's own copies come before these: what a backend copied last is gone, too
         for group, buffers, tokens, one in zip(self._groups, self._buffers, layouts, tables, strict=True):
             group.backend.plan(tokens, one, buffers)
+        if ways is not None:  # K and q of a row that slides are not rotated when K is stored
+            positions = np.where(ways.indices == ways.still, positions, ways.still)
         arrays: list[np.ndarray] = [positions, *inputs]
         if missing or not limits.one_each:
             widths = limits.num_tokens, *limits.inputs
@@ -132,6 +140,8 @@ class GraphBuffers:
             if limits.runs:
                 assert tokens.preceding is not None, "rows of a verify step stand apart"
                 arrays.append(pad(tokens.preceding, missing, 0))
+            elif ways is not None:
+                arrays.append(ways.packed(limits.num_sequences))
             elif not limits.one_each:
                 arrays.append(tokens.qo_indptr)
         self._arrays.prepare(arrays)
@@ -166,6 +176,8 @@ def make_graph_buffers(
 def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> bool:
     if limits.one_each:
         capabilities = [group.backend.capabilities for group in groups]
+        if limits.sliding:
+            return all(one.sliding_graphs for one in capabilities) and all(group.chunk is None for group in groups)
         able = all(one.verify_graphs if limits.runs else one.step_graphs for one in capabilities)
         return able and (not limits.sharing or any(group.shares_in_graphs for group in groups))
     counts = [limits.in_chunks(group.chunk).num_sequences for group in groups]
@@ -200,7 +212,7 @@ def pad(array: IntArray, count: int, value: int) -> IntArray:
 
 def _sizes(limits: Limits, chunks: Sequence[int | None], max_pages: int) -> list[ArraySize]:
     """Positions and inputs; for each group slots, kv_indptr, kv_last_page_len and kv_indices, then qo_indptr unless it
-    is known, or `preceding` of a verify step."""
+    is known, or `preceding` of a verify step, or `sliding` of a step in which sequences may."""
     tokens = limits.num_tokens
     sizes: list[ArraySize] = [(count, torch.int64) for count in (tokens, *limits.inputs)]
     for chunk in chunks:
@@ -208,6 +220,8 @@ def _sizes(limits: Limits, chunks: Sequence[int | None], max_pages: int) -> list
         of_group = [tokens, sequences + 1, sequences, sequences * max_pages]
         if limits.runs:
             of_group.append(sequences)
+        elif limits.sliding:
+            of_group.append(6 * sequences)
         elif not limits.one_each:
             of_group.append(sequences + 1)
         sizes += [(count, torch.int32) for count in of_group]
@@ -217,4 +231,6 @@ def _sizes(limits: Limits, chunks: Sequence[int | None], max_pages: int) -> list
 def _device_tables(arrays: Sequence[Tensor], limits: Limits) -> DeviceTables:
     """Of one group, in the order of _sizes()."""
     four, fifth = arrays[:4], arrays[4] if len(arrays) > 4 else None
+    if limits.sliding:
+        return DeviceTables(*four, sliding=fifth)
     return DeviceTables(*four, preceding=fifth) if limits.runs else DeviceTables(*four, qo_indptr=fifth)

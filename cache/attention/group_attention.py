@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.attention.page_look_up import PageLookUp
-from tandem.cache.kernels.base import QKV, AttentionBackend, GroupPlan, Latents
+from tandem.cache.kernels.base import QKV, AttentionBackend, GroupPlan, Index, Latents
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
 from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
@@ -28,12 +28,13 @@ class GroupAttention:
 
     group: int
     backend: AttentionBackend
-    inputs: AttentionInputs | LatentInputs
+    inputs: AttentionInputs | LatentInputs | IndexInputs
     fp8: Fp8Entries | None
     table: GroupTable
     writer: PageWriter | None
     stored: StoredLayers | None  # on a GPU, where what the group stores may be sent
     chunk: int | None = None  # see Span.chunk
+    drops_past: bool = False  # see Span.drops_past
 
     def __post_init__(self) -> None:
         # Chunks end what sequences have in common.
@@ -75,9 +76,9 @@ class GroupAttention:
             assert self.writer is not None  # mark_send saw to it
             peer_pool = partial(self.writer.peer_pool, group=self.group)
             own, sends = self.backend.push_with_append(own, sends, peer_pool)
-        return GroupPlan(own, rotation, tables, sends, sliding, tokens.positions.size, self.stored)
+        return GroupPlan(own, rotation, tables, sends, sliding, tokens, tokens.positions.size, self.stored)
 
-    def run(self, plan: GroupPlan, layer: int, x: QKV | Latents) -> Tensor:
+    def run(self, plan: GroupPlan, layer: int, x: QKV | Latents | Index) -> Tensor:
         """See AttentionBackend.run; pushes what the plan sends."""
         if not plan.captured:
             hooked = plan.sends or plan.stored is not None

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.kernels.base import KernelFactory
-from tandem.cache.kernels.choice import choose_latent_kernels
+from tandem.cache.kernels.choice import choose_index_kernels, choose_latent_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import check_factor
-from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
@@ -24,19 +24,25 @@ LayerGroups = list[GroupAttention]
 
 @dataclass(frozen=True)
 class Heads:
-    """How all layers attend; see PagedKVCache."""
+    """How the layers of a group, or of all groups, attend; see PagedKVCache."""
 
     scale: float | None
     softcap: float | None
     latent: LatentHeads | None
 
-    def check(self, layout: KVLayout) -> None:
-        """InvalidArgument unless a cache of `layout` can have them."""
+    def of_groups(self, layout: KVLayout) -> "list[Heads]":
+        """For each group of a layout. InvalidArgument unless a cache of it can have them."""
+        self.check(has_latents=layout.has_latents)
+        plain = Heads(self.scale, self.softcap, None)
+        return [plain if group.latent_rank is None else self for group in layout.groups]
+
+    def check(self, *, has_latents: bool) -> None:
+        """InvalidArgument unless groups can have them, with latents or without."""
         for name, value in (("scale", self.scale), ("softcap", self.softcap)):
             if value is not None:
                 check_factor(name, value)
         latent = self.latent
-        if layout.has_latents != (latent is not None):
+        if has_latents != (latent is not None):
             raise InvalidArgument(
                 f"latent is {latent}; it must be given exactly when the layout has groups with latents"
             )
@@ -55,25 +61,32 @@ def make_groups(
     pools: Sequence[Tensor],
     tables: Sequence[GroupTable],
     writer: PageWriter | None,
-    heads: Heads,
+    heads: Sequence[Heads],
     kernels: KernelFactory,
 ) -> LayerGroups:
-    """One for each group of the layout, whose pools and tables these are; kernels: the backends of those with K and V.
+    """One for each group of the layout, whose pools, tables and heads these are; kernels: the backends of those with K
+    and V.
 
     Raises InvalidArgument.
     """
-    heads.check(layout)
-    groups, latent = [], heads.latent
-    for index, (pool, group, table) in enumerate(zip(pools, layout.groups, tables, strict=True)):
+    groups = []
+    for index, (pool, group, table, own) in enumerate(zip(pools, layout.groups, tables, heads, strict=True)):
+        own.check(has_latents=group.latent_rank is not None)
+        latent = own.latent
         stored = StoredLayers(len(group.layers)) if pool.is_cuda and writer is not None else None
         fp8, rank = Fp8Entries.of_group(layout, index, pool.device), group.latent_rank
-        if rank is not None and latent is not None:
+        if rank is not None and group.top_k is not None:
+            backend = choose_index_kernels(pool, rank, group.top_k)
+            inputs = IndexInputs(rank, group.head_dim - rank, layout.dtype, pool.device)
+        elif rank is not None and latent is not None:
             rotated = group.head_dim - rank
-            backend = choose_latent_kernels(pool, heads.scale_of(latent.key_dim + rotated), rank, latent)
+            scale, top_k = own.scale_of(latent.key_dim + rotated), layout.top_k_of(group)
+            backend = choose_latent_kernels(pool, scale, rank, latent, top_k)
             inputs = LatentInputs(latent, rank, rotated, layout.dtype, pool.device)
         else:
-            scoring = Scoring(heads.scale_of(group.head_dim), group.keeps.window, heads.softcap)
+            scoring = Scoring(own.scale_of(group.head_dim), group.keeps.window, own.softcap)
             backend = kernels(pool, scoring, fp8)
             inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
-        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored, group.keeps.chunk))
+        keeps = group.keeps
+        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored, keeps.chunk, keeps.drops_past))
     return groups

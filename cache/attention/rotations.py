@@ -38,7 +38,7 @@ class Rotations:
             if kind.rotary_dim > group.head_dim:
                 raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
         self.device = device
-        self._max_positions = max_positions
+        self.max_positions = max_positions
         kinds = list(dict.fromkeys(of_groups))
         self._embeddings = [
             None if kind.rope_type == "none" else RotaryEmbedding(kind, max_positions, device, layout.dtype)
@@ -70,7 +70,7 @@ class Rotations:
         """
         positions = tokens.rope_positions
         if unrotated is not None:
-            positions[unrotated] = self._max_positions
+            positions[unrotated] = self.max_positions
         if not self.by_length:
             return self.at(upload([positions], self.device)[0])
         uploaded = upload([positions, self._lengths(tokens, rope_lengths)], self.device)

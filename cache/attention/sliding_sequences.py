@@ -7,7 +7,7 @@ import numpy as np
 
 from tandem.cache.attention.page_look_up import PageLookUp
 from tandem.cache.attention.rotations import Rotations
-from tandem.cache.kernels.torch.sliding import SlidingParts
+from tandem.cache.kernels.torch.sliding import SlidingPart, SlidingParts, SlidingRows, plan_sliding_part
 from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
@@ -31,7 +31,7 @@ class SlidingSequences:
         self._no_parts: list[SlidingParts | None] = [None] * len(table.groups)
 
     def check_window(self, window: int, sink: int, max_length: int) -> None:
-        most = max_length - 2 * self._table.page_size + 2
+        most = max_length - 2 * self._table.page_size + 1
         if not 1 <= integer("window", window) <= most:
             raise InvalidArgument(f"window is {window}; 1 … {most} are accepted")
         if not 0 <= integer("sink", sink) < window:
@@ -41,15 +41,29 @@ class SlidingSequences:
                 "RoPE is dynamic or longrope, by the length of a sequence; those with a sliding window need another"
             )
 
-    def slid(self, rows: Int64Array, appends: Int64Array, *, receive: bool = False) -> AbstractContextManager[PageIds]:
-        """Evicts what rows (distinct) let go of before `appends` more; undone when the caller's block raises.
+    def check_rotated(self, window: int, sink: int, length: int) -> None:
+        """InvalidArgument unless a sequence can slide whose first `length` positions are rotated: q is rotated as far
+        behind them as one of them stays, and rotations are known up to the longest sequence."""
+        most = self._rotations.max_positions - (window - sink)
+        if length > max(sink, most):
+            raise InvalidArgument(
+                f"{length} positions are rotated before the sequence slides by a window of {window} behind {sink}; at "
+                f"most {max(sink, most)} are accepted"
+            )
+
+    def slid(
+        self, rows: Int64Array, appends: Int64Array, *, receive: bool = False, in_flight: bool = False
+    ) -> AbstractContextManager[PageIds]:
+        """Evicts what rows (distinct) let go of before `appends` more, see SlidingTable.plan_slides; undone when the
+        caller's block raises.
 
         Gives per group the pages that are gone, for the caller to release.
         """
         sliding_table = self._table.sliding
         slides = None
         if sliding_table.count:
-            slides = sliding_table.plan_slides(rows, self._table.lengths[rows], appends, receive=receive)
+            lengths = self._table.lengths[rows]
+            slides = sliding_table.plan_slides(rows, lengths, appends, receive=receive, in_flight=in_flight)
         return self._unslid if slides is None else self._sliding(slides)
 
     @contextmanager
@@ -98,14 +112,27 @@ class SlidingSequences:
             return self._rotations.plan(tokens, rope_lengths), self._no_parts
         sliding = slides.nonzero()[0]
         rotations = self._rotations.plan(tokens, rope_lengths, unrotated=slides[tokens.owners])
-        begins, ends = tokens.qo_indptr[sliding], tokens.qo_indptr[sliding + 1]
-        parts: list[SlidingParts | None] = [
-            SlidingParts(
-                sliding, begins, ends, *look_up.sliding_slots(rows[sliding], table.lengths, table.sliding), rotation
-            )
-            for look_up, rotation in zip(self._look_ups, self._rotations.of_indices, strict=True)
-        ]
+        appends = np.diff(tokens.qo_indptr)[sliding].astype(np.int64)
+        single = appends == 1
+        kinds = [which for which in (sliding[single], sliding[~single]) if which.size]
+        parts: list[SlidingParts | None] = []
+        for look_up, rotation in zip(self._look_ups, self._rotations.of_indices, strict=True):
+            of_kinds = tuple(self._plan_part(rows[which], which, tokens, look_up, rotation) for which in kinds)
+            parts.append(SlidingParts(sliding, int(appends.sum()), of_kinds))
         return rotations, parts
+
+    def rows(self, rows: Int64Array) -> SlidingRows:
+        """Where rows stand, with what a forward has appended; those that do not slide, too."""
+        return self._table.sliding.rows(rows, self._table.lengths[rows], self._rotations.max_positions)
+
+    def _plan_part(
+        self, rows: Int64Array, which: Int64Array, tokens: TokenLayout, look_up: PageLookUp, rotation: Rotation | None
+    ) -> SlidingPart:
+        """Of the sequences `which` (int64 [N]) of a forward, whose rows these are."""
+        table, begins, ways = self._table, tokens.qo_indptr[which].astype(np.int64), self.rows(rows)
+        counts = tokens.qo_indptr[which + 1] - begins
+        bounds, slots = look_up.sliding_slots(rows, table.lengths, table.sliding)
+        return plan_sliding_part(begins, counts, bounds, slots, ways, rotation, self._rotations.device)
 
     def indices(self, row: int, begin: int, end: int) -> Int64Array:
         """int64: where a row stores positions begin … end - 1, which it has."""
@@ -131,16 +158,18 @@ class SlidingSequences:
         map asks for what the row has evicted, or does before the map's end is reached."""
         sliding_table = self._table.sliding
         sliding = sliding_table.sliding(row)
-        if position_map.sliding != sliding:
+        into = position_map.sliding
+        all_rotated = sliding is None and into is not None and into.rotated >= position_map.end_position
+        if into != sliding and not all_rotated:
             raise InvalidArgument(
-                f"the position map's (window, sink) are {position_map.sliding}; the sender's, {sliding}, are accepted: "
-                "the receiver must slide alike"
+                f"the position map is of a sequence with {into}; the sender's {sliding} is accepted: "
+                "the receiver must slide alike, and have as much of K rotated"
             )
         cached = int(self._table.lengths[row] + sliding_table.dropped[row])
         begin, end = position_map.start_position, position_map.end_position
         if sliding is None or begin >= cached:
             return
-        window, sink = sliding
+        window, sink = sliding.window, sliding.sink
         positions = np.arange(begin, min(end, cached))
         lost = sliding_table.find(row, begin, min(end, cached)) < 0
         lost |= (positions >= sink) & (positions < end - (window - sink))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import QKV, Appended, AttentionBackend, GroupPlan, Latents
+from tandem.cache.kernels.base import QKV, Appended, AttentionBackend, GroupPlan, Index, Latents, Query
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import Rotation
@@ -28,8 +28,11 @@ class AppendThenAttend(AttentionBackend[QKV]):
         """
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: Any, sinks: Tensor | None = None) -> Tensor:
-        """q and k are what append() returned just before, v is what it was given."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, own: Any, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q and k are what append() returned just before, v is what it was given; k and v None: both were stored
+        before."""
 
     def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
         q, k, v, sinks, norm = x
@@ -38,6 +41,18 @@ class AppendThenAttend(AttentionBackend[QKV]):
         q, k = self.append(layer, q, k, v, plan.rotation, plan.own)
         if appended is not None:
             appended(k, v)
+        return self._attend_any(plan, layer, q, k, v, sinks)
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
+        if plan.rotation is not None:
+            q = plan.rotation.apply(q)
+        return self._attend_any(plan, layer, q, None, None, x.sinks)
+
+    def _attend_any(
+        self, plan: GroupPlan, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """attend(), also of sequences that slide."""
         sliding = plan.sliding
         if sliding is None:
             return self.attend(layer, q, k, v, plan.own, sinks)
@@ -61,11 +76,31 @@ class LatentAppendThenAttend(AttentionBackend[Latents]):
         """
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, own: Any, up: UpProjections) -> Tensor:
-        """o [T, num_heads, value_dim]."""
+    def attend(self, layer: int, q: Tensor, own: Any, up: UpProjections, chosen: Tensor | None = None) -> Tensor:
+        """o [T, num_heads, value_dim]. chosen: see Latents."""
 
     def run(self, plan: GroupPlan, layer: int, x: Latents, appended: Appended | None = None) -> Tensor:
         q, entries = self.append(layer, x.q, x.latents, x.keys, plan.rotation, plan.own)
         if appended is not None:
             appended(entries, None)
-        return self.attend(layer, q, plan.own, x.up)
+        return self.attend(layer, q, plan.own, x.up, x.chosen)
+
+
+class AppendThenChoose(AttentionBackend[Index]):
+    """An IndexBackend of two steps a layer. own: what plan() returned."""
+
+    @abstractmethod
+    def append(
+        self, layer: int, q: Tensor, still: Tensor, rotated: Tensor, rotation: Rotation | None, own: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As LatentAppendThenAttend's, of index keys in two parts."""
+
+    @abstractmethod
+    def choose(self, layer: int, q: Tensor, weights: Tensor, own: Any) -> Tensor:
+        """int32 [n, top_k]: what the n choosers attend to, see Latents."""
+
+    def run(self, plan: GroupPlan, layer: int, x: Index, appended: Appended | None = None) -> Tensor:
+        q, entries = self.append(layer, x.q, x.still, x.rotated, plan.rotation, plan.own)
+        if appended is not None:
+            appended(entries, None)
+        return self.choose(layer, q, x.weights, plan.own)

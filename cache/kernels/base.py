@@ -32,6 +32,8 @@ class Capabilities:
     step_graphs: bool = False  # decode steps in graph buffers
     sharing_graphs: bool = False  # decode steps whose sequences share pages, in graph buffers
     verify_graphs: bool = False  # verify steps in graph buffers
+    sliding_graphs: bool = False  # decode steps in which sequences slide, in graph buffers
+    reads: bool = False  # attend to what is stored without appending, see read() and read_part()
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,15 @@ class Limits:
     one_each: bool  # a decode step: each sequence, or row of a verify step, has one new token
     sharing: bool = False  # sequences that share pages attend to them together
     runs: bool = False  # a verify step: neighbouring rows may be new tokens of one sequence
+    sliding: bool = False  # a decode step: sequences may slide
 
     @classmethod
-    def of_step(cls, size: int, num_q_heads: int, num_inputs: int, *, sharing: bool = False) -> "Limits":
+    def of_step(
+        cls, size: int, num_q_heads: int, num_inputs: int, *, sharing: bool = False, sliding: bool = False
+    ) -> "Limits":
         """A decode step of up to `size` sequences. Each of num_inputs arrays has an element a sequence."""
-        return cls(size, size, num_q_heads, (size,) * num_inputs, one_each=True, sharing=sharing)
+        inputs = (size,) * num_inputs
+        return cls(size, size, num_q_heads, inputs, one_each=True, sharing=sharing, sliding=sliding)
 
     @classmethod
     def of_verification(cls, size: int, num_q_heads: int, num_inputs: int) -> "Limits":
@@ -82,6 +88,7 @@ class DeviceTables:
     on are padding. None: each sequence has one.
     preceding: int32 [B], of a verify step: how many of the rows right before a row are earlier new tokens of the same
     sequence. None: each row is of another sequence.
+    sliding: int32 [6 · B], of a step in which sequences may slide: the fields of SlidingRows one behind the other.
     """
 
     slots: Tensor
@@ -90,6 +97,7 @@ class DeviceTables:
     kv_indices: Tensor
     qo_indptr: Tensor | None = None
     preceding: Tensor | None = None
+    sliding: Tensor | None = None
 
 
 EMPTY = np.empty(0, np.int32)
@@ -100,7 +108,8 @@ class GroupPlan(NamedTuple):
     """One layer group of a forward.
 
     own: what the group's backend planned; only the backend reads it. rotation: of the new tokens; None without RoPE.
-    sliding: the sequences with a sliding window; None where there is none. tables and sends are empty in graph buffers.
+    sliding: the sequences with a sliding window; None where there is none. tokens: as the tables have them. In graph
+    buffers tokens is None, and tables and sends are empty.
     """
 
     own: Any
@@ -108,6 +117,7 @@ class GroupPlan(NamedTuple):
     tables: PageTables = NO_TABLES
     sends: tuple[Send, ...] = ()
     sliding: SlidingParts | None = None
+    tokens: TokenLayout | None = None
     num_tokens: int = 0
     stored: StoredLayers | None = None  # takes note of layers once they are stored
     captured: bool = False  # in graph buffers
@@ -127,14 +137,49 @@ class QKV(NamedTuple):
     norm: HeadNorm | None = None
 
 
+class Query(NamedTuple):
+    """What a layer attends with to K and V that are stored already: q [T, num_q_heads, head_dim].
+
+    sinks: see QKV. norm: of q, before it is rotated.
+    """
+
+    q: Tensor
+    sinks: Tensor | None = None
+    norm: HeadNorm | None = None
+
+
+class Part(NamedTuple):
+    """Attention to some of the keys: o [T, num_q_heads, head_dim] in q's dtype, and lse, float32 [T, num_q_heads]: the
+    logarithm, of base e, of the sum of e^score over these keys."""
+
+    o: Tensor
+    lse: Tensor
+
+
 class Latents(NamedTuple):
     """What a layer that keeps latents attends with: q [T, num_heads, key_dim + rotated], latents [T, rank], keys
-    [T, rotated]. All three may be overwritten."""
+    [T, rotated]. All three may be overwritten.
+
+    chosen: int32 [n, top_k], of a layer whose queries choose: the positions, in order, that each of the n choosers (see
+    Choosers) attends to, then -1. In graph buffers all tokens choose.
+    """
 
     q: Tensor
     latents: Tensor
     keys: Tensor
     up: UpProjections
+    chosen: Tensor | None = None
+
+
+class Index(NamedTuple):
+    """What a layer chooses positions by, see tandem.cache.kernels.index_keys: q [T, heads, still + rotated], the new
+    tokens' keys in their parts [T, still] and [T, rotated], and weights float32 [T, heads]. All but the weights may be
+    overwritten."""
+
+    q: Tensor
+    still: Tensor
+    rotated: Tensor
+    weights: Tensor
 
 
 InputsT = TypeVar("InputsT")
@@ -164,8 +209,9 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
     """Bound to one pool. plan() once a forward, on the host; run() once a layer. layer counts within the group.
 
     A pool of K and V is `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`, and InputsT is QKV. One of latents
-    is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents. A
-    subclass has no graph buffers and does not store into peers, unless it says so.
+    is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents. One
+    of index keys is shaped alike, InputsT is Index, and run() returns what is chosen in place of o. A subclass has no
+    graph buffers and does not store into peers, unless it says so.
     """
 
     capabilities = Capabilities()
@@ -208,6 +254,19 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         h // (num_q_heads / num_kv_heads). A node of a token tree sees its ancestors. Rows of padding mean nothing.
         """
 
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        """As run(), but K and V of the new tokens have been stored by `layer`, which ran before; nothing is stored."""
+        raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
+
+    def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> Any:
+        """Whatever read_part() needs; tokens and tables as for plan(). Not causal: each token sees all that its
+        sequence has in the tables. Nobody's tokens are nodes of trees."""
+        raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
+
+    def read_part(self, own: Any, layer: int, q: Tensor) -> Part:
+        """As read(), of q as it is, which is rotated. own: of plan_read()."""
+        raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
+
     def step_pages(self, plan: GroupPlan) -> StepPages | None:
         """For a decode megakernel in place of run(); None where run() does more than causal attention."""
         return None
@@ -215,5 +274,6 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
 
 KVBackend = AttentionBackend[QKV]
 LatentBackend = AttentionBackend[Latents]
+IndexBackend = AttentionBackend[Index]
 KernelFactory = Callable[[Tensor, Scoring, Fp8Entries | None], KVBackend]
 """A backend for a pool of K and V, scored so. The third says how K and V become its elements; None: as they are."""

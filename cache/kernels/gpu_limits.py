@@ -10,6 +10,7 @@ from tandem.cache.plan.layout import KVLayout
 DTYPES = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (8, 16, 32, 64)
 RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # of latents
+INDEX_DIM = 128  # of index keys
 
 Size = tuple[str, int, tuple[int, ...]]
 """Name, value and what is accepted."""
@@ -29,6 +30,11 @@ def latent_sizes(width: int, rank: int, heads: LatentHeads) -> tuple[Size, ...]:
     )
 
 
+def index_sizes(width: int, still: int) -> tuple[Size, ...]:
+    """width: of an index key, of which `still` numbers are not rotated."""
+    return ("index_head_dim", width, (INDEX_DIM,)), ("the rotated part", width - still, (ROTATED,))
+
+
 def check_sizes(dtype: torch.dtype, page_size: int, sizes: tuple[Size, ...]) -> None:
     """InvalidArgument unless FlashInfer serves a group of these. dtype: of K and V, or of latents."""
     for name, value, accepted in (("dtype", dtype, DTYPES), *sizes, ("page_size", page_size, PAGE_SIZES)):
@@ -45,6 +51,8 @@ def check_layout(layout: KVLayout, heads: LatentHeads | None) -> None:
         return
     for group in layout.groups:
         sizes = head_sizes(group.head_dim)
-        if group.latent_rank is not None and heads is not None:
+        if group.latent_rank is not None and group.top_k is not None:
+            sizes = index_sizes(group.head_dim, group.latent_rank)
+        elif group.latent_rank is not None and heads is not None:
             sizes = latent_sizes(group.head_dim, group.latent_rank, heads)
         check_sizes(layout.dtype, layout.page_size, sizes)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import Limits
+from tandem.cache.kernels.base import Index, Limits, Part
+from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
@@ -26,7 +27,8 @@ class ForwardCalls(Parts):
     def begin(self, batch: Batch, buffers: GraphBuffers | None = None, inputs: Sequence[Int64Array] = ()) -> Forward:
         """Grows the batch's sequences and plans the forward that computes the new positions.
 
-        buffers: are filled with the forward; it pushes nothing, takes no token trees and no sequence that slides.
+        buffers: are filled with the forward; it pushes nothing, takes no token trees, and sequences that slide only
+        where limits.sliding.
         Those of a verify step take several new positions of a sequence, as rows of their own. inputs: the first
         elements of those of the buffers, int64. What the forward before sees of a decode step's
         sequences stays, for that forward may still run.
@@ -35,7 +37,7 @@ class ForwardCalls(Parts):
         appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)
         if buffers is not None:
             self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
-            rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
+            rows, tokens = self._growth.grow(sequences, appends, in_flight=batch.scratch + buffers.limits.one_each)
             if buffers.limits.runs:
                 self._prepare(buffers, rows[tokens.owners], tokens.apart(), inputs)
             else:
@@ -46,7 +48,7 @@ class ForwardCalls(Parts):
         lengths = None if batch.rope_lengths is None else integers("rope_lengths", batch.rope_lengths)
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
-        rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents)
+        rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents, in_flight=batch.scratch)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
         plans = tuple(
@@ -57,18 +59,19 @@ class ForwardCalls(Parts):
         attention = Attention(self._groups, plans, self._layers, standing, partial(self._rotations.locate, tokens))
         return Forward(sequences, tokens, attention, sent, standing)
 
-    def commit(self, forward: Forward) -> None:
+    def commit(self, forward: Forward, layers: range | None = None) -> None:
         """All layers of the forward were launched: what it had to send counts as issued.
 
-        InvalidArgument, and nothing counts, when a layer never ran.
+        layers: those that the forward was for, whose positions are scratch and will be popped; None: all. A forward of
+        some layers sends nothing. InvalidArgument, and nothing counts, when one of them never ran.
         """
         self._check_owner(forward)
         if forward.buffers is None:
-            forward.attention.check_complete()
+            forward.attention.check_complete(layers)
         elif forward.grows:
             self._growth.grow(forward.seq_ids, self._growth.one_each(len(forward.seq_ids)), in_flight=1)
         self._marks.commit(forward.sent)
-        self._launched = forward.standing
+        self._launched = forward.standing if layers is None else None
 
     # By the names of TVM's PagedAttentionKVCache
 
@@ -111,16 +114,47 @@ class ForwardCalls(Parts):
         self._check_owner(plan)
         return plan.attention.attend(layer, q, k, v, sinks)
 
+    def read(self, plan: Forward, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """As attention, without k and v: attends to what `layer` has stored in this forward and before, or, of a reader
+        of the layout, the layer that it reads. Stores nothing, and may be called any number of times."""
+        self._check_owner(plan)
+        return plan.attention.read(layer, q, sinks)
+
+    def read_part(self, plan: Forward, layer: int, q: Tensor, *, causal: bool = True) -> Part:
+        """As read, with the log-sum-exp of the scores, for merge().
+
+        causal: False: each token sees all positions of its sequence, also those behind its own; only in layers that
+        keep all. InvalidArgument for sequences that slide or have an open token tree.
+        """
+        self._check_owner(plan)
+        return plan.attention.read_part(layer, q, causal=causal)
+
+    @staticmethod
+    def merge(parts: Sequence[Part]) -> Part:
+        """Attention of the same queries to the keys of several parts, which are apart: of several layers, or of what
+        the caller has computed elsewhere."""
+        return merge(parts)
+
     def latent_attention(
-        self, plan: Forward, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
+        self,
+        plan: Forward,
+        layer: int,
+        q: Tensor,
+        latents: Tensor,
+        keys: Tensor,
+        up: UpProjections,
+        choice: Index | None = None,
     ) -> Tensor:
         """As attention, of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
 
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+
+        choice: of a layer with index keys, by which the queries of longer sequences choose what they attend to. Layers
+        of such a layout without index keys attend to what the last one with them chose.
         """
         self._check_owner(plan)
-        return plan.attention.attend_latents(layer, q, latents, keys, up)
+        return plan.attention.attend_latents(layer, q, latents, keys, up, choice)
 
     def end_forward(self, plan: Forward) -> None:
         """commit()."""
@@ -153,9 +187,10 @@ class ForwardCalls(Parts):
         that step is not known."""
         sequences = ids_of(seq_ids)
         tokens = self._growth.foresee(sequences)
-        if tokens is None or self.layout.drops_past or buffers.limits.sharing:
-            return None
         rows = self._table.rows(sequences)
+        slides = self._table.sliding.count > 0 and bool(self._table.sliding.windows[rows].any())
+        if tokens is None or self.layout.drops_past or buffers.limits.sharing or slides:
+            return None
         self._prepare(buffers, rows, tokens, inputs)
         return Forward(sequences, tokens, NO_ATTENTION, None, None, buffers, grows=True)
 
@@ -174,7 +209,8 @@ class ForwardCalls(Parts):
         look_ups = [group.look_up_apart if sharing else group.tables.look_up for group in self._groups]
         parts = [group.split(rows, tokens) for group in self._groups]
         tables = [look_up(*part) for look_up, part in zip(look_ups, parts, strict=True)]
-        buffers.prepare([layout for _, layout in parts], tables, inputs)
+        ways = self._sliding.rows(rows) if buffers.limits.sliding else None
+        buffers.prepare([layout for _, layout in parts], tables, inputs, ways)
 
     def _check_owner(self, forward: Forward) -> None:
         if forward.standing is not None and forward.standing.table is not self._table:
@@ -204,5 +240,5 @@ class ForwardCalls(Parts):
             raise InvalidArgument("token_tree_parents is given; graph buffers take no token trees")
         if batch.push and self._marks.any_open(rows):
             raise InvalidArgument("seq_ids has a sequence that is being sent; graph buffers push nothing")
-        if self._table.sliding.count and self._table.sliding.windows[rows].any():
-            raise InvalidArgument("seq_ids has a sequence that slides; graph buffers take only others")
+        if not limits.sliding and self._table.sliding.count and self._table.sliding.windows[rows].any():
+            raise InvalidArgument("seq_ids has a sequence that slides; graph buffers with limits.sliding take it")

@@ -54,7 +54,8 @@ class Growth:
         """Appends appends[i] ≥ 1 positions to sequence seq_ids[i], see PagedKVCache.begin_forward; their rows, int64
         [B], and how the new tokens are packed.
 
-        in_flight: positions of each that a forward still running computes; pages that it sees are not taken away yet.
+        in_flight: positions of each that a forward still running computes, or that will be popped; pages that they see
+        are not taken away yet.
         """
         rows = self.table.rows(seq_ids)
         each_one = self._check_appends(seq_ids, rows, appends)
@@ -64,7 +65,7 @@ class Growth:
         steps = each_one and not trees and not np.count_nonzero(self.table.shortened[rows])
         held = self.table.lengths[rows]
         cleared = self.is_foreseen(rows)
-        with self.sliding.slid(rows, appends) as gone:
+        with self.sliding.slid(rows, appends, in_flight=in_flight > 0) as gone:
             lengths = self.table.lengths[rows]
             new_lengths = lengths + appends
             longest = int(new_lengths.argmax())

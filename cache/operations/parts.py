@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tandem.cache.attention.forward import LayerIndex
 from tandem.cache.attention.layer_groups import Heads, make_groups
 from tandem.cache.attention.rotations import Rotations
 from tandem.cache.attention.sliding_sequences import SlidingSequences
@@ -38,17 +39,19 @@ class Parts:
         scale: float | None = None,
         softcap: float | None = None,
         latent: LatentHeads | None = None,
+        heads: Sequence[Heads] | None = None,
         kernels: KernelFactory = choose_kernels,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
 
         scale: of the softmax; None is that of q's width, ** -0.5. softcap: scores become softcap · tanh(score /
-        softcap), not with latents. latent: the heads that read those of groups with latents.
+        softcap), not with latents. latent: the heads that read those of groups with latents. heads: in place of these
+        three, for each group what it has of them.
         """
         layout.check_pools(pools)
         integer("max_sequence_length", max_sequence_length, least=1)
-        self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, layout.layer_index
+        self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, LayerIndex.of(layout)
         self._writer = writer
         self._pools = PagePools(
             tuple(pool.shape[0] for pool in pools), layout.page_size, [group.keeps for group in layout.groups]
@@ -57,7 +60,9 @@ class Parts:
         self._marks = SendMarks(len(pools), max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._sliding = SlidingSequences(self._table, self._rotations)
-        self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
+        if heads is None:
+            heads = Heads(scale, softcap, latent).of_groups(layout)
+        self._groups = make_groups(layout, pools, self._table.groups, writer, heads, kernels)
         self._pages = SequencePages(layout, self._table, self._pools, [group.backend for group in self._groups])
         self._receptions = Receptions(self._table, self._pages, self._pools, self._sliding, pools)
         self._trees = OpenTrees(self._table, self._pages, self._marks, self._groups)

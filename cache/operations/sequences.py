@@ -6,8 +6,10 @@ from torch import Tensor
 
 from tandem.cache.operations.parts import Parts
 from tandem.cache.pages.prefix_log import PrefixChanges
+from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument
+from tandem.cache.plan.spans import NO_WINDOW, Sliding
 
 
 class SequenceCalls(Parts):
@@ -29,21 +31,27 @@ class SequenceCalls(Parts):
         self._trees.drop(sequence)
         self._table.remove(sequence)
 
-    def fork_sequence(self, parent: int, child: int, position: int = -1) -> None:
+    def fork_sequence(self, parent: int, child: int, position: int = -1, *, slides: bool = True) -> None:
         """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a
-        partial one. With windows, what a query at `position` sees must be there yet."""
+        partial one. With windows, what a query at `position` sees must be there yet. slides: whether the child of a
+        sequence that slides does so, too; if not, it grows as a plain one, and may be made to slide otherwise."""
         integer("position", position)
         row, sliding_table = self._settled_row(parent), self._table.sliding
-        window, sink = int(sliding_table.windows[row]), int(sliding_table.sinks[row])
-        length = self._table.num_positions(row)
-        at, most = (length if position == -1 else position), (min(sink, length) if window else length)
+        sliding, length = sliding_table.sliding(row), self._table.num_positions(row)
+        evicts = sliding is not None and sliding.window != NO_WINDOW
+        sink = sliding.sink if sliding is not None and evicts else length
+        at, most = (length if position == -1 else position), min(sink, length)
         if not 0 <= at <= most:
             raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
         self.add_sequence(child)
         try:
             self._pages.fork(row, self._table.row(child), at)
-            if window:
-                sliding_table.enable(self._table.row(child), window, sink)
+            if sliding is not None:
+                child_slides = sliding._replace(rotated=min(sliding.rotated, at))
+                if evicts and not slides:
+                    child_slides = Sliding(NO_WINDOW, 0, rotated=child_slides.rotated)
+                if child_slides.window != NO_WINDOW or child_slides.rotated < at:
+                    sliding_table.enable(self._table.row(child), child_slides)
         except CacheError:
             self._table.remove(child)
             raise
@@ -62,6 +70,7 @@ class SequenceCalls(Parts):
         self._sliding.check_cut(row, length)
         self._trees.pop(sequence, count)
         self._pages.cut(row, length)
+        self._table.sliding.rotated[row] = min(self._table.sliding.rotated[row], self._table.num_positions(row))
         self._marks.rewind(row, self._table.num_positions(row))
 
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
@@ -78,25 +87,38 @@ class SequenceCalls(Parts):
         self._table.check_length(sequence, num_tokens)
         self._pages.reserve(row, num_tokens, longest)
 
-    def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
-        """From now on an empty sequence keeps, after what a forward appends, its first `sink` positions and the last
-        window - sink (more while a forward appends more), and may grow for ever (StreamingLLM).
+    def enable_sliding_window(self, sequence: int, window: int, sink: int, *, evict_after: bool = False) -> None:
+        """From now on a sequence keeps its first `sink` positions and the last window - sink, and may grow for ever
+        (StreamingLLM).
 
-        K is stored before RoPE and rotated by its index among what is kept. The sequence can be forked within its sink,
-        and the child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
+        What is in excess is evicted before a forward appends, so that with what that appends `window` are there (more
+        while one appends more). evict_after: only what is in excess without that; a forward's tokens see `window`
+        positions before them. What has left is out of reach once the next forward begins.
+
+        K is stored before RoPE and rotated by its index among what is kept. What the sequence holds already stays as it
+        is stored, also where others share it: a fork's prefix can be its sink. The sequence can be forked within its
+        sink; pop takes back what is kept. It is received from one that slides alike, or see prepare_receive.
         """
         row = self._settled_row(sequence)
         for has, kind in ((self.layout.drops_past, "a window"), (self.layout.has_latents, "latents")):
             if has:
                 raise InvalidArgument(f"the layout has groups with {kind}; sequences slide only in layouts without")
-        if self._table.num_positions(row):
-            raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
-        if self._table.sliding.windows[row]:
+        had, length = self._table.sliding.sliding(row), self._table.num_positions(row)
+        if had is not None and had.window != NO_WINDOW:
             raise InvalidArgument(f"sequence {sequence} slides already; its window is set once")
         if self._marks.any_open(row):  # the receiver of its position map would have to slide alike
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; only one that is not can begin to slide")
         self._sliding.check_window(window, sink, self.max_sequence_length)
-        self._table.sliding.enable(row, window, sink)
+        rotated = length if had is None else had.rotated
+        self._sliding.check_rotated(window, sink, rotated)
+        self._table.sliding.enable(row, Sliding(window, sink, evict_after, rotated))
+
+    def any_slides(self, seq_ids: Sequence[int] | Int64Array | None = None) -> bool:
+        """Whether one of these sequences (None: of all) slides, or keeps K before RoPE as a fork of one that does."""
+        sliding = self._table.sliding
+        if sliding.count == 0 or seq_ids is None:
+            return sliding.count > 0
+        return bool(sliding.windows[self._table.rows(ids_of(seq_ids))].any())
 
     def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
@@ -207,7 +229,7 @@ class SequenceCalls(Parts):
         begin is at least first_position(sequence), unless nothing is asked for.
         """
         found = [self.gather_group(sequence, group, begin, end) for group in range(len(self._groups))]
-        return [found[group][index] for group, index in self._layers.values()]
+        return [found[group][index] for group, index in self._layers.places.values()]
 
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions."""

@@ -1,5 +1,7 @@
 """The transfer face of a cache: both ends of a transfer from a worker's pages to another's."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from tandem.cache.operations.parts import Parts
@@ -7,25 +9,41 @@ from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import PositionMap
+from tandem.cache.plan.spans import NO_WINDOW
 from tandem.cache.plan.tables import lay_out_tokens
 
 
 class TransferCalls(Parts):
     """prepare_receive at the receiver → mark_send at the sender → forwards, or send_cached → finish_receive."""
 
-    def prepare_receive(self, sequence: int, length: int) -> PositionMap:
+    def prepare_receive(self, sequence: int, length: int, *, rotated: bool = False) -> PositionMap:
         """Grows a sequence by length ≥ 1 positions that a remote writer will fill; where each of them goes.
 
         Positions in pages that no later query sees, by the groups' windows, are skipped. Until finish_receive the pages
         stay out of use whatever happens to the sequence, and it may only be removed.
+
+        rotated: into a sequence that slides come those of one that does not, whose K is rotated. As much of it must be
+        rotated before. Else it is sent by one that slides alike.
         """
         row = self._settled_row(sequence)
         integer("length", length, least=1)
         if self.layout.drops_past and self._marks.any_open(row):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
-        if self._table.sliding.windows[row] == 0:  # a sliding sequence has room for any number
+        sliding = self._table.sliding.sliding(row)
+        if sliding is None or sliding.window == NO_WINDOW:  # a sliding sequence has room for any number
             self._table.check_length(sequence, int(self._table.lengths[row]) + length)
-        return self._receptions.begin(sequence, length)
+        if sliding is None or not rotated:
+            return self._receptions.begin(sequence, length)
+        end = self._table.num_positions(row) + length
+        if sliding.rotated != end - length:
+            raise InvalidArgument(
+                f"rotated is true, but of sequence {sequence} only {sliding.rotated} of {end - length} positions are "
+                "rotated; all that it holds must be"
+            )
+        self._sliding.check_rotated(sliding.window, sliding.sink, end)
+        received = self._receptions.begin(sequence, length)
+        self._table.sliding.rotated[row] = end
+        return replace(received, sliding=sliding._replace(rotated=end))
 
     def finish_receive(self, sequence: int) -> None:
         """The writer is quiet: no write into the sequence's pages can come any more. Idempotent."""

@@ -20,9 +20,14 @@ class AttentionInputs:
 
     def check(self, num_tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         """InvalidArgument unless these are PagedKVCache.attention's for num_tokens tokens."""
+        self.check_query(num_tokens, q, sinks)
+        for name, x in (("k", k), ("v", v)):
+            check_tensor(name, x, (num_tokens, self.num_kv_heads, self.head_dim), self.dtype, self.device)
+
+    def check_query(self, num_tokens: int, q: Tensor, sinks: Tensor | None) -> None:
+        """InvalidArgument unless these are PagedKVCache.read's for num_tokens tokens."""
         num_q_heads = q.shape[1] if q is not None and q.dim() == 3 else self.num_kv_heads
-        for name, x, heads in (("q", q, num_q_heads), ("k", k, self.num_kv_heads), ("v", v, self.num_kv_heads)):
-            check_tensor(name, x, (num_tokens, heads, self.head_dim), self.dtype, self.device)
+        check_tensor("q", q, (num_tokens, num_q_heads, self.head_dim), self.dtype, self.device)
         if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
             raise InvalidArgument(f"q has {num_q_heads} heads; a multiple of {self.num_kv_heads} is accepted")
         if sinks is None:
@@ -56,6 +61,27 @@ class LatentInputs:
             ("up.weight", up.weight, (num_heads, heads.key_dim + heads.value_dim, self.rank)),
         ):
             check_tensor(name, x, shape, self.dtype, self.device)
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """Of a group with index keys, of which `still` numbers are not rotated. dtype: of all but the weights."""
+
+    still: int
+    rotated: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self, num_tokens: int, q: Tensor, still: Tensor, rotated: Tensor, weights: Tensor) -> None:
+        """InvalidArgument unless these are those of an Index for num_tokens tokens."""
+        num_heads = q.shape[1] if q.dim() == 3 else 1
+        for name, x, shape, dtype in (
+            ("index.q", q, (num_tokens, num_heads, self.still + self.rotated), self.dtype),
+            ("index.still", still, (num_tokens, self.still), self.dtype),
+            ("index.rotated", rotated, (num_tokens, self.rotated), self.dtype),
+            ("index.weights", weights, (num_tokens, num_heads), torch.float32),
+        ):
+            check_tensor(name, x, shape, dtype, self.device)
 
 
 def check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

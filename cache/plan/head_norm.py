@@ -24,3 +24,7 @@ class HeadNorm:
         both = self.normalize(join_heads(q, k), self.weight, self.eps)
         normed_q, normed_k = both.split_with_sizes((q.shape[1], k.shape[1]), 1)
         return normed_q, normed_k
+
+    def apply_to_queries(self, q: Tensor) -> Tensor:
+        """q [T, Hq, D] normed, new."""
+        return self.normalize(q, self.weight[: q.shape[1]], self.eps)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +28,9 @@ class LayerGroup:
 
     latent_rank: of multi-head latent attention (DeepSeek-V2), whose entries are one plane of one head: that many
     numbers of which every head's K and V are made, then the rotated part of K that the heads share.
+
+    top_k: the entries are index keys (DeepSeek-V3.2), kept beside the latents of the same layers: a query attends to
+    the top_k positions that it scores highest by them. latent_rank then counts the numbers that are not rotated.
     """
 
     layers: tuple[int, ...]
@@ -35,6 +38,7 @@ class LayerGroup:
     head_dim: int
     keeps: Span = ALL
     latent_rank: int | None = None
+    top_k: int | None = None
 
     @property
     def planes(self) -> int:
@@ -46,7 +50,8 @@ class KVLayout:
     """Groups of layers, positions per page and element type of a paged KV cache.
 
     dtype: of K and V as they are computed. scales: K and V are stored as float8_e4m3fn, divided by these; None: as they
-    are. Raises InvalidArgument when a field is out of range or a layer stands in two groups.
+    are. readers: pairs of a layer that stores nothing and the earlier layer whose K and V it reads.
+    Raises InvalidArgument when a field is out of range or a layer stands in two groups, but for index keys.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -54,14 +59,17 @@ class KVLayout:
     dtype: torch.dtype
     scales: KVScales | None = None
     shard: Shard = WHOLE  # whose KV heads the groups have
+    readers: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         integer("page_size", self.page_size, least=1)
         if self.dtype not in DTYPES.values():
             raise InvalidArgument(f"dtype is {self.dtype}; it must be one of {', '.join(DTYPES)}")
-        layers = sorted(integer("layer", layer) for group in self.groups for layer in group.layers)
-        if not layers or layers != list(range(len(layers))):
-            raise InvalidArgument(f"groups hold layers {layers}; each of 0 … n-1 must stand in exactly one group")
+        stored = sorted(integer("layer", layer) for group in self._attended for layer in group.layers)
+        layers = sorted(stored + [integer("layer of readers", layer) for layer, _ in self.readers])
+        if not stored or layers != list(range(len(layers))):
+            also = ", or read another layer" if self.readers else ""
+            raise InvalidArgument(f"groups hold layers {stored}; each of 0 … n-1 must stand in exactly one group{also}")
         for index, group in enumerate(self.groups):
             for name in ("num_kv_heads", "head_dim"):
                 integer(f"{name} of group {index}", getattr(group, name), least=1)
@@ -73,13 +81,14 @@ class KVLayout:
                     f"{self.page_size}, is accepted"
                 )
             _check_latent(index, group)
+        self._check_index_keys()
+        self._check_readers()
         if self.scales is not None:
-            heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}
             if self.has_latents:
                 raise InvalidArgument(
                     "scales are given, but the layout has groups with latents; only K and V have 8 bits"
                 )
-            self.scales.check([heads_of[layer] for layer in layers])
+            self.scales.check([self.groups[group].num_kv_heads for group, _ in self.layer_index.values()])
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -88,13 +97,25 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        """Those that store K and V, or latents, and readers."""
+        return sum(len(group.layers) for group in self._attended) + len(self.readers)
 
     @property
     def layer_index(self) -> dict[int, tuple[int, int]]:
-        """Of each layer, in order, its group and its index there."""
-        groups = enumerate(self.groups)
-        return dict(sorted((layer, (group, i)) for group, its in groups for i, layer in enumerate(its.layers)))
+        """Of each layer, in order, the group that stores its K and V, or latents, and its index there. A reader has
+        those of the layer that it reads."""
+        stored = self._index_of(lambda group: group.top_k is None)
+        return dict(sorted((stored | {layer: stored[of] for layer, of in self.readers}).items()))
+
+    @property
+    def index_keys(self) -> dict[int, tuple[int, int]]:
+        """Of each layer with index keys, in order, their group and its index there."""
+        return self._index_of(lambda group: group.top_k is not None)
+
+    def top_k_of(self, group: LayerGroup) -> int | None:
+        """How many positions a query of the group's layers attends to at most; None: all that the group keeps."""
+        found = (one.top_k for one in self.groups if one.top_k is not None and set(one.layers) <= set(group.layers))
+        return next(found, None)
 
     @property
     def drops_past(self) -> bool:
@@ -131,11 +152,45 @@ class KVLayout:
                     f"it must be {shape} of {self.stored_dtype}, contiguous"
                 )
 
+    @property
+    def _attended(self) -> list[LayerGroup]:
+        return [group for group in self.groups if group.top_k is None]
+
+    def _index_of(self, chosen: Callable[[LayerGroup], bool]) -> dict[int, tuple[int, int]]:
+        groups = ((index, group) for index, group in enumerate(self.groups) if chosen(group))
+        return dict(sorted((layer, (index, i)) for index, group in groups for i, layer in enumerate(group.layers)))
+
+    def _check_index_keys(self) -> None:
+        """A group of index keys serves some layers of one group with latents, the first among them; none is served
+        twice."""
+        served: set[int] = set()
+        for index, keys in enumerate(self.groups):
+            if keys.top_k is None:
+                continue
+            integer(f"top_k of group {index}", keys.top_k, least=1)
+            of = [set(group.layers) for group in self._attended if group.latent_rank is not None]
+            its = next((layers for layers in of if set(keys.layers) <= layers), set())
+            if keys.latent_rank is None or not keys.layers or not its or min(its) not in keys.layers or served & its:
+                raise InvalidArgument(
+                    f"group {index} has index keys of layers {list(keys.layers)}; it must have a latent_rank, layers "
+                    "of one group with latents, the first of these among them, and be alone in that"
+                )
+            served |= its
+
     @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
-        text = repr((self.page_size, str(self.dtype), self.groups, self.scales, self.shard))
+        text = repr((self.page_size, str(self.dtype), self.groups, self.scales, self.shard, self.readers))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def _check_readers(self) -> None:
+        ranks = {layer: group.latent_rank for group in self.groups for layer in group.layers}
+        for layer, of in self.readers:
+            if of not in ranks or of > layer or ranks[of] is not None:
+                raise InvalidArgument(
+                    f"readers has ({layer}, {of}): layer {layer} would read layer {of}; an earlier layer that stores K "
+                    "and V is accepted"
+                )
 
 
 def _check_latent(index: int, group: LayerGroup) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array, integer
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.spans import Sliding
 
 SKIP = -1  # a position that is not written
 
@@ -87,12 +88,12 @@ class PositionMap:
     """Where a receiver wants positions start_position … start_position + num_tokens - 1 of one sequence.
 
     One SlotRuns per layer group of the layout, each num_tokens long. Not an address: slots of the receiver's pools.
-    sliding: the window and sink of a sequence that slides, whose K is not rotated; None for another.
+    sliding: how the receiver slides; None: it does not, and takes all K rotated.
     """
 
     start_position: int
     runs: tuple[SlotRuns, ...]
-    sliding: tuple[int, int] | None = None
+    sliding: Sliding | None = None
 
     def __post_init__(self) -> None:
         integer("start_position", self.start_position, least=0)

@@ -10,14 +10,15 @@ from torch import Tensor
 from tandem.cache.plan.arrays import check_factor, integer
 from tandem.cache.plan.errors import InvalidArgument
 
-ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
 class RopeParameters:
     """How q and k are rotated. Fields are named as in config.json; those that rope_type does not read are ignored.
 
-    rotary_dim: the leading elements of a head that are rotated, all or, with a partial_rotary_factor, fewer.
+    rotary_dim: the leading elements of a head that are rotated, all or, with a partial_rotary_factor, fewer. Of
+    "proportional" it is the head; partial_rotary_factor says how many of its frequencies are not 0.
     max_position_embeddings is read by "dynamic", original_max_position_embeddings by "llama3", "yarn" and "longrope".
     short_factor, long_factor: rotary_dim / 2 numbers each for "longrope", of sequences up to and beyond
     original_max_position_embeddings.
@@ -28,6 +29,7 @@ class RopeParameters:
     rotary_dim: int
     theta: float = 10000.0
     factor: float = 1.0
+    partial_rotary_factor: float = 1.0
     max_position_embeddings: int | None = None
     original_max_position_embeddings: int | None = None
     low_freq_factor: float | None = None
@@ -67,6 +69,10 @@ class RopeParameters:
                 raise InvalidArgument(f"theta is {self.theta}; rope_type 'yarn' needs another than 1")
         if self.rope_type == "longrope":
             self._check_longrope()
+        if self.rope_type == "proportional" and not 0 < self.partial_rotary_factor <= 1:
+            raise InvalidArgument(
+                f"partial_rotary_factor is {self.partial_rotary_factor}; a number above 0 and up to 1 is accepted"
+            )
         if self.rope_type in ("yarn", "longrope") and self.attention_factor is not None:
             check_factor("attention_factor", self.attention_factor)
 
@@ -165,7 +171,7 @@ class RotaryEmbedding:
         factors = self._factors(positions, lengths)
         still = torch.stack((torch.ones_like(factors[:1, 0]), torch.zeros_like(factors[:1, 0])), 1)
         self._table = torch.cat((factors, still))
-        self.of_indices = Rotation(self._table[:max_positions])  # of positions 0, 1, …, not by_length
+        self.of_indices = Rotation(self._table)  # of positions 0, 1, …, not by_length
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
         """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any.
@@ -210,6 +216,9 @@ def inverse_frequencies(parameters: RopeParameters) -> tuple[Tensor, float]:
     base = 1.0 / parameters.theta ** _exponents(parameters.rotary_dim)
     if parameters.rope_type == "linear":
         return base / parameters.factor, 1.0
+    if parameters.rope_type == "proportional":
+        rotated = int(parameters.partial_rotary_factor * parameters.rotary_dim // 2)
+        return torch.cat((base[:rotated], torch.zeros_like(base[rotated:]))) / parameters.factor, 1.0
     if parameters.rope_type == "llama3":
         return _llama3(parameters, base), 1.0
     if parameters.rope_type == "yarn":

@@ -1,6 +1,7 @@
 """The part of a model that one rank of a worker holds."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
@@ -10,14 +11,17 @@ from tandem.cache.plan.errors import InvalidArgument
 class Shard:
     """A rank of `size` equal ones. Its ranges of heads, experts and columns follow from part().
 
-    A worker of one GPU holds the whole model, which is the default. InvalidArgument when rank or size is out of range.
+    first_layer: the layer of the model that is layer 0 here, of a stage in a pipeline. A worker of one GPU holds the
+    whole model, which is the default. InvalidArgument when a field is out of range.
     """
 
     rank: int = 0
     size: int = 1
+    first_layer: int = 0
 
     def __post_init__(self) -> None:
         integer("size of the shard", self.size, least=1)
+        integer("first_layer of the shard", self.first_layer, least=0)
         if not 0 <= integer("rank of the shard", self.rank) < self.size:
             raise InvalidArgument(f"rank of the shard is {self.rank}; 0 … {self.size - 1} are accepted")
 
@@ -27,6 +31,31 @@ class Shard:
         if rest:
             raise InvalidArgument(f"{name} is {count}; it must be a multiple of the {self.size} ranks that divide it")
         return range(self.rank * each, (self.rank + 1) * each)
+
+
+class HeadRun(NamedTuple):
+    """Consecutive KV heads of a rank, and the PE and heads there that are the same ones."""
+
+    pe: int
+    heads: range
+    peer_heads: range
+
+
+def map_heads(rank: int, num_heads: int, num_peer_heads: int, first_pe: int = 0) -> tuple[HeadRun, ...]:
+    """Who holds the num_heads KV heads of a rank, where ranks of the other side hold num_peer_heads each, and the first
+    of them is PE first_pe. One of the numbers divides the other, else InvalidArgument."""
+    few, many = sorted((num_heads, num_peer_heads))
+    if integer("num_heads", few, least=1) and many % few:
+        raise InvalidArgument(f"num_heads is {num_heads}; a multiple or a divisor of {num_peer_heads} is accepted")
+    if num_heads <= num_peer_heads:
+        ranks = num_peer_heads // num_heads  # that share a peer
+        begin = rank % ranks * num_heads
+        return (HeadRun(first_pe + rank // ranks, range(num_heads), range(begin, begin + num_heads)),)
+    peers = num_heads // num_peer_heads
+    return tuple(
+        HeadRun(first_pe + rank * peers + peer, range(begin, begin + num_peer_heads), range(num_peer_heads))
+        for peer, begin in enumerate(range(0, num_heads, num_peer_heads))
+    )
 
 
 WHOLE = Shard()

@@ -7,6 +7,7 @@ next page. So a prefix that ends with full pages can be shared.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -122,3 +123,18 @@ ALL = All()
 def span_of(window: int | None) -> Span:
     """The span of layers whose tokens see `window` positions, their own included; None: all."""
     return ALL if window is None else Window(window)
+
+
+NO_WINDOW = 1 << 62
+"""The window of a sequence that evicts nothing, though some of its K is stored before RoPE."""
+
+
+class Sliding(NamedTuple):
+    """How a sequence slides: see PagedKVCache.enable_sliding_window.
+
+    rotated: K of positions before it is stored rotated by its position, that of later ones before RoPE."""
+
+    window: int
+    sink: int
+    evict_after: bool = False
+    rotated: int = 0

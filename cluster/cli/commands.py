@@ -40,8 +40,11 @@ app.add_typer(bench_app, name="bench")
 Family = Literal[
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "gemma2",
     "gemma3_text",
+    "gemma4",
+    "glm_moe_dsa",
     "gpt_oss",
     "llama",
     "llama4",

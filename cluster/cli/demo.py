@@ -1,9 +1,17 @@
-"""`make demo`: a cluster of two workers answers several prompts at once, then prints their times and sizes."""
+"""`make demo`: a cluster of two workers answers several prompts at once, then prints their times and sizes.
 
+python -m tandem.cluster.cli.demo [--speculate]
+
+--speculate: the last tokens are looked up in prompt and output for drafts. A second round asks again, behind the
+answers of the first. The end tells how many drafted tokens held in each.
+"""
+
+import argparse
 import asyncio
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +24,7 @@ from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.client_messages import Timings, Usage
 
 MODEL = Path(__file__).parent / "demo_model" / "checkpoint"
+SPECULATION = {"speculation.method": "ngram", "speculation.tokens": 4}
 PROMPTS = (
     "The with statement is used to",
     "A prefill worker",
@@ -45,19 +54,29 @@ class Row:
         return (self.times[-1] - self.times[0]) / max(tokens - 1, 1) * 1e3
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="demo", description="a cluster of two workers answers several prompts")
+    parser.add_argument("--speculate", action="store_true", help="draft tokens by prompt lookup, and verify them")
+    speculate = parser.parse_args(arguments).speculate
     console = Console()
     before = set(os.listdir("/dev/shm"))
     console.print("[bold]tandem demo[/]: a Llama of 3 million parameters, 1 prefill and 1 decode worker")
     began = time.perf_counter()
-    with embedded_cluster("demo", MODEL) as address:
+    with embedded_cluster("demo", MODEL, SPECULATION if speculate else {}) as address:
         console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s")
         rows = [Row(prompt) for prompt in PROMPTS]
         seconds = asyncio.run(_run(address, rows, console))
+        again = [Row(f"{row.prompt}{row.text}\n{row.prompt}") for row in rows] if speculate else []
+        if again:
+            console.print("\neach prompt again, behind its answer")
+            asyncio.run(_run(address, again, console))
     console.print()
     console.print(_summary(rows))
     tokens = sum(row.usage.output_tokens for row in rows if row.usage)
     console.print(f"{len(rows)} requests, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s")
+    if speculate:
+        for name, asked in (("first", rows), ("again", again)):
+            console.print(f"{name}: {_acceptance([row.usage for row in asked if row.usage])}")
     left = set(os.listdir("/dev/shm")) - before
     console.print(f"[red]left in /dev/shm: {sorted(left)}[/]" if left else "stopped; /dev/shm is as it was")
     return 1 if left else 0
@@ -89,6 +108,15 @@ def _streaming(rows: list[Row]) -> Table:
     for row in rows:
         table.add_row(f"[cyan]{_short(row.prompt, 30)}[/]", _short(row.text, 80))
     return table
+
+
+def _acceptance(usages: Sequence[Usage]) -> str:
+    """What speculation did: an accepted token is one that no step of its own computed."""
+    drafted, accepted = (sum(getattr(one, f"{name}_tokens") for one in usages) for name in ("drafted", "accepted"))
+    steps = sum(one.output_tokens - 1 for one in usages) - accepted
+    each = (steps + accepted) / max(steps, 1)
+    share = accepted / max(drafted, 1)
+    return f"{drafted} tokens drafted, {accepted} accepted ({share:.0%}): {each:.2f} tokens a step of a request"
 
 
 def _summary(rows: list[Row]) -> Table:

@@ -2,9 +2,11 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
@@ -12,14 +14,17 @@ from tandem.cluster.supervision.launcher import Cluster
 
 
 @contextmanager
-def embedded_cluster(name: str = "bench", model: Path | None = None) -> Iterator[str]:
-    """HOST:PORT of its gateway, until the context ends. model: None makes a tiny Llama of random weights."""
+def embedded_cluster(
+    name: str = "bench", model: Path | None = None, settings: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[str]:
+    """HOST:PORT of its gateway, until the context ends. model: None makes a tiny Llama of random weights. settings:
+    further keys of the configuration."""
     with tempfile.TemporaryDirectory(prefix=f"tandem-{name}-") as folder:
         if model is None:
             model = Path(folder) / "model"
             make_checkpoint(model, arch="llama", size="tiny", seed=0)
         keys = {"name": f"{name}-{os.getpid()}", "gateway.port": 0, "model.path": str(model)}
-        config = load_config(None, keys)
+        config = load_config(None, keys | dict(settings))
         cluster = Cluster(config)
         try:
             yield cluster.start()

@@ -23,6 +23,7 @@ RAY_SHM_BYTES = 80 << 20  # of /dev/shm: Ray's object store, which it keeps in i
 GPU_SHM_BYTES = 256 << 20  # NCCL's buffers, too
 TEMP_BYTES = 256 << 20  # Ray's sockets and logs
 KERNEL_BYTES = 1 << 30  # compiled kernels and what compilers leave beside them
+LOG_BYTES = 64 << 20  # what one log may grow to
 MIB = 1 << 20
 SHM = Path("/dev/shm")
 CONFIGS = {0: "deploy/local.yaml", 2: "deploy/gpu-1p1d.yaml", 4: "deploy/gpu-2p2d.yaml"}  # by the GPUs that they need
@@ -41,7 +42,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     config.security.server.check()
     check_ports(config.gateway, config.metrics, beside)
     limit = raise_file_limit()
-    lacking = [*_check_files(limit), *(_check_room(config) if own_ray else ())]
+    lacking = [*_check_files(limit), *_check_logs(config), *(_check_room(config) if own_ray else ())]
     if lacking:
         raise StartFailed("\n".join(lacking))
     warnings = [*_warn_of_plain_text(config), *_warn_of_files(config, limit)]
@@ -147,6 +148,13 @@ def _warn_of_files(config: ClusterConfig, limit: int) -> Iterator[str]:
         )
 
 
+def _check_logs(config: ClusterConfig) -> Iterator[str]:
+    if config.logging.folder is not None:
+        advice = "set logging.folder to another one; null leaves logs to Ray"
+        for finding in _check_free(Path(config.logging.folder), LOG_BYTES, advice):
+            yield f"logging.folder: {finding}"
+
+
 def _check_room(config: ClusterConfig) -> Iterator[str]:
     on_gpu = config.island.device == "cuda"
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -166,7 +174,9 @@ def _check_free(folder: Path, needed: int, advice: str) -> Iterator[str]:
         yield f"{folder} cannot be used: {error.strerror}; {advice}"
         return
     free = stat.f_frsize * stat.f_bavail
-    if free < needed:
+    if not there.is_dir():
+        yield f"{folder} is no folder; {advice}"
+    elif free < needed:
         yield f"{folder} has {free // MIB} MiB free; at least {needed // MIB} are needed: {advice}"
     elif not os.access(there, os.W_OK):
         yield f"{folder} cannot be written; {advice}"

@@ -15,7 +15,7 @@ from tandem.workers.checkpoint.errors import InvalidConfig
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
-from tandem.workers.models.weight_names import LM_HEAD, named_weights
+from tandem.workers.models.weight_names import LM_HEAD, is_factor, is_norm, named_weights
 
 BOS, EOS = "<|begin|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -49,6 +49,7 @@ DEEPSEEK = {
     "head_dim": 8,
     "num_key_value_heads": None,
 }
+INDEXED = {"q_lora_rank": 48, "num_key_value_heads": 4, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 64}
 # What each family writes into config.json besides the common fields.
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "deepseek_v2": {
@@ -58,6 +59,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "topk_method": "group_limited_greedy",
     },
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **DEEPSEEK, "q_lora_rank": 48},
+    "deepseek_v32": {"architectures": ["DeepseekV32ForCausalLM"], **DEEPSEEK, **INDEXED},
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
@@ -72,6 +74,24 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "sliding_window_pattern": 2,
         "rope_parameters": {"full_attention": {**ROPE, "rope_theta": 1e6}, "sliding_attention": ROPE},
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "global_head_dim": 32,
+        "sliding_window": 512,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 2048,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": ROPE,
+        },
+    },
+    "glm_moe_dsa": {"architectures": ["GlmMoeDsaForCausalLM"], **DEEPSEEK, **INDEXED},
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
         "num_local_experts": 8,
@@ -160,8 +180,10 @@ def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict
     places = named_weights(config, allocate_parameters(config, torch.device("cpu")))
     generator = torch.Generator().manual_seed(seed)
     for name, place in places.items():
-        if name.endswith("norm.weight"):
+        if is_norm(name):
             place.fill_(1 - config.norm_offset)
+        elif is_factor(name):
+            place.fill_(1)
         elif name.endswith("bias") or place.ndim == 1:
             place.normal_(0, 0.1, generator=generator)
         else:

@@ -10,7 +10,7 @@ import grpc
 
 from tandem.cluster.client.client_messages import LONGEST_CALL, UNTAKEN, retry_advice
 from tandem.cluster.errors import Cancelled, Overloaded, Unavailable
-from tandem.cluster.statuses import error_of
+from tandem.cluster.statuses import REMOVED, error_of
 from tandem.proto import inference_pb2
 
 RETRY_SECONDS = 0.2
@@ -18,7 +18,7 @@ NO_ADVICE_SECONDS = 1.0  # of a gateway that is full
 LONGEST_PAUSE = 10.0  # unless the gateway advises a longer one
 FIRST_SECONDS = 1.0  # for a gateway that was never there: it may be starting again
 # The beginnings of gRPC's text for an established connection that broke.
-BROKEN = ("Stream removed", "Socket closed", "Connection reset", "recvmsg:", "GOAWAY")
+BROKEN = (REMOVED, "Socket closed", "Connection reset", "recvmsg:", "GOAWAY")
 
 
 class Resumption:

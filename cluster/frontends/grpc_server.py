@@ -18,6 +18,7 @@ from tandem.workers.service.well_formed import WellFormedRequired
 IDLE_MS = 600_000  # of a connection without a call; clients connect again by themselves
 SILENT_MS = 60_000  # without a sign of life, and again without the answer to a ping
 REQUEST_SECONDS = 60.0  # for a client's request, or for all requests of a call
+ANSWER_BYTES = 1 << 24  # of one message of an answer, which may have many log-probabilities
 SLOW_SECONDS = 0.05  # between two looks at whether a message is there
 SLOW_LOOKS = 5  # after which one counts as the largest: gRPC does not say how far it is
 OPEN_CALLS = 256  # of each method that needs no token: strangers take no room from callers
@@ -50,7 +51,7 @@ def server_options(max_bytes: int, shared: bool) -> tuple[tuple[str, int], ...]:
     """As grpc_server(); bounds on messages, connections and silence."""
     return (
         ("grpc.max_receive_message_length", max_bytes),
-        ("grpc.max_send_message_length", max_bytes),
+        ("grpc.max_send_message_length", max(max_bytes, ANSWER_BYTES)),
         ("grpc.so_reuseport", int(shared)),  # by default a second gateway could share a port that is in use
         ("grpc.max_allowed_incoming_connections", connections_per_frontend()),
         ("grpc.max_connection_idle_ms", IDLE_MS),

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from tandem.cluster.client.client import GENERATE_SECONDS, AsyncClient, Client
 from tandem.cluster.client.client_messages import GenerateUpdate
@@ -28,18 +28,23 @@ class AsyncLLM:
         self._end = end
 
     async def generate(
-        self, prompts: Prompts, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Options]
+        self,
+        prompts: Prompts,
+        *,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Options],
     ) -> list[Output]:
         """One output for each prompt, in their order. A prompt is text, token ids, or a list of messages (a chat).
 
-        sampling: as docs/http-and-grpc.md has it, the same for all prompts. timeout: seconds of each request. The first
-        CallError ends the others and is raised.
+        sampling: as docs/http-and-grpc.md has it, the same for all prompts. cache_salt: as Client.generate() has it.
+        timeout: seconds of each request. The first CallError ends the others and is raised.
         """
         turns = asyncio.Semaphore(AT_ONCE)
 
         async def one(prompt: Prompt) -> Output:
             async with turns:
-                updates = self.client.generate(prompt, timeout=timeout, **sampling)
+                updates = self.client.generate(prompt, cache_salt=cache_salt, timeout=timeout, **sampling)
                 return output_of(prompt, [update async for update in updates])
 
         try:
@@ -51,20 +56,26 @@ class AsyncLLM:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        cache_salt: str | None = None,
         timeout: float = GENERATE_SECONDS,
         **sampling: Unpack[Options],
     ) -> Output:
         """The answer to one chat: messages with role and content."""
-        (output,) = await self.generate([messages], timeout=timeout, **sampling)
+        (output,) = await self.generate([messages], cache_salt=cache_salt, timeout=timeout, **sampling)
         return output
 
     def stream(
-        self, prompt: Prompt, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Options],
     ) -> AsyncGenerator[GenerateUpdate, None]:
         """The answer to one prompt as it comes."""
-        return self.client.generate(prompt, timeout=timeout, **sampling)
+        return self.client.generate(prompt, cache_salt=cache_salt, timeout=timeout, **sampling)
 
     async def close(self) -> None:
         """Idempotent."""
@@ -91,26 +102,38 @@ class LLM:
         self._inner = self._events.run(_made(address, security), timeout=10)
 
     def generate(
-        self, prompts: Prompts, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Options]
+        self,
+        prompts: Prompts,
+        *,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Options],
     ) -> list[Output]:
         many = as_list(prompts)
         rounds = -(-len(many) // AT_ONCE) + 1
-        return self._events.run(self._inner.generate(many, timeout=timeout, **sampling), timeout * rounds)
+        generating = self._inner.generate(many, cache_salt=cache_salt, timeout=timeout, **sampling)
+        return self._events.run(generating, timeout * rounds)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        cache_salt: str | None = None,
         timeout: float = GENERATE_SECONDS,
         **sampling: Unpack[Options],
     ) -> Output:
-        (output,) = self.generate([messages], timeout=timeout, **sampling)
+        (output,) = self.generate([messages], cache_salt=cache_salt, timeout=timeout, **sampling)
         return output
 
     def stream(
-        self, prompt: Prompt, *, timeout: float = GENERATE_SECONDS, **sampling: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Options],
     ) -> Generator[GenerateUpdate, None, None]:
-        return self.client.generate(prompt, timeout=timeout, **sampling)
+        return self.client.generate(prompt, cache_salt=cache_salt, timeout=timeout, **sampling)
 
     def close(self) -> None:
         """Idempotent."""

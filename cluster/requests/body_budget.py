@@ -6,9 +6,19 @@ from contextvars import ContextVar
 from tandem.cluster.errors import Overloaded
 
 SMALL_BODY = 1 << 16  # bytes; as many calls as are admitted may have so much
+MIB = 1 << 20
+USUAL_MIB, MOST_MIB = 4, 16  # of one body
+TOKEN_BYTES = 32  # of text, escaped as JSON may be
 
 current_body: "ContextVar[Body | None]" = ContextVar("current_body", default=None)
 """Of the call that this task answers, where its frontend counts it."""
+
+
+def largest_body(max_message_mib: int | None, max_model_len: int) -> int:
+    """Bytes of one body that are accepted. max_message_mib: None goes by what the model can take."""
+    if max_message_mib is None:
+        max_message_mib = min(MOST_MIB, max(USUAL_MIB, -(-max_model_len * TOKEN_BYTES // MIB)))
+    return max_message_mib * MIB
 
 
 class BodyBudget:
@@ -79,4 +89,4 @@ def release_current_body() -> None:
 
 
 def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.3g} MiB"
+    return f"{size / MIB:.3g} MiB"

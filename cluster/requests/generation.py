@@ -24,6 +24,7 @@ from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.sampling.finish import FinishReason, FinishRule
+from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.wire.messages import prompt_to_bytes, sampling_to_proto
 
 
@@ -82,6 +83,16 @@ class Generation:
     def salt(self) -> bytes:
         """See ValidRequest."""
         return self._request.salt
+
+    @property
+    def sliding(self) -> SlidingWindow | None:
+        """See SamplingParams."""
+        return self._request.params.sliding
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether its tokens so far, as a prompt, give the next one: not where one has left its window."""
+        return not self._sent or self._request.fits_window(len(self._sent))
 
     @property
     def prompt(self) -> Int64Array:

@@ -68,6 +68,11 @@ class Replay:
                 self._generation.observer.lost(error)
                 failed, move = True, None
                 reasons.append(str(error))
+            if not self._generation.can_replay:
+                raise AttemptsExhausted(
+                    "workers were lost, and a request that slides is not computed again once its window is full; "
+                    f"{self._generation.num_sent} tokens were sent; {reasons[-1]}"
+                )
         raise AttemptsExhausted(
             f"workers were lost in each of {len(reasons)} attempts (gateway.max_attempts); "
             f"{self._generation.num_sent} tokens were sent; the last: {reasons[-1]}"
@@ -90,6 +95,7 @@ class Replay:
                     move=move,
                     near=None if again else self._near,
                     count=self._count,
+                    sliding=generation.sliding,
                 )
         except DeadlineExceeded:  # gateway.queue_seconds
             raise

@@ -13,6 +13,7 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.protocol import MAX_MESSAGES
 from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.requests.default_sampling import with_defaults
+from tandem.cluster.requests.model_limits import ModelLimits
 from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
@@ -37,21 +38,6 @@ MOST_STOPS = (("stop", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)
 
 
 @dataclass(frozen=True)
-class ModelLimits:
-    """What a request may ask of the served model."""
-
-    vocab_size: int
-    max_model_len: int
-    pool_tokens: int  # positions that one decode worker's pages hold
-    rope_switch: int | None = None  # see ModelConfig
-
-    @property
-    def longest(self) -> int:
-        """Positions of the longest request."""
-        return min(self.max_model_len, self.pool_tokens)
-
-
-@dataclass(frozen=True)
 class Received:
     """What a client has of one answer from an earlier call of the same request."""
 
@@ -73,6 +59,11 @@ class ValidRequest:
     resumes: bool = False
     salt: bytes = b""  # what workers share prefixes by
     returns_prompt: bool = False  # the client gets token_ids
+
+    def fits_window(self, num_output: int) -> bool:
+        """Whether a request that slides has let go of nothing after so many tokens; True of others."""
+        sliding = self.params.sliding
+        return sliding is None or len(self.token_ids) + num_output <= sliding.window
 
     def answer(self, index: int) -> "ValidRequest":
         """One answer as a request of its own. As in vLLM its seed is the request's plus its index."""
@@ -126,9 +117,10 @@ class RequestValidator:
             if len(getattr(message.sampling, name)) > most:
                 count = len(getattr(message.sampling, name))
                 raise InvalidRequest(f"sampling.{name} has {count} entries; at most {most} are accepted")
-        self._check_received("resume.token_ids", len(message.resume.token_ids))
+        slides = message.sampling.HasField("sliding")
+        self._check_received("resume.token_ids", len(message.resume.token_ids), slides=slides)
         for index, answer in enumerate(message.resume.answers[:MAX_ANSWERS]):
-            self._check_received(f"resume.answers[{index}].token_ids", len(answer.token_ids))
+            self._check_received(f"resume.answers[{index}].token_ids", len(answer.token_ids), slides=slides)
         kept = message.truncate_prompt_tokens
         if message.HasField("truncate_prompt_tokens") and kept < 1 and kept != -1:
             raise InvalidRequest(f"truncate_prompt_tokens is {kept}; it must be at least 1, or -1 for as many as fit")
@@ -140,7 +132,7 @@ class RequestValidator:
                 len(message.token_ids.ids) if kind == "token_ids" else len(message.token_bytes) // PROMPT_DTYPE.itemsize
             )
             if not message.HasField("truncate_prompt_tokens"):
-                self._check_length(ids, 1)
+                self._limits.check_length(ids, 1)
         else:
             self._check_text(kind, message)
 
@@ -186,8 +178,12 @@ class RequestValidator:
         kept = self._kept(message, params, open_ended if ends_anywhere else None)
         token_ids = self._prompt(message, tokens, kept)
         if open_ended is not None and ends_anywhere:
-            params = replace(params, max_tokens=max(1, params.min_tokens, min(open_ended, self._room(len(token_ids)))))
-        self._check_length(len(token_ids), params.max_tokens)
+            room = self._limits.room(len(token_ids), params.sliding)
+            params = replace(params, max_tokens=max(1, params.min_tokens, min(open_ended, room)))
+        if params.sliding is None:
+            self._limits.check_length(len(token_ids), params.max_tokens)
+        else:
+            self._limits.check_sliding(len(token_ids), params.max_tokens, params.sliding)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         resumes = message.HasField("resume")
@@ -195,7 +191,14 @@ class RequestValidator:
             raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
         received = self._received(message.resume, params)
         request_id, tells = message.request_id or uuid.uuid4().hex, message.return_prompt_token_ids
-        return ValidRequest(request_id, token_ids, params, received, resumes, salt, tells)
+        valid = ValidRequest(request_id, token_ids, params, received, resumes, salt, tells)
+        going_on = [len(answer.token_ids) for answer in received if answer.token_ids and not answer.ended]
+        if not all(map(valid.fits_window, going_on)):
+            raise InvalidRequest(
+                "resume: sampling.sliding has let go of tokens that would have to be computed again; only a request "
+                f"whose prompt and tokens fit in the window of {params.sliding} can be resumed"
+            )
+        return valid
 
     def _received(self, resume: inference_pb2.Resume, params: SamplingParams) -> tuple[Received, ...]:
         count = len(resume.answers)
@@ -220,9 +223,10 @@ class RequestValidator:
             raise InvalidRequest("resume.answers have all ended; only a request that goes on can be resumed")
         return received
 
-    def _check_received(self, field: str, count: int) -> None:
-        if count >= self._limits.longest:
-            raise InvalidRequest(f"{field} has {count} ids; at most {self._limits.longest - 1} are accepted")
+    def _check_received(self, field: str, count: int, *, slides: bool) -> None:
+        longest = self._limits.max_sliding_tokens if slides else self._limits.longest
+        if count >= longest:
+            raise InvalidRequest(f"{field} has {count} ids; at most {longest - 1} are accepted")
 
     def _check_sampling(self, params: SamplingParams) -> None:
         try:
@@ -291,6 +295,8 @@ class RequestValidator:
         if message.truncate_prompt_tokens > 0:
             return message.truncate_prompt_tokens
         longest, switch = self._limits.longest, self._limits.rope_switch
+        if params.sliding is not None:
+            return max(1, self._limits.longest_before(params.sliding))
         output = params.max_tokens if open_ended is None else max(params.min_tokens, min(open_ended, longest // 2))
         fits = longest - max(1, output)
         if switch is not None and fits <= switch < fits + output - 1:
@@ -323,30 +329,6 @@ class RequestValidator:
             raise InvalidRequest(
                 f"{field}[{int(ids.argmax())}] is {largest}; the vocabulary has "
                 f"{self._limits.vocab_size} entries, 0 … {self._limits.vocab_size - 1}"
-            )
-
-    def _room(self, prompt: int) -> int:
-        """The most output tokens after a prompt of so many; 0 or less where it is too long itself."""
-        room = self._limits.longest - prompt
-        switch = self._limits.rope_switch
-        return room if switch is None or prompt > switch else min(room, switch - prompt + 1)
-
-    def _check_length(self, prompt: int, max_tokens: int) -> None:
-        limit = self._limits.longest
-        which = "the model's context" if limit == self._limits.max_model_len else "the decode worker's page pool"
-        if prompt >= limit:
-            raise InvalidRequest(f"the prompt has {prompt} tokens; {which} takes at most {limit - 1} and one output")
-        if prompt + max_tokens > limit:
-            raise InvalidRequest(
-                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; "
-                f"{which} of {limit} leaves at most {limit - prompt}"
-            )
-        switch = self._limits.rope_switch
-        if switch is not None and prompt <= switch < prompt + max_tokens - 1:  # the last token is never fed back
-            raise InvalidRequest(
-                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; the model rotates positions "
-                f"otherwise in sequences beyond {switch} tokens, and none may grow over that: at most "
-                f"{switch - prompt + 1}, or a prompt of more than {switch} tokens"
             )
 
 

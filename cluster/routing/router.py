@@ -18,7 +18,8 @@ from tandem.cluster.routing.prefix_view import PromptKeys
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import unwatched
-from tandem.workers.wire.messages import prompt_to_bytes
+from tandem.workers.sampling.sampling_params import SlidingWindow
+from tandem.workers.wire.messages import prompt_to_bytes, sliding_to_proto
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
@@ -35,10 +36,13 @@ class _Wanted:
     salt: bytes
     whole: bool  # the prompt is computed without cached prefixes
     keys: PromptKeys
+    sliding: SlidingWindow | None
 
     @property
     def total_tokens(self) -> int:
-        return len(self.token_ids) + self.max_tokens
+        """That a decode worker keeps."""
+        total = len(self.token_ids) + self.max_tokens
+        return total if self.sliding is None else min(total, max(len(self.token_ids), self.sliding.window))
 
 
 @dataclass(frozen=True)
@@ -96,17 +100,18 @@ class Router:
         move: LinkPair | None = None,
         near: LinkPair | None = None,
         count: int = 1,
+        sliding: SlidingWindow | None = None,
     ) -> Placement:
         """Finds a pair of workers and skips those that cannot be reached.
 
         client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. whole: none is
         matched. again: the request was admitted before, so a full queue does not refuse it. move: the pair that is
         tried first, however many wait. near: the pair that is tried first in the request's own turn. count: as how many
-        requests it counts while it waits. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or
-        WorkerCallError.
+        requests it counts while it waits. sliding: see SamplingParams. Raises Overloaded (queue full),
+        DeadlineExceeded (no room in time) or WorkerCallError.
         """
         keys = self._islands.prompt_keys(token_ids[:1] if whole else token_ids, salt)  # one token has none
-        wanted = _Wanted(request_id, token_ids, max_tokens, salt, whole, keys)
+        wanted = _Wanted(request_id, token_ids, max_tokens, salt, whole, keys, sliding)
         if move is not None or not self._queue.waits:
             placement = await self._try(wanted, announce=move is None, first=move or near)
             if placement is not None:
@@ -192,6 +197,7 @@ class Router:
                 writer_pe=prefill.pe,
                 salt=wanted.salt,
                 whole=wanted.whole,
+                sliding=sliding_to_proto(wanted.sliding),
             )
             expected = pair.first_token_seconds
             announce = announce and prefill is not decode and not prefill.has_prompts and not wanted.whole

@@ -12,6 +12,7 @@ from tandem.cluster.gateway import Gateway, GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.processes.actor_server import set_title
 from tandem.cluster.processes.gpus import VARIABLE, GpuClaim, with_peers
+from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState, Outage
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
 from tandem.cluster.supervision.heartbeat import MEETING
@@ -126,6 +127,7 @@ class GatewayActor:
         name = f"{settings.config.name}/gateway.{host}{settings.process}"
         self._log = open_log(settings.config.logging.settings, name)
         self._stopped = threading.Event()
+        keep_freed_memory()
         self._events = EventLoopThread("gateway")
         self._drain_seconds = settings.config.gateway.drain_seconds
         self._gateway = Gateway(settings)

@@ -42,7 +42,10 @@ from tandem.cluster.supervision.supervisor import Supervisor
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.transfer.segment import machine_memory
 from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.config import WorkerConfig
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.load import check_drafter_weights
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
@@ -226,16 +229,17 @@ class Cluster:
             model = load_config(folder, self._config.model.dtype)
             if self._config.model.load_format == "safetensors":
                 check_weights(folder, model)
-            scales = choose_scales(worker_configs(self._config, model.max_length)[0], model)
-            layout = kv_layout(model, self._config.cache.page_size, scales)
-            Tokenizer.from_folder(folder)
+            tokenizer = Tokenizer.from_folder(folder)
+            worker = worker_configs(self._config, model.max_length)[0]
+            drafter = _check_drafter(worker, model, tokenizer)
+            layout = kv_layout(model, worker.page_size, choose_scales(worker, model, drafter), drafter)
             default_sampling(folder, self._config.model.generation_config)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
         except InvalidArgument as error:
             raise ConfigError(f"cache.{error}") from error
         if self._config.island.device == "cuda":
-            _check_gpu(layout, model)
+            _check_gpu(layout, model if model.latent or drafter is None else drafter)
         else:
             _check_memory(layout, agreed_pages(self._config, (), model.max_length))
         max_model_len = self._config.model.max_model_len or model.max_length
@@ -322,8 +326,34 @@ class Cluster:
             self._failure.set_exception(error)
 
 
+def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig | None:
+    """The model that drafts for `model`, whose tokenizer is given; None where none does. ConfigError for one that
+    cannot."""
+    speculation, folder = worker.speculation, Path(worker.speculation.draft)
+    try:
+        drafter = load_drafter_config(speculation, model)
+        if drafter is None:
+            return None
+        if worker.load_format == "safetensors":
+            check_drafter_weights(Path(worker.model_path), speculation, model, drafter)
+        if speculation.method != "draft_model":
+            return drafter  # its tokens are the target's
+        own = Tokenizer.from_folder(folder)
+    except ModelError as error:
+        raise ConfigError(f"speculation.{'draft' if speculation.draft else 'method'}: {error}") from error
+    if tokenizer is not None and own is not None:
+        if not own.agrees(tokenizer):
+            raise ConfigError(f"speculation.draft is {folder}; a model with the tokenizer of model.path is accepted")
+    elif drafter.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"speculation.draft is {folder}, with a vocabulary of {drafter.vocab_size}; that of model.path, "
+            f"{model.vocab_size}, is accepted, or tokenizers that show that both are alike"
+        )
+    return drafter
+
+
 def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
-    """ConfigError unless the kernels of a GPU serve the cache of a model, whose layout this is."""
+    """ConfigError unless the kernels of a GPU serve the cache of a layout. model: whose latents it has, if any."""
     try:
         check_layout(layout, None if model.latent is None else model.latent.heads)
     except InvalidArgument as error:

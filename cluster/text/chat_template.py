@@ -104,11 +104,11 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 def _before_mark(rendered: str) -> str:
     """What stands in front of GOES_ON. A template that trims messages has trimmed the mark's last space."""
-    place = rendered.rfind(GOES_ON.rstrip())
-    if place < 0:
+    begin = rendered.rfind(GOES_ON.rstrip())
+    if begin < 0:
         raise ChatTemplateError("the chat template does not show the last message, so that none can continue it")
-    before = rendered[:place]
-    return before if rendered.startswith(GOES_ON, place) else before.rstrip()
+    before = rendered[:begin]
+    return before if rendered.startswith(GOES_ON, begin) else before.rstrip()
 
 
 @contextmanager

@@ -61,6 +61,10 @@ class Tokenizer:
         """Number of ids with a text, added tokens included. The model's vocabulary may be larger."""
         return self._inner.get_vocab_size()
 
+    def agrees(self, other: "Tokenizer") -> bool:
+        """Whether both give each id the same text, so that the ids of one can be sent to the other's model."""
+        return self._inner.get_vocab() == other._inner.get_vocab()
+
     @property
     def longest_token(self) -> int:
         """Characters of the longest token."""

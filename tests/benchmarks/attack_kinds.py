@@ -21,8 +21,8 @@ Send = Callable[["Target", Counter[str]], Awaitable[None]]
 ATTACKS: dict[str, Callable[[], Send]] = {}
 
 MIB = 1 << 20
-MOST = 16 * MIB - 1024  # below gateway.max_message_mib
-CONNECTIONS = 4
+MOST = 4 * MIB - 1024  # below gateway.max_message_mib, of a context of 128K tokens
+CONNECTIONS = 16
 GENERATE = "/tandem.v1.Inference/Generate"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 CALL_SECONDS = 60.0
@@ -111,7 +111,7 @@ def over_http(path: str, data: bytes, connections: int = CONNECTIONS, *, unfinis
 
 @attack
 def empty_chat_messages() -> Send:
-    """8 million of them in one message."""
+    """2 million of them in one message."""
     return over_grpc(field(4, b"\x0a\x00" * (MOST // 2)))
 
 
@@ -122,19 +122,25 @@ def most_chat_messages() -> Send:
 
 
 @attack
+def refused_for_their_size() -> Send:
+    """16 MiB of token ids."""
+    return over_grpc(field(7, bytes(16 * MIB)))
+
+
+@attack
 def unknown_fields() -> Send:
     return over_grpc(b"\x98\x06\x01" * (MOST // 3))
 
 
 @attack
 def token_ids() -> Send:
-    """16 million in one message."""
+    """4 million in one message."""
     return over_grpc(field(3, field(1, b"\x01" * MOST)))
 
 
 @attack
 def unpacked_token_ids() -> Send:
-    """8 million, each as a field."""
+    """2 million, each as a field."""
     return over_grpc(field(3, b"\x08\x01" * (MOST // 2)))
 
 
@@ -145,20 +151,20 @@ def resumed_token_ids() -> Send:
 
 @attack
 def stop_strings() -> Send:
-    """8 million in one message."""
+    """2 million in one message."""
     return over_grpc(field(7, b"\1\0\0\0") + field(5, field(8, b"") * (MOST // 2)))
 
 
 @attack
 def long_text() -> Send:
-    """16 MiB of words, which the tokenizer takes seconds for."""
+    """4 MiB of words, which the tokenizer takes a second for."""
     return over_grpc(field(2, b"hello world " * (MOST // 12)))
 
 
 @attack
 def spaces() -> Send:
-    """10.5 million, of which a Llama-3 pre-tokenizer panics."""
-    return over_grpc(field(2, b" " * 10_500_000), 4)
+    """4 million, of which a Llama-3 pre-tokenizer panics."""
+    return over_grpc(field(2, b" " * (MOST - 16)))
 
 
 @attack
@@ -169,31 +175,31 @@ def many_spaces() -> Send:
 
 @attack
 def json_token_ids() -> Send:
-    """6 million in 12 MiB."""
-    return over_http(COMPLETIONS, b'{"prompt":[' + b"1," * (6 * MIB) + b"1]}")
+    """2 million in 4 MiB."""
+    return over_http(COMPLETIONS, b'{"prompt":[' + b"1," * (MOST // 2 - 16) + b"1]}")
 
 
 @attack
 def json_chat_messages() -> Send:
-    return over_http(CHATS, b'{"messages":[' + b"{}," * (5 * MIB) + b"{}]}")
+    return over_http(CHATS, b'{"messages":[' + b"{}," * (MOST // 3 - 16) + b"{}]}")
 
 
 @attack
 def json_fields() -> Send:
-    """A million in one object."""
-    fields = ",".join(f'"f{number}":1' for number in range(1_000_000))
+    """300,000 in one object."""
+    fields = ",".join(f'"f{number}":1' for number in range(300_000))
     return over_http(COMPLETIONS, f"{{{fields}}}".encode())
 
 
 @attack
 def json_stop_strings() -> Send:
-    return over_http(COMPLETIONS, b'{"prompt":[1],"stop":[' + b'"",' * (5 * MIB) + b'""]}')
+    return over_http(COMPLETIONS, b'{"prompt":[1],"stop":[' + b'"",' * (MOST // 3 - 16) + b'""]}')
 
 
 @attack
 def json_long_name() -> Send:
-    """One unknown field whose name has 12 MiB."""
-    return over_http(COMPLETIONS, b'{"' + b"prompt" * (2 * MIB) + b'":1}')
+    """One unknown field whose name has 4 MiB."""
+    return over_http(COMPLETIONS, b'{"' + b"prompt" * (MOST // 6 - 16) + b'":1}')
 
 
 @attack
@@ -204,7 +210,7 @@ def json_bodies_of_60_kib() -> Send:
 
 @attack
 def unfinished_bodies() -> Send:
-    """100 of 16 MiB, each without its last byte."""
+    """100 of 4 MiB, each without its last byte."""
     return over_http(COMPLETIONS, b'{"prompt":"' + b"x" * (MOST - 16) + b'"}', 100, unfinished=1)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2
@@ -139,6 +140,7 @@ def one_gateway(model: str) -> GatewaySettings:
 
 def serve_gateway(pipe: Connection, settings: GatewaySettings, island: IslandState) -> None:
     """In a process of its own: says its addresses, then what it has spent as often as asked."""
+    keep_freed_memory()  # as in a cluster
     events, lag = EventLoopThread("gateway"), Lag()
     gateway = Gateway(settings)
     gc.collect()

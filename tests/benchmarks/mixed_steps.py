@@ -42,7 +42,7 @@ class MixedBench(Bench):
             sources = np.full(rows, -1) if step == 0 else np.arange(rows)
             inputs = StepInputs(np.ones(rows, np.int64), sources, sampling, stored + step)
             prompts = PromptChunks([rows], [tokens[begin : begin + chunk]], [PROMPT + 1])
-            if how == "one" and self.runner.takes_prompts(rows, 1, chunk):
+            if how == "one" and self.runner.takes_prompts(range(rows), 1, chunk):
                 return self.runner.step_with_prompts(ids, inputs, prompts)[0]
             pending = self.runner.step(ids, *inputs)
             if how == "apart":

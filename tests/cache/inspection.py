@@ -19,13 +19,14 @@ def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:
         positions = np.array(
             [*range(len(known.ids)), *(rope_position(known, node) for node in range(len(known.nodes)))]
         )
-        check_kv(side, oracle, sequence, begin, known.length, [*known.ids, *known.nodes], positions)
+        check_kv(side, oracle, sequence, begin, known.length, [*known.ids, *known.nodes], positions, known.length)
     else:
         there = [position for position in known.kept if position < len(known.ids)]
-        sinks = sum(position < known.stream[1] for position in there)
-        check_kv(side, oracle, sequence, 0, sinks, known.ids, None)
+        sinks = sum(position < known.stream.sink for position in there)
+        positions, rotated = np.arange(len(known.ids)), known.stream.rotated
+        check_kv(side, oracle, sequence, 0, sinks, known.ids, positions, rotated)
         begin = there[sinks] if len(there) > sinks else len(known.ids)
-        check_kv(side, oracle, sequence, begin, len(known.ids), known.ids, None)
+        check_kv(side, oracle, sequence, begin, len(known.ids), known.ids, positions, rotated)
     if transfer is None and side.cache.layout.drops_past:
         row, table = side.cache._table.row(sequence), side.cache._table
         assert [int(group.begins[row]) for group in table.groups] == side.first_page_indexes(known.queries)
@@ -36,16 +37,26 @@ def rope_position(known: Known, node: int) -> int:
 
 
 def check_kv(
-    side: Side, oracle: Oracle, sequence: int, begin: int, end: int, ids: list[int], positions: NDArray[np.int64] | None
+    side: Side,
+    oracle: Oracle,
+    sequence: int,
+    begin: int,
+    end: int,
+    ids: list[int],
+    positions: NDArray[np.int64],
+    rotated: int,
 ) -> None:
-    """positions: where K is rotated; None: it is not."""
-    wanted = np.array(ids[begin:end], np.int64)
+    """positions: by which K is rotated of the first `rotated` positions; that of others is not."""
+    wanted, turned = np.array(ids[begin:end], np.int64), max(min(rotated, end) - begin, 0)
     for layer, (k, v) in enumerate(side.cache.gather_kv(sequence, begin, end)):
-        if positions is None:
-            assert np.array_equal(k.numpy(), oracle.k[layer][wanted])
-        else:
-            assert_close(k, oracle.rotated_k[layer][wanted, positions[begin:end].astype(np.int64)])
+        expected = oracle.rotated_k[layer][wanted[:turned], positions[begin:end][:turned].astype(np.int64)]
+        assert_close(k[:turned], expected)
+        assert np.array_equal(k[turned:].numpy(), oracle.k[layer][wanted[turned:]])
         assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
+    for layer, (group, index) in side.cache.layout.index_keys.items():
+        assert positions is not None  # sequences with index keys do not slide
+        keys, _ = side.cache.gather_group(sequence, group, begin, end)[index]
+        assert_close(keys, oracle.index[layer].keys[wanted, positions[begin:end].astype(np.int64)])
 
 
 def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:

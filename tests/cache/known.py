@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
 from tests.cache.naive import first_seen, run_layer
 from tests.cache.oracle import MAX_POSITIONS
@@ -20,7 +21,7 @@ class Known:
     """One sequence. ids: its tokens, also those that left a window. nodes, parents: its open tree.
 
     queries: the furthest position from which one has looked back: what no window shows from there on is gone.
-    reserved: a length and the longest append. stream: a window and sinks; kept: which of its positions are there.
+    reserved: a length and the longest append. stream: how it slides; kept: which of its positions are there.
     sends: which positions its last map asked for.
     """
 
@@ -29,7 +30,7 @@ class Known:
     parents: list[int] = field(default_factory=list)
     queries: int = 0
     reserved: tuple[int, int] | None = None
-    stream: tuple[int, int] | None = None
+    stream: Sliding | None = None
     kept: list[int] = field(default_factory=list)
     sends: tuple[int, int] | None = None
 
@@ -40,7 +41,12 @@ class Known:
     @property
     def longest(self) -> int:
         """How long it may become."""
-        return LONGEST if self.stream is None else LONGEST_STREAM
+        return LONGEST_STREAM if self.slides else LONGEST
+
+    @property
+    def slides(self) -> bool:
+        """Whether it evicts: some only keep K before RoPE."""
+        return self.stream is not None and self.stream.window != NO_WINDOW
 
     def path(self, node: int) -> list[int]:
         """Ids from a root to a node."""
@@ -53,8 +59,8 @@ class Known:
     def slide(self, append: int, *, receive: bool = False) -> None:
         """`append` positions more of a stream, none of which is in ids yet."""
         assert self.stream is not None
-        window, sink = self.stream
-        excess = len(self.kept) + append - window
+        window, sink, after, _ = self.stream
+        excess = len(self.kept) + (append if receive or not after else 0) - window
         evicted = max(min(excess, excess if receive else max(len(self.kept) - sink, 0)), 0)
         self.kept += range(len(self.ids), len(self.ids) + append)
         del self.kept[sink : sink + evicted]
@@ -70,7 +76,7 @@ class Known:
         """Whether what `into`, a stream as this is, keeps of positions begin … end - 1 is there and stays until all
         are appended."""
         assert self.stream is not None
-        window, sink = self.stream
+        window, sink, _, _ = self.stream
         wanted = {position for position in into.kept if begin <= position < len(self.ids)}
         staying = {of for of in self.kept if of < sink or of >= end - (window - sink)}
         return wanted <= staying
@@ -146,7 +152,7 @@ class Side:
         if known.reserved is None:
             return False
         most, longest = known.reserved
-        return len(known.nodes) + count <= longest and (known.stream is not None or known.length + count <= most)
+        return len(known.nodes) + count <= longest and (known.slides or known.length + count <= most)
 
     def leaves_chunk(self, sequence: int, count: int, parents: list[int] | None) -> bool:
         """Whether `count` more nodes do not fit into the chunk that their tree begins in."""
@@ -175,7 +181,7 @@ class Side:
         known = self.known[sequence]
         if known.stream is None:
             return self.first_page_indexes(length) == self.first_page_indexes(max(length, known.queries))
-        least = known.stream[1] if len(known.kept) < len(known.ids) else 0
+        least = known.stream.sink if len(known.kept) < len(known.ids) else 0
         return len(known.kept) - (len(known.ids) - length) >= least
 
 

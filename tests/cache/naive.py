@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Forward
-from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.base import Index, KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
@@ -20,6 +20,7 @@ from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 QUERY_HEADS = 4
 HEAD_DIM = 8
 LATENT_HEADS = LatentHeads(key_dim=6, value_dim=HEAD_DIM)
+INDEX_HEADS = 8
 MAX_LENGTH = 64
 ROPE = RopeParameters("default", HEAD_DIM, theta=100.0)
 
@@ -53,6 +54,32 @@ def up_projections(rank: int, dtype: torch.dtype = torch.float32) -> UpProjectio
     shape = (QUERY_HEADS, LATENT_HEADS.key_dim + LATENT_HEADS.value_dim, rank)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * rank**-0.5
     return UpProjections(weight.to(dtype), LATENT_HEADS)
+
+
+def choice_of(layout: KVLayout, layer: int, q: Tensor, entries: Tensor) -> Index | None:
+    """What a layer with index keys chooses by: fixed maps of its tokens' q and of their entries. None without."""
+    if layer not in layout.index_keys:
+        return None
+    keys = layout.groups[layout.index_keys[layer][0]]
+    assert keys.latent_rank is not None
+    generator = torch.Generator().manual_seed(layer)
+    flat, width = q.flatten(1), keys.head_dim
+
+    def mapped(x: Tensor, size: int) -> Tensor:
+        return (x.float() @ torch.randn(x.shape[1], size, generator=generator)) / x.shape[1] ** 0.5
+
+    queries, key, weights = mapped(flat, INDEX_HEADS * width), mapped(entries[:, 0], width), mapped(flat, INDEX_HEADS)
+    still, rotated = key.to(q.dtype).split((keys.latent_rank, width - keys.latent_rank), 1)
+    return Index(queries.to(q.dtype).unflatten(1, (INDEX_HEADS, width)), still, rotated, weights)
+
+
+def hide_others(index: Tensor, weights: Tensor, keys: Tensor, hidden: Tensor, top_k: int) -> Tensor:
+    """bool [n, N]: `hidden`, and what is not among the top_k best of each row. float64: q [n, heads, D] of the index,
+    weights [n, heads] and keys [N, D], or [n, N, D]."""
+    products = index @ (keys.T if keys.dim() == 2 else keys.transpose(1, 2))
+    scores = (weights.unsqueeze(2) * products.relu()).sum(1).masked_fill(hidden, -torch.inf)
+    best = scores.topk(min(top_k, scores.shape[1])).indices
+    return hidden | torch.ones_like(hidden).scatter(1, best, False)
 
 
 def windowed(layout: KVLayout, *windows: int | None) -> KVLayout:
@@ -100,7 +127,8 @@ def cache_of(
 
 @dataclass
 class Inputs:
-    """Per layer q, k and v of some tokens, not rotated; k is the entry and v the latents where those are kept."""
+    """Per layer q, k and v of some tokens, not rotated; k is the entry and v the latents where those are kept. Those of
+    a reader mean nothing."""
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
 
@@ -125,7 +153,9 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
 
 
 def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
-    return {layer: group for group in layout.groups for layer in group.layers}
+    """Of a reader that of the layer that it reads."""
+    stored = {layer: group for group in layout.groups if group.top_k is None for layer in group.layers}
+    return stored | {layer: stored[of] for layer, of in layout.readers}
 
 
 def run(
@@ -150,10 +180,13 @@ def run_layer(
     cache: PagedKVCache, plan: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
     rank = groups_by_layer(cache.layout)[layer].latent_rank
+    if layer in dict(cache.layout.readers):
+        return cache.read(plan, layer, q, sinks)
     if rank is None:
         return cache.attention(plan, layer, q, k, v, sinks)
     keys = k[:, 0, rank:].clone()  # what latent_attention is given it may overwrite
-    return cache.latent_attention(plan, layer, q.clone(), v[:, 0].clone(), keys, up_projections(rank, q.dtype))
+    choice = choice_of(cache.layout, layer, q, k)
+    return cache.latent_attention(plan, layer, q.clone(), v[:, 0].clone(), keys, up_projections(rank, q.dtype), choice)
 
 
 @dataclass
@@ -184,10 +217,13 @@ class NaiveCache:
         self._rotaries: dict[int, RotaryEmbedding | None] = {}
         self._spans: dict[int, Span] = {}
         self._ranks = {layer: group.latent_rank for layer, group in groups_by_layer(self.layout).items()}
+        self._readers = dict(self.layout.readers)
         for group, rope in zip(self.layout.groups, kinds, strict=True):
             embedding = RotaryEmbedding(rope, MAX_LENGTH, "cpu", torch.float64) if rope.rope_type != "none" else None
             self._rotaries.update(dict.fromkeys(group.layers, embedding))
             self._spans.update(dict.fromkeys(group.layers, group.keeps))
+        for layer, source in self._readers.items():
+            self._rotaries[layer], self._spans[layer] = self._rotaries[source], self._spans[source]
 
     def add(self, sequence: int) -> None:
         groups = [group for _, group in sorted(groups_by_layer(self.layout).items())]
@@ -219,11 +255,12 @@ class NaiveCache:
 
     def _attend(self, sequence: int, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of = self.sequences[sequence]
-        positions = torch.arange(start, start + q.shape[0])
-        keys, values = self._stored(layer, self._rotated(layer, k.double(), positions), v.double())
-        of.keys[layer] = torch.cat((of.keys[layer], keys))
-        of.values[layer] = torch.cat((of.values[layer], values))
-        keys, values = of.keys[layer], of.values[layer]
+        positions, source = torch.arange(start, start + q.shape[0]), self._readers.get(layer, layer)
+        if source == layer:
+            keys, values = self._stored(layer, self._rotated(layer, k.double(), positions), v.double())
+            of.keys[layer] = torch.cat((of.keys[layer], keys))
+            of.values[layer] = torch.cat((of.values[layer], values))
+        keys, values = of.keys[source], of.values[source]
         rank = self._ranks[layer]
         if rank is not None:
             keys, values = expand_latents(keys, rank)
@@ -291,16 +328,17 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention with all scores at once: q [n, q heads, D] belong to the last n of N keys and values
-    [N, kv heads, D]."""
+    """Attention with all scores at once: q [n, q heads, D] belong to the last n of N keys and values [N, kv heads, D].
+    Not causal: they see all of these."""
     group, length, count = q.shape[1] // keys.shape[1], keys.shape[0], q.shape[0]
     scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1))
     scores *= q.shape[2] ** -0.5 if scale is None else scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     own, others = torch.arange(length - count, length)[:, None], torch.arange(length)
-    hidden = (others > own) | (others < first_seen(span, own))
+    hidden = ((others > own) & causal) | (others < first_seen(span, own))
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, count, 1)), -1)

@@ -14,7 +14,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
-from tests.cache.naive import LATENT_HEADS, expand_latents, first_seen
+from tests.cache.naive import LATENT_HEADS, choice_of, expand_latents, first_seen, hide_others
 
 NUM_TOKENS = 512  # kinds of tokens
 MAX_POSITIONS = 64
@@ -67,7 +67,7 @@ class Oracle:
         self._softcap = setting.softcap
         self._sinks = None if setting.sinks is None else np.array(setting.sinks)
         self.num_layers = layout.num_layers
-        of_layers = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
+        of_layers = {layer: group for layer, (group, _) in layout.layer_index.items()}
         self._groups = [layout.groups[of_layers[layer]] for layer in range(self.num_layers)]
         self._ropes = [setting.ropes[of_layers[layer]] for layer in range(self.num_layers)]
 
@@ -82,9 +82,14 @@ class Oracle:
             draw(group.num_kv_heads, group.head_dim) if group.latent_rank is None else k[:, :, : group.latent_rank]
             for group, k in zip(self._groups, self.k, strict=True)
         ]
+        for layer, of in layout.readers:
+            self.k[layer], self.v[layer] = self.k[of], self.v[of]
         self.rotated_q, self.rotated_k = (
             [rotate_everywhere(x, rope) for x, rope in zip(of, self._ropes, strict=True)] for of in (self.q, self.k)
         )
+        self.index = {
+            layer: IndexOracle.of(setting, layer, self.q[layer], self.k[layer]) for layer in layout.index_keys
+        }
 
     def inputs(self, ids: Ids) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per layer q, k and v of a forward's tokens."""
@@ -103,10 +108,13 @@ class Oracle:
             row[: len(text)] = text
         positions = np.arange(longest)
         last = ids[np.arange(len(texts)), lengths - 1]
-        outputs = []
+        outputs, chooser = [], None
         for layer, group in enumerate(self._groups):
             hidden = (positions >= lengths[:, None]) | (positions < first_seen(group.keeps, lengths[:, None] - 1))
             q = self.rotated_q[layer][last, lengths - 1]
+            chooser = self.index.get(layer, chooser)
+            if chooser is not None and group.latent_rank is not None:
+                hidden = chooser.hide(hidden, ids, last, lengths - 1)
             k, v = self.rotated_k[layer][ids, positions], self.v[layer][ids]
             if group.latent_rank is not None:
                 made = expand_latents(torch.from_numpy(k).flatten(0, 1), group.latent_rank)
@@ -127,6 +135,36 @@ class Oracle:
         weights = np.exp(scores)
         weights /= weights.sum(-1, keepdims=True) + extra
         return (weights @ v.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1)
+
+
+@dataclass(frozen=True)
+class IndexOracle:
+    """A layer's index, float64: q and keys [tokens, positions, heads, D], rotated for every position, and weights."""
+
+    q: NDArray[np.float64]
+    keys: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    top_k: int
+
+    @classmethod
+    def of(cls, setting: Setting, layer: int, q: NDArray[np.float64], k: NDArray[np.float64]) -> "IndexOracle":
+        choice = choice_of(setting.layout, layer, *(torch.from_numpy(x.astype(np.float32)) for x in (q, k)))
+        group = setting.layout.index_keys[layer][0]
+        top_k = setting.layout.groups[group].top_k
+        assert choice is not None
+        assert top_k is not None
+        keys = torch.cat((choice.still, choice.rotated), 1).unsqueeze(1)
+        index_q, keys, weights = (x.double().numpy() for x in (choice.q, keys, choice.weights))
+        rope = setting.ropes[group]
+        return cls(rotate_everywhere(index_q, rope), rotate_everywhere(keys, rope), weights, top_k)
+
+    def hide(
+        self, hidden: NDArray[np.bool_], ids: NDArray[np.int64], last: NDArray[np.int64], at: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """hidden [n, m], and what the last tokens of texts ids [n, m], `last` at positions `at`, do not choose."""
+        keys = self.keys[ids, np.arange(ids.shape[1]), 0]
+        arrays = self.q[last, at], self.weights[last], keys, hidden
+        return hide_others(*map(torch.from_numpy, arrays), self.top_k).numpy()
 
 
 def rotate_everywhere(x: NDArray[np.float64], rope: RopeParameters) -> NDArray[np.float64]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
+from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tests.cache.inspection import assert_close, check_contents, check_held, check_pages
 from tests.cache.known import LONGEST, Known, Side, Transfer
 from tests.cache.naive import pools_of
@@ -18,7 +19,7 @@ from tests.cache.oracle import NUM_TOKENS, Oracle, Setting, cache_of
 from tests.cache.peer_writer import PeerWriter
 
 QUERY_HEADS, MOST_SEQUENCES = 4, 5
-STREAMS = [(8, 2), (12, 0), (9, 4), (3, 2)]  # windows and sinks
+STREAMS = [Sliding(8, 2), Sliding(12, 0, True), Sliding(9, 4), Sliding(3, 2, True)]
 NO_TREE = "has an open token tree"
 
 
@@ -43,6 +44,7 @@ class Program:
             self.step: 3.0,
             self.fork: 2.0,
             self.pop: 3.0,
+            self.slide: 1.0,
             self.reserve: 1.0,
             self.remove: 2.0,
             self.send: 3.0,
@@ -88,8 +90,26 @@ class Program:
         side.cache.add_sequence(sequence)
         side.known[sequence] = Known()
         if self.takes_streams and self.random.random() < self.setting.streams:
-            side.cache.enable_sliding_window(sequence, *self.stream)
-            side.known[sequence].stream = self.stream
+            self.enable(side, sequence)
+
+    def enable(self, side: Side, sequence: int) -> None:
+        window, sink, after, _ = self.stream
+        side.cache.enable_sliding_window(sequence, window, sink, evict_after=after)
+        known = side.known[sequence]
+        rotated = len(known.ids) if known.stream is None else known.stream.rotated
+        if known.stream is None:
+            known.kept = list(range(len(known.ids)))
+        known.stream, known.reserved = self.stream._replace(rotated=rotated), None
+
+    def slide(self, pe: int) -> None:
+        """A sequence that holds positions begins to."""
+        side = self.sides[pe]
+        able = [of for of in side.resting() if not side.known[of].slides and side.cache.sends_done(of)]
+        sequence = self.pick(able) if self.takes_streams else None
+        if sequence is None or self.random.random() > self.setting.streams:
+            return
+        self.enable(side, sequence)
+        self.count("streams of what was held")
 
     def fork(self, pe: int) -> None:
         side = self.sides[pe]
@@ -98,12 +118,16 @@ class Program:
             return
         of = side.known[parent]
         length = self.random.randint(0, len(of.ids))
-        if of.stream is not None and self.random.random() < 0.8:
-            length = min(length, of.stream[1])
+        sink = of.stream.sink if of.stream is not None and of.slides else None
+        if sink is not None and self.random.random() < 0.8:
+            length = min(length, sink)
         child, whole = self.new_sequence(), length == len(of.ids) and self.random.random() < 0.5
-        allowed = side.can_be_cut(parent, length) if of.stream is None else length <= of.stream[1]
+        allowed, slides = (
+            side.can_be_cut(parent, length) if sink is None else length <= sink,
+            self.random.random() < 0.6,
+        )
         try:
-            side.cache.fork_sequence(parent, child, -1 if whole else length)
+            side.cache.fork_sequence(parent, child, -1 if whole else length, slides=slides)
         except OutOfPages:
             assert length % self.layout.page_size or of.reserved
             assert side.cache.num_free_pages == 0 or of.reserved
@@ -113,9 +137,14 @@ class Program:
             assert not allowed
             return
         assert not length or allowed
-        kept = [] if of.stream is None else list(range(length))
-        side.known[child] = Known(of.ids[:length], queries=length, stream=of.stream, kept=kept)
-        self.count("forks of streams" if of.stream else "forks")
+        stream = None if of.stream is None else of.stream._replace(rotated=min(of.stream.rotated, length))
+        if stream is not None and not (of.slides and slides):
+            stream = Sliding(NO_WINDOW, 0, False, stream.rotated) if stream.rotated < length else None
+        kept = [] if stream is None else list(range(length))
+        side.known[child] = Known(of.ids[:length], queries=length, stream=stream, kept=kept)
+        self.count("forks of streams" if of.slides else "forks")
+        if stream is not None and stream.window == NO_WINDOW:
+            self.count("forks that do not slide")
 
     def pop(self, pe: int) -> None:
         side = self.sides[pe]
@@ -141,6 +170,7 @@ class Program:
         del known.ids[len(known.ids) - count :]
         if known.stream is not None:
             del known.kept[len(known.kept) - count :]
+            known.stream = known.stream._replace(rotated=min(known.stream.rotated, len(known.ids)))
             self.count("pops of streams")
 
     def reserve(self, pe: int) -> None:
@@ -149,7 +179,7 @@ class Program:
         if sequence is None:
             return
         known, longest = side.known[sequence], self.random.choice([1, 9])
-        tokens = self.random.randint(0, LONGEST) if known.stream is None else 1_000_000
+        tokens = 1_000_000 if known.slides else self.random.randint(0, LONGEST)
         free = side.cache.num_free_pages
         try:
             side.cache.reserve(sequence, tokens, longest)
@@ -327,21 +357,22 @@ class Program:
         if source is None:
             return
         own = side.known[source]
-        target = self.pick([of for of in other.resting() if other.known[of].stream == own.stream])
+        target = self.pick([of for of in other.resting() if takes_from(other.known[of], own)])
         if target is None:
             return
         into = other.known[target]
         begin, held = len(into.ids), len(own.ids)
-        if max(begin, held) >= own.longest:
+        rotated, most = into.stream != own.stream, min(into.longest, own.longest)
+        if max(begin, held) >= most:
             return
-        end = min(max(begin, held) + self.random.choice([1, 2, 9]), own.longest)
+        end = min(max(begin, held) + self.random.choice([1, 2, 9]), most)
         if self.layout.drops_past and not other.cache.sends_done(target):
             with pytest.raises(InvalidArgument, match="is marked to be sent"):
                 other.cache.prepare_receive(target, end - begin)
             return
         free = other.cache.num_free_pages
         try:
-            position_map = other.cache.prepare_receive(target, end - begin)
+            position_map = other.cache.prepare_receive(target, end - begin, rotated=rotated)
         except OutOfPages:
             assert free < other.pages_for(target, end - begin)
             return
@@ -349,11 +380,12 @@ class Program:
         check_held(other, position_map)
         if into.stream is not None:
             into.slide(end - begin, receive=True)
+            into.stream = into.stream._replace(rotated=end if rotated else into.stream.rotated)
         other.incoming[target] = Transfer(source, begin, end)
         if own.stream is None or own.can_send(into, begin, end):
             side.cache.mark_send(source, begin, position_map, 1 - pe)
             own.sends = begin, end
-            self.count("sends" if own.stream is None else "sends of streams")
+            self.count("sends to streams" if rotated else "sends" if own.stream is None else "sends of streams")
             return
         with pytest.raises(InvalidArgument, match="sliding window"):
             side.cache.mark_send(source, begin, position_map, 1 - pe)
@@ -407,3 +439,10 @@ class Program:
             for sequence in [*side.draining, *side.incoming]:
                 side.cache.finish_receive(sequence)
             assert (side.cache.num_free_pages, side.cache.num_draining_pages) == (self.num_pages, 0)
+
+
+def takes_from(into: Known, own: Known) -> bool:
+    """Whether a sequence may receive from another: one that slides alike, or a plain one while its own K is rotated."""
+    return into.stream == own.stream or (
+        own.stream is None and into.stream is not None and into.stream.rotated == len(into.ids)
+    )

@@ -1,5 +1,7 @@
 """The caches that random programs run on."""
 
+from dataclasses import replace
+
 import torch
 
 from tandem.cache.kernels.torch.kernels import TorchKernels
@@ -11,15 +13,27 @@ from tests.cache.oracle import Setting
 PLAIN = KVLayout((LayerGroup((1,), 1, HEAD_DIM), LayerGroup((0,), 2, HEAD_DIM)), 4, torch.float32)
 ONE_GROUP = KVLayout((LayerGroup((0,), 2, HEAD_DIM),), 1, torch.float32)
 LATENTS = KVLayout((LayerGroup((1,), 1, 12, latent_rank=8), LayerGroup((0,), 2, HEAD_DIM)), 4, torch.float32)
+# The first layer keeps K and V; the second chooses by its index, and the third attends to what that has chosen.
+INDEXED = KVLayout(
+    (
+        LayerGroup((0,), 2, HEAD_DIM),
+        LayerGroup((1, 2), 1, 12, latent_rank=8),
+        LayerGroup((1,), 1, 10, latent_rank=6, top_k=5),
+    ),
+    4,
+    torch.float32,
+)
+READERS = replace(PLAIN, readers=((2, 0), (3, 1)))
 SINKS = (0.5, -1.0, 3.0, 0.0)
 
 SETTINGS = {
     "two groups": Setting(PLAIN, ROPE),
-    "torch kernels, mostly streams": Setting(PLAIN, ROPE, kernels=TorchKernels, streams=0.8),
+    "torch kernels, mostly streams, readers": Setting(READERS, ROPE, kernels=TorchKernels, streams=0.8),
     "page of 1, softcap and sinks": Setting(ONE_GROUP, ROPE, softcap=2.0, sinks=SINKS),
     "latents": Setting(LATENTS, ROPE),
+    "index keys": Setting(INDEXED, ROPE),
     "window of 7": Setting(windowed(PLAIN, None, 7), ROPE, sinks=SINKS),
     "chunks of 8": Setting(spanned(PLAIN, ALL, Chunk(8)), ROPE, sinks=SINKS),
     "chunks of 4 and 12": Setting(spanned(PLAIN, Chunk(4), Chunk(12)), ROPE, kernels=TorchKernels),
-    "windows of 4 and 13": Setting(windowed(PLAIN, 4, 13), ROPE, softcap=2.0),
+    "windows of 4 and 13, readers": Setting(windowed(READERS, 4, 13), ROPE, softcap=2.0),
 }

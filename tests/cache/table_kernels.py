@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.kernels.base import QKV, Appended, DeviceTables, GroupPlan, Limits
+from tandem.cache.kernels.base import QKV, Appended, DeviceTables, GroupPlan, Limits, Query
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels, TorchPlan
 from tandem.cache.plan.arrays import indptr_of
+from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens
 
@@ -26,6 +27,7 @@ class TableKernels(TorchKernels):
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         super().__init__(pool, scoring, fp8)
         self.capabilities = replace(self.capabilities, step_graphs=True, sharing_graphs=True, verify_graphs=True)
+        self.capabilities = replace(self.capabilities, sliding_graphs=scoring.window is None)
         self._shared: dict[int, SharedPrefixes | None] = {}  # by buffers for sharing, which their owner keeps
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> Any:
@@ -62,10 +64,59 @@ class TableKernels(TorchKernels):
                 q, k = norm.apply(q, k)
             if plan.rotation is not None:
                 q, k = plan.rotation.apply_both(q, k)
-            stored = self._stored(rows, tables) if tables.qo_indptr is None else self._prompts(rows, tables)
+            stored = self._plan_of(rows, tables)
             self.append(layer, q[rows], k[rows], v[rows], None, stored)
+            if tables.sliding is not None:
+                for row in rows.tolist():
+                    output[row] = self._slide(layer, q[row], row, tables, plan.rotation, sinks)
+                return output
             output[rows] = self.attend(layer, q[rows], k[rows], v[rows], stored, sinks)
         return output
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        tables = plan.own
+        if not isinstance(tables, DeviceTables):
+            return super().read(plan, layer, x)
+        q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
+        q = q if plan.rotation is None else plan.rotation.apply(q)
+        output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+        rows = np.flatnonzero(tables.slots.numpy() >= 0)
+        if tables.sliding is not None:
+            for row in rows.tolist():
+                output[row] = self._slide(layer, q[row], row, tables, plan.rotation, x.sinks)
+        elif rows.size:
+            output[rows] = self.attend(layer, q[rows], None, None, self._plan_of(rows, tables), x.sinks)
+        return output
+
+    def _plan_of(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
+        return self._stored(rows, tables) if tables.qo_indptr is None else self._prompts(rows, tables)
+
+    def _slide(
+        self, layer: int, q: Tensor, row: int, tables: DeviceTables, rotation: Rotation | None, sinks: Tensor | None
+    ) -> Tensor:
+        """o [num_q_heads, head_dim] of one row, key by key."""
+        assert tables.sliding is not None
+        sink, hole, turned_sinks, turned, index, position = tables.sliding.view(6, -1)[:, row].tolist()
+        first, end = tables.kv_indptr[row : row + 2].tolist()
+        length = (end - first - 1) * self._page_size + int(tables.kv_last_page_len[row])
+        scores, values = [], []
+        for key in [*range(min(sink, length)), *range(sink + hole, length)]:
+            page = int(tables.kv_indices[first + key // self._page_size])
+            slots = np.array([page * self._page_size + key % self._page_size], np.int32)
+            k, v = self.read_slots(layer, slots)
+            is_turned = key < (turned_sinks if key < sink else turned)
+            own = q[None]
+            if rotation is not None:
+                place = key if key < sink else key - hole
+                at = position if is_turned and key >= sink else index
+                own = Rotation(rotation.table[at : at + 1]).apply(own)
+                k = k if is_turned else Rotation(rotation.table[place : place + 1]).apply(k)
+            group = q.shape[0] // k.shape[1]
+            scores.append((own[0] * k[0].repeat_interleave(group, 0)).sum(-1))
+            values.append(v[0].repeat_interleave(group, 0))
+        products = torch.stack(scores, -1)[None, :, None].float()
+        weights = self.scoring.weigh(products, None, sinks)[0, :, 0]
+        return torch.einsum("hk,khd->hd", weights, torch.stack(values)).to(q.dtype)
 
     def _prompts(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
         """The plan of the sequences that have tokens, whose rows these are."""

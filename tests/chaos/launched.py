@@ -96,7 +96,8 @@ class Launched:
         while left := self._left():
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.05)
-        assert lasting_names() <= self._shm
+        lasting = lasting_names() - self._shm
+        assert not lasting, f"left in /dev/shm, or somebody else's: {sorted(lasting)}"
         assert running_cluster(self.name) is None
         for port in self._ports:
             with socket.socket() as probe:

@@ -25,7 +25,7 @@ from tandem.cluster.client import AsyncClient
 from tandem.cluster.errors import CallError, Unavailable
 from tandem.cluster.protocol import CLUSTER_ENDS
 from tests.chaos.http_stream import HttpStream
-from tests.chaos.launched import Launched, free_ports
+from tests.chaos.launched import START_SECONDS, Launched, free_ports
 from tests.chaos.storm import Blow
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
@@ -270,7 +270,7 @@ class RayStorm:
             time.sleep(0.05)
 
     def _wait_for(self, target: str) -> list[int]:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_SECONDS
         while not (pids := self._cluster.pids(target)):
             assert time.monotonic() < deadline, (
                 f"no {target} was started again: {self._cluster.log.read_text()[-2000:]}"

@@ -1,7 +1,6 @@
 """The transports under contract: the fake one, and those registered that a CPU can run."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,13 +17,13 @@ NUM_SLOTS = NUM_PAGES * PAGE_SIZE
 
 
 def registered_island(name: str, config: TransportConfig) -> list[Transport]:
-    return [create_transport(name, replace(config, pe=pe)) for pe in range(config.num_pes)]
+    return [create_transport(name, config.of(pe)) for pe in range(config.num_pes)]
 
 
 def fake_island(config: TransportConfig) -> list[Transport]:
     fabric = FakeFabric(
         config.num_pes,
-        config.layout,
+        config.layouts or config.layout,
         num_pages=config.num_pages,
         num_signals=config.num_signals,
         island=config.island,

@@ -4,7 +4,8 @@ takes_over: one request begins at the first gateway, and each other one resumes 
 through, those that came over all calls, and how the calls that lost the request ended.
 beside: while a request of the first gateway runs, the second one is sent others. Prints whether one of them was decoded
 by another island.
-goes_on: prints `begun` when the first tokens are there, then all tokens, and the gateway that sent the last.
+goes_on: prints `begun` when the first tokens are there, then all tokens, the gateway that sent the last, and how often
+it placed the request.
 """
 
 import json
@@ -59,12 +60,14 @@ def takes_over(addresses: list[str], security: ClientSecurity) -> dict[str, Any]
 def goes_on(addresses: list[str], security: ClientSecurity) -> dict[str, Any]:
     with Client(addresses, security) as client:
         tokens: list[int] = []
+        attempts = 0
         sampling: Any = {**GREEDY, "max_tokens": LONG}
         for update in client.generate(PROMPT, timeout=120, **sampling):
             if not tokens:
                 print("begun", flush=True)
             tokens += update.token_ids
-        return {"tokens": tokens, "address": client.address}
+            attempts = update.timings.attempts if update.timings else attempts
+        return {"tokens": tokens, "address": client.address, "attempts": attempts}
 
 
 def beside(addresses: list[str], security: ClientSecurity) -> bool:

@@ -25,6 +25,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.sliding_oracle import slide_greedily
 
 FAMILIES = ["qwen3", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 ADAPTIVE = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02, "scheduler.max_sequences": 12}
@@ -119,6 +120,17 @@ def test_steps_with_prompts_in_graphs_give_the_same_tokens(family: str, tmp_path
         for choose in CHOICES.values():
             with choosing(island, choose):
                 assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == expected
+
+
+def test_requests_slide_whoever_serves(tmp_path: Path) -> None:
+    """Also behind a prompt of which the worker that decodes has a prefix; none moves."""
+    folder, sliding, prompts = save_checkpoint("qwen3", tmp_path), {"window": 30, "sinks": 4}, PROMPTS[:5]
+    oracle = load_oracle(folder)
+    expected = [slide_greedily(oracle, prompt, 60, **sliding) for prompt in prompts]
+    with adaptive_island(folder) as island:
+        for choose in (CHOICES["local"], CHOICES["crossed"], CHOICES["local"]):
+            with choosing(island, choose):
+                assert complete_all(island.address, prompts, max_tokens=60, sliding=sliding, **GREEDY) == expected
 
 
 def test_a_lone_token_log_probabilities_and_stops(tmp_path: Path) -> None:

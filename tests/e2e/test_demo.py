@@ -1,6 +1,7 @@
 """What `make demo` shows. Its cluster is an island in this process; those of processes are tested elsewhere."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +15,8 @@ from tests.support.island import Island, running_island
 
 class IslandAsCluster:
     def __init__(self, config: ClusterConfig) -> None:
-        self._island: AbstractContextManager[Island] = running_island(Path(str(config.model.path)))
+        keys = {f"speculation.{key}": value for key, value in config.speculation.model_dump().items()}
+        self._island: AbstractContextManager[Island] = running_island(Path(str(config.model.path)), keys)
 
     def start(self) -> str:
         return self._island.__enter__().address
@@ -37,7 +39,7 @@ def test_a_row_for_each_prompt(
 ) -> None:
     monkeypatch.setattr(embedded, "Cluster", IslandAsCluster)
     monkeypatch.setenv("COLUMNS", "140")
-    assert demo.main() == len(left)
+    assert demo.main([]) == len(left)
     printed = capsys.readouterr().out
     for text in demo.PROMPTS:
         cells = next(line for line in printed.splitlines() if line.startswith(f"│ {text[:20]}")).strip("│").split("│")
@@ -50,3 +52,17 @@ def test_a_row_for_each_prompt(
     assert "6 requests, " in printed
     assert "wrap the execution of a block with methods defined by a context manager" in printed
     assert ("left in /dev/shm: ['left']" if left else "stopped; /dev/shm is as it was") in printed
+
+
+def test_drafts_that_hold_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By prompt lookup, in what the demo's model really writes, which it writes again behind its own answer."""
+    monkeypatch.setattr(embedded, "Cluster", IslandAsCluster)
+    monkeypatch.setenv("COLUMNS", "140")
+    demo.main(["--speculate"])
+    printed = capsys.readouterr().out
+    found = re.search(r"again: (\d+) tokens drafted, (\d+) accepted .*: ([\d.]+) tokens a step of a request", printed)
+    assert found is not None
+    drafted, accepted, each = int(found[1]), int(found[2]), float(found[3])
+    assert drafted >= accepted > 50
+    assert each > 1.1
+    assert "wrap the execution of a block with methods defined by a context manager" in printed

@@ -87,10 +87,15 @@ def calm_without(address: str, pid: int) -> bool:
 
 
 def answering(channel: grpc.Channel) -> int:
-    """Which process answers on a connection, where no other call is under way."""
+    """Which process answers on a connection, where no other call is under way.
+
+    A call counts for a moment after its answer. So this asks until its own call is the only one.
+    """
     stub = inference_pb2_grpc.InferenceStub(channel)
-    calls = [gateway.calls for gateway in stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest()).gateways]
-    return calls.index(1)
+    while True:
+        calls = [gateway.calls for gateway in stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest()).gateways]
+        if sum(calls) == 1:
+            return calls.index(1)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 a graph is run anew."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.sliding_oracle import slide_greedily
 
 SETTINGS = {"scheduler.max_sequences": 12, "cache.prefix_sharing": False}
 PROMPTS = [random_prompt(7 + 3 * number, seed=number) for number in range(14)]
@@ -64,6 +66,17 @@ def test_tokens_equal_transformers(island: Island, folder: Path) -> None:
     stop = expected[0][6]
     stopped = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in expected]
     assert complete_all(island.address, PROMPTS, max_tokens=16, stop_token_ids=[stop], **GREEDY) == stopped
+
+
+def test_requests_slide_beside_others(island: Island, folder: Path) -> None:
+    """Their steps are one ahead, too, and a batch in which one slides has rows that do not."""
+    oracle, sliding = load_oracle(folder), {"window": 12, "sinks": 2}
+    plain, slid = [greedy(oracle, prompt, 24) for prompt in PROMPTS[:2]], PROMPTS[2:4]
+    expected = [slide_greedily(oracle, prompt, 40, **sliding) for prompt in slid]
+    with ThreadPoolExecutor() as pool:
+        beside = pool.submit(complete_all, island.address, PROMPTS[:2], max_tokens=24, **GREEDY)
+        found = complete_all(island.address, slid, max_tokens=40, sliding=sliding, **GREEDY)
+        assert (found, beside.result()) == (expected, plain)
 
 
 def test_draws_and_logprobs_equal_those_of_plain_steps(island: Island, folder: Path) -> None:

@@ -25,6 +25,7 @@ from tandem.workers.sampling.guided import Constraint, Grammars, Guided
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.e2e.test_adaptive import ADAPTIVE, CHOICES, choosing, in_graphs
+from tests.fuzz.guides import check
 from tests.support.client_requests import complete, text_of, tokens_of
 from tests.support.http_client import CHATS, answer, chunks
 from tests.support.island import Island, running_island
@@ -158,6 +159,11 @@ def test_a_resumed_request_goes_on_in_its_grammar(island: Island, expected: list
                 request.resume.token_ids.extend(tokens[:received])
                 rest = [token for message in stub.Generate(request, timeout=60) for token in message.token_ids]
                 assert rest == tokens[received:]
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_random_guides_in_streams_and_resumed(island: Island, seed: int) -> None:
+    check(island, seed)
 
 
 def test_a_request_whose_masks_fail_ends_and_no_other(island: Island, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,7 +350,6 @@ def test_log_probabilities_of_the_prompt(island: Island, path: str) -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"stream": True, "echo": True}, "echo"),
         ({"n": 2, "echo": True}, "echo"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],

@@ -92,6 +92,23 @@ def test_lists_of_prompts(island: Island, prompts: list[Any], n: int) -> None:
     assert streamed(parts) == {one["index"]: (one["text"], one["token_ids"], one["finish_reason"]) for one in found}
 
 
+@pytest.mark.parametrize("prompt", [TEXTS[0], random_prompt(20, 1), TEXTS])
+@pytest.mark.parametrize("options", [{"logprobs": 1}, {"logprobs": 0, "max_tokens": 0}, {"max_tokens": 0}, {}])
+def test_a_stream_echoes_its_prompts_once(island: Island, prompt: Any, options: dict[str, Any]) -> None:
+    asked = DRAWN | {"temperature": 0, "prompt": prompt, "echo": True} | options
+    parts = chunks(island.http, COMPLETIONS, **asked)
+    for choice in choices(island, COMPLETIONS, **asked):
+        own = [one for part in parts for one in part["choices"] if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in own) == choice["text"]
+        if prompt == TEXTS:
+            assert own[0]["text"].startswith(TEXTS[choice["index"]])
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        logprobs = choice["logprobs"]
+        for name in logprobs or ():
+            joined = [value for one in own for value in one["logprobs"][name]]
+            assert joined == logprobs[name] if name in ("tokens", "text_offset") else len(joined) == len(logprobs[name])
+
+
 def test_best_of(island: Island) -> None:
     asked = DRAWN | {"prompt": TEXTS[0], "seed": SEED}
     drawn = choices(island, COMPLETIONS, **asked, n=4, logprobs=0)

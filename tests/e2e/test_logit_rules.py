@@ -158,7 +158,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 9, "max_tokens": 8}, "sampling.min_tokens is 9; it must be in [0, max_tokens], which is 8"),
     ({"presence_penalty": 2.5}, "sampling.presence_penalty is 2.5; it must be in [-2, 2]"),
     ({"frequency_penalty": -3.0}, "sampling.frequency_penalty is -3.0; it must be in [-2, 2]"),
-    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty is 0.0; it must be in (0, 100]"),
+    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty is 0.0; it must be in [0.01, 100]"),
     ({"logit_bias": {1 << 20: 1.0}}, "sampling.logit_bias is 1048576; it must be inside the vocabulary"),
     ({"logit_bias": {4: 101.0}}, "sampling.logit_bias[4] is 101.0; it must be in [-100, 100]"),
     ({"logit_bias": {"a": 1.0}}, "it must be a number for each token id in [0, 2^32)"),

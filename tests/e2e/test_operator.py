@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cache.kernels.build.nvml import read_driver
+from tandem.cluster.cli.commands import main as tandem
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.runtime_dir import ClusterLock
 
@@ -127,6 +128,15 @@ CASES = (
         ("cannot be written: No space left on device", "XDG_RUNTIME_DIR moves it"),
         NEEDS_MOUNTS,
     ),
+    Case(
+        "a full disk, where logs go",
+        lambda place: _up(
+            place, "--set", f"logging.folder={place.folder}/disk/logs", before=_full("4m", place.folder / "disk")
+        ),
+        1,
+        ("logging.folder: ", "/disk/logs has 4 MiB free; at least 64 are needed: set logging.folder to another one"),
+        NEEDS_MOUNTS,
+    ),
     Case("status of a cluster that does not run", lambda place: Command(("status", "nope")), 1, ("'nope'", "running:")),
 )
 
@@ -138,13 +148,12 @@ class Said:
     seconds: float
 
 
-def run(case: Case, place: Place) -> Said:
-    command = case.make(place)
+def run(command: Command, apart: bool) -> Said:
+    """As a process. apart: with mounts that only the command sees."""
     line = f"{command.before}exec {sys.executable} -m tandem.cluster.cli " + " ".join(command.arguments)
-    apart = ["unshare", "--mount"] if case.needs == NEEDS_MOUNTS else []
     began = time.monotonic()
     done = subprocess.run(
-        [*apart, "sh", "-c", line],
+        [*(("unshare", "--mount") if apart else ()), "sh", "-c", line],
         cwd=ROOT,
         env={"PYTHONPATH": os.pathsep.join(sys.path), **os.environ, **command.environ},
         capture_output=True,
@@ -174,15 +183,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("operator")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        patch.chdir(ROOT)
         with place_in(folder) as made:
             yield made
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_operator_is_told(case: Case, place: Place) -> None:
+def test_the_operator_is_told(case: Case, place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     if case.needs and not (case.needs == NEEDS_MOUNTS and MOUNTS):
         pytest.skip(case.needs)
-    said = run(case, place)
+    command = case.make(place)
+    if command.before or command.environ:
+        said = run(command, case.needs == NEEDS_MOUNTS)
+    else:  # here, for what a process imports takes seconds
+        with pytest.raises(SystemExit) as ended:
+            tandem(command.arguments)
+        said = Said(int(ended.value.code or 0), capsys.readouterr().err, 0.0)
     assert said.code == case.code, said.stderr
     error = said.stderr.splitlines()[-1]
     assert error.startswith("tandem: ")
@@ -196,7 +212,7 @@ def main() -> None:
         with place_in(Path(folder)) as place:
             print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
             for case in CASES:
-                said = run(case, place)
+                said = run(case.make(place), case.needs == NEEDS_MOUNTS)
                 print(f"{said.seconds:5.2f} s  exit {said.code}  {case.name}: {said.stderr.splitlines()[-1]}")
 
 

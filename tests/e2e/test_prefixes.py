@@ -149,7 +149,9 @@ def test_tokens_and_view_are_right_while_prefixes_come_go_and_are_salted(small_m
             assert not len(second._islands._prefixes)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "llama4", "mistral-window", "qwen2-window"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "mistral-window", "qwen2-window"]
+)
 def test_families_with_windows_share_system_prompts_and_chats(family: str, tmp_path: Path) -> None:
     """Chunks shorter than the prompt, more than a window behind the system prompt, and little room for windows."""
     folder = save_checkpoint(family, tmp_path)

@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter, UnmappedWriter
 from tests.gpu.programs import Reference, Shape, run
@@ -163,3 +167,46 @@ def test_float32_is_served_by_torch(name: str) -> None:
     shape = SHAPES[name]
     cache = shape.cache(shape.pool())
     assert all(isinstance(group.backend, TorchKernels) for group in cache._groups)
+
+
+@pytest.mark.parametrize("scales", [None, KVScales.uniform(3, 0.02, 0.03)], ids=["bf16", "fp8"])
+def test_reading_what_a_layer_has_stored(scales: KVScales | None) -> None:
+    """Whole and in parts, causally or not, as torch's kernels do on the same pages."""
+    layout = KVLayout((LayerGroup((0, 1), 2, 64),), 16, BF16, scales, readers=((2, 0),))
+    options = {"max_sequences": 8, "max_sequence_length": 512, "rope": RopeParameters("default", 64), "writer": None}
+    pools = [torch.zeros((128, *layout.page_shape(0)), dtype=layout.stored_dtype, device="cuda") for _ in range(2)]
+    caches = [
+        PagedKVCache(layout, [pool], kernels=kernels, **options)
+        for pool, kernels in zip(pools, (choose_kernels, TorchKernels), strict=True)
+    ]
+    known: set[int] = set()
+    for step, appends in enumerate(PROGRAM):
+        for sequence in appends.keys() - known:
+            for cache in caches:
+                cache.add_sequence(sequence)
+            known.add(sequence)
+        generator = torch.Generator("cuda").manual_seed(step)
+        q, k, v = (
+            torch.randn((sum(appends.values()), heads, 64), generator=generator, device="cuda").to(BF16)
+            for heads in (8, 2, 2)
+        )
+        found = [read_everything(cache, appends, q, k, v) for cache in caches]
+        for actual, expected in zip(*found, strict=True):
+            assert_close(actual.to(BF16), expected.double())
+
+
+@torch.inference_mode()
+def read_everything(
+    cache: PagedKVCache, appends: dict[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> list[torch.Tensor]:
+    """What the reader of layer 0 gives in one forward, whole and in parts, and the merged parts of both layers."""
+    plan = cache.begin_forward(list(appends), list(appends.values()))
+    for layer in range(2):
+        cache.attention(plan, layer, q, k + layer, v - layer)
+    outputs = [cache.read(plan, 2, q)]
+    for causal in (True, False):
+        parts = [cache.read_part(plan, layer, q, causal=causal) for layer in (2, 1)]
+        outputs += [*parts[0], *cache.merge(parts)]
+    outputs.append(cache.read(plan, 2, q))  # the forward's own plan is made anew
+    cache.end_forward(plan)
+    return outputs

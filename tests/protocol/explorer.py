@@ -1,6 +1,5 @@
 """All worlds that can be reached, breadth first, so that what goes wrong is found by a shortest way to it."""
 
-import gc
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -78,7 +77,6 @@ def _no_waiting() -> Iterator[None]:
     """Every step looks at everything, and none waits; what is refused or given up is no news."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    gc.freeze()  # worlds come and go by the thousand: what was there before need not be looked through each time
     try:
         with (
             patch("tandem.workers.handoff.handoff.RECALL_POLL_SECONDS", 0.0),
@@ -86,5 +84,4 @@ def _no_waiting() -> Iterator[None]:
         ):
             yield
     finally:
-        gc.unfreeze()
         logging.disable(disabled)

@@ -9,10 +9,16 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -37,8 +43,11 @@ from transformers import (
 FAMILIES: dict[str, tuple[type, type]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "llama4": (Llama4TextConfig, Llama4ForCausalLM),
@@ -73,6 +82,14 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 GEMMA3 = {"sliding_window": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
+GEMMA4 = {
+    "sliding_window": 24,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 210,
+}
 GPT_OSS = {
     "sliding_window": 24,
     "num_local_experts": 5,
@@ -104,6 +121,15 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "rms_norm_eps": 0.1,  # which the norms of latents do not take
 }
+# Eight index heads: with fewer all products of a position may be below 0, and the choice among equals is chance.
+INDEXED = {
+    **DEEPSEEK,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "index_n_heads": 8,
+    "index_head_dim": 32,
+    "index_topk": 24,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "deepseek_v2",
@@ -126,6 +152,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-halves": (
         "deepseek_v3",
         {**DEEPSEEK, "rope_interleave": False, "attention_bias": True, "norm_topk_prob": False},
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**INDEXED, "rope_parameters": {**YARN, **THETA, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    # The second layer attends to what the first has chosen.
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {
+            **INDEXED,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+        },
     ),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -193,6 +233,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Two readers of a window and one that sees all, the last, whatever layer_types says.
+    "gemma4": (
+        "gemma4",
+        {**GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},
+    ),
+    "gemma4-experts": (
+        "gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "phi3": ("phi3", {}),
@@ -242,13 +302,17 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "scale")):
                 parameter.normal_(1, 0.3, generator=generator)
             else:
                 parameter.normal_(0, 0.15, generator=generator)
+            if family == "gemma4" and name.endswith("q_norm.weight"):
+                parameter.mul_(0.3)  # scores are not scaled: large ones would magnify what is rounded
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.5, generator=generator)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1, 0.3, generator=generator)
     return model
 
 

@@ -17,6 +17,8 @@ SPECULATING = {"speculation.method": "ngram", "speculation.tokens": 4}
 class KnownDrafter:
     """Drafts the outputs that it is told, each token right with a probability; a wrong one is a neighbour."""
 
+    computes = False
+
     def __init__(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], right: float = 1.0) -> None:
         self._known = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
         self._right = right
@@ -39,6 +41,8 @@ class KnownDrafter:
 
 
 class FailingDrafter:
+    computes = False
+
     def __init__(self) -> None:
         self.asked = 0
 
@@ -53,5 +57,5 @@ class FailingDrafter:
 @contextmanager
 def drafting(drafter: Drafter) -> Iterator[None]:
     """Workers that begin to serve in this process meanwhile ask `drafter`, where they speculate at all."""
-    with mock.patch.object(worker, "make_drafter", lambda settings: drafter if settings.tokens else None):
+    with mock.patch.object(worker, "make_drafter", lambda settings, runner: drafter if settings.tokens else None):
         yield

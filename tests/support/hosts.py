@@ -82,24 +82,28 @@ class Hosts:
     def ray(self) -> str:
         return f"{self.addresses[0]}:{self._ray_port}"
 
-    def start_ray(self, host: int) -> None:
+    def start_ray(self, host: int, cpus: int = NODE_CPUS) -> None:
         """Its head on the first host."""
         if self._stored is not None:
             self._stored.mkdir(exist_ok=True)
         head = ["--head", f"--port={self._ray_port}", "--include-dashboard=false", f"--temp-dir={self._home / 'ray'}"]
         where = head if host == 0 else [f"--address={self.ray}"]
-        options = [f"--node-ip-address={self.addresses[host]}", f"--num-cpus={NODE_CPUS}"]
+        options = [f"--node-ip-address={self.addresses[host]}", f"--num-cpus={cpus}"]
         store = f"--object-store-memory={STORE_BYTES}"
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
         command = self.command(host, *ray, *where, *options, store)
         said = ""
         for _ in range(START_ATTEMPTS):
-            done = subprocess.run(
-                command, env=self.environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
-            )
-            if done.returncode == 0:
-                return
-            said = done.stdout + done.stderr
+            try:
+                done = subprocess.run(
+                    command, env=self.environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                said = str(error)
+            else:
+                if done.returncode == 0:
+                    return
+                said = done.stdout + done.stderr
             self.lose(host)  # on a busy machine Ray's processes are too slow for each other
         raise AssertionError(said)
 

@@ -45,9 +45,9 @@ class Beside:
             self.runner.capture_steps(8, capture)
             self.runner.capture_prompts(128, capture)
             self.runner.capture_steps_with_prompts(capture)
-            assert self.runner.takes_prompts(8, len(CHUNKS), 128)
-            assert not self.runner.takes_prompts(9, len(CHUNKS), 128)
-            assert not self.runner.takes_prompts(8, len(CHUNKS), 129)
+            assert self.runner.takes_prompts(range(8), len(CHUNKS), 128)
+            assert not self.runner.takes_prompts(range(9), len(CHUNKS), 128)
+            assert not self.runner.takes_prompts(range(8), len(CHUNKS), 129)
         for sequence in (*DECODED, *CHUNKS):
             self.cache.add_sequence(sequence)
         for sequence in DECODED:

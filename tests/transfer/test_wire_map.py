@@ -1,11 +1,12 @@
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.plan.spans import Window
+from tandem.cache.plan.spans import Sliding, Window
 from tandem.transfer.codec import encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.wire_map import decode_map, encode_map
@@ -27,9 +28,20 @@ def test_a_map_survives_the_wire() -> None:
     assert decode_map(wire, LAYOUT, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6) == GOOD
 
 
-def test_no_message_carries_the_map_of_a_stream() -> None:
-    with pytest.raises(InvalidPositionMap, match=r"sliding is \(16, 4\); only maps of sequences that do not"):
-        encode_map(replace(GOOD, sliding=(16, 4)), LAYOUT)
+def test_the_map_of_a_sequence_that_slides_skips_what_its_window_does_not_show() -> None:
+    """Positions 8 … 13, of which a window of 5 behind 9 positions shows 8 and 12 … 13."""
+    runs = SlotRuns.from_slots([3, SKIP, SKIP, SKIP, 5, 6])
+    wanted = PositionMap(8, (runs, runs), Sliding(11, 9, rotated=14))
+    pages: dict[str, Any] = {"num_pages": (NUM_PAGES,) * 2, "expected_start": 8, "expected_tokens": 6}
+    assert decode_map(encode_map(wanted, LAYOUT), LAYOUT, **pages) == wanted
+    for sliding, message in (
+        (Sliding(12, 9), r"runs\[0\] skips positions 9 … 11; a window of 12 behind 9 lets go of 9 … 10 only"),
+        (Sliding(14, 10), "skips positions 9 … 11; a window of 14 behind 10"),
+        (Sliding(9, 9), "sliding has a sink of 9; 0 … 8"),
+        (None, r"runs\[0\] skips 3 positions; it must skip the first 0 and no others"),
+    ):
+        with pytest.raises(InvalidPositionMap, match=message):
+            decode_map(encode_map(replace(wanted, sliding=sliding), LAYOUT), LAYOUT, **pages)
 
 
 @pytest.mark.parametrize(

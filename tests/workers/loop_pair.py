@@ -1,10 +1,13 @@
 """A prefill and a decode loop in the test's own thread, over the fake transport and a clock that the test moves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.page_writer import PageWriter
@@ -12,10 +15,12 @@ from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
-from tandem.workers.config import LoopSettings
+from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.load import load_drafter
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.prefill.push_meter import PushMeter
@@ -24,12 +29,15 @@ from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.speculation.choice import make_drafter
+from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.support.poison import poison_free_pages
 
 PAGE, CHUNK, LEASE = 8, 16, 10.0
 PREFILL, DECODE = 0, 1
+NO_SPECULATION = SpeculationSettings()
 NEVER_BUSY = 200  # steps after which a request must have ended
 
 
@@ -97,35 +105,47 @@ class LoopPair:
         max_sequences: tuple[int, int] = (64, 64),
         sharing: bool = False,
         verify: bool = True,
+        speculation: SpeculationSettings = NO_SPECULATION,
+        drafter: Callable[[ModelRunner], Drafter | None] | None = None,
+        kernels: KernelFactory = choose_kernels,
     ) -> None:
-        """max_sequences: of the caches."""
+        """max_sequences: of the caches. drafter: None makes the one that `speculation` names."""
         config = load_config(folder)
-        layout = kv_layout(config, PAGE)
+        drafting = load_drafter_config(speculation, config)
+        layout = kv_layout(config, PAGE, drafter=drafting)
         self.clock = Clock()
         self.fabric = FakeFabric(2, layout, num_pages=num_pages, num_signals=mailbox_rows(num_signals, 2))
         self.transports = self.fabric.joined()
         self._writes = [CountedWrites(transport) for transport in self.transports]
-        model = load_decoder(folder, config)
+        target = load_decoder(folder, config)
+        model = target if drafting is None else load_drafter(folder, speculation, target, drafting)
 
         def cache_over(transport: Transport, writer: PageWriter, most: int) -> PagedKVCache:
             pools, longest = transport.pools, config.max_length
-            cache = make_cache(config, layout, pools, max_sequences=most, max_length=longest, writer=writer)
+            sizes = {"max_sequences": most, "max_length": longest}
+            cache = make_cache(config, layout, pools, **sizes, writer=writer, drafter=drafting, kernels=kernels)
             poison_free_pages(cache, transport.pools)
             return cache
 
         self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, max_sequences, strict=True)]
-        settings = LoopSettings(LEASE, sharing, verify, max_batch_tokens=CHUNK, max_sequences=16)
+        settings = LoopSettings(
+            LEASE, sharing, verify, max_batch_tokens=CHUNK, max_sequences=16, speculation=speculation
+        )
         self.fanout = Collected()
+        make = drafter or partial(make_drafter, speculation)
+        self.runners = [ModelRunner(model, cache) for cache in self.caches]
         self.loops = [
             StepLoop(
-                ModelRunner(model, cache),
+                runner,
                 cache,
                 transport,
                 settings,
-                Ends(PushMeter(writes), self.fanout, KernelThreads(None, 1)),
+                Ends(PushMeter(writes), self.fanout, KernelThreads(None, 1), make(runner)),
                 self.clock,
             )
-            for cache, transport, writes in zip(self.caches, self.transports, self._writes, strict=True)
+            for runner, cache, transport, writes in zip(
+                self.runners, self.caches, self.transports, self._writes, strict=True
+            )
         ]
         self.prefill = self.loops[PREFILL].prefills
         self.decode = self.loops[DECODE].decodes
@@ -157,9 +177,11 @@ class LoopPair:
         self.prefill.submit(request_id, prompt, self.params(num_tokens), reservation)
         self.prefill.attend(request_id)
 
-    def start(self, request_id: str, reservation: Reservation, num_tokens: int = 4) -> None:
+    def start(
+        self, request_id: str, reservation: Reservation, num_tokens: int = 4, params: SamplingParams | None = None
+    ) -> None:
         stream = TokenStream()
-        self.decode.start(request_id, reservation.reservation_id, self.params(num_tokens), stream)
+        self.decode.start(request_id, reservation.reservation_id, params or self.params(num_tokens), stream)
         self._streams[request_id] = stream
 
     def run_prefill(self) -> None:
@@ -173,7 +195,7 @@ class LoopPair:
         """Steps until every started request whose KV landed has ended."""
         self.step_decode()
         for _ in range(NEVER_BUSY):
-            if not self.decode.num_running and not self.loops[DECODE].prefills.num_running:
+            if not (self.decode.num_running or self.decode._steps or self.loops[DECODE].prefills.num_running):
                 return
             self.step_decode()
         raise AssertionError("the decode loop does not come to an end")
@@ -184,14 +206,20 @@ class LoopPair:
         return self.finish(request_id, prompt, reservation, num_tokens)
 
     def finish(
-        self, request_id: str, prompt: Sequence[int], reservation: Reservation, num_tokens: int = 4
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        reservation: Reservation,
+        num_tokens: int = 4,
+        params: SamplingParams | None = None,
     ) -> list[int]:
-        """All tokens of a request that is reserved."""
-        future = self.prefill.submit(request_id, prompt, self.params(num_tokens), reservation)
-        self.start(request_id, reservation, num_tokens)
+        """All tokens of a request that is reserved. params: in place of those of params()."""
+        params = params or self.params(num_tokens)
+        future = self.prefill.submit(request_id, prompt, params, reservation)
+        self.start(request_id, reservation, num_tokens, params)
         self.run_prefill()
         self.run_decode()
-        assert self.ended(request_id) == FinishReason.LENGTH
+        assert self.ended(request_id) in (FinishReason.LENGTH, FinishReason.STOP)
         return [future.result(0).first_token, *self.tokens(request_id)]
 
     def tokens(self, request_id: str) -> list[int]:

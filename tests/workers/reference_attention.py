@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.base import Index
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
@@ -20,6 +21,8 @@ class Sequence:
     cached: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    index_keys: dict[int, Tensor] = field(default_factory=dict)
+    chosen: Tensor | None = None
 
 
 class ReferenceAttention:
@@ -38,7 +41,7 @@ class ReferenceAttention:
         ]
         self.batch: list[tuple[Sequence, int]] = []
 
-    def step_pages(self) -> None:
+    def step_pages(self, layers: range) -> None:
         """There are none."""
 
     def temperatures(self, rule: Temperature) -> Tensor:
@@ -46,18 +49,49 @@ class ReferenceAttention:
         begins = [(sequence.cached, sequence.cached + count) for sequence, count in self.batch]
         return rule.factors(torch.cat([torch.arange(begin, end) for begin, end in begins]))
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
+    ) -> Tensor:
         """K and V are made of the latents at once, and kept."""
+        if choice is not None:
+            self._choose(layer, choice)
         made = torch.einsum("tr,hdr->thd", latents, up.weight)
         k, v = made.split((up.heads.key_dim, up.heads.value_dim), 2)
         return self.attend(layer, q, torch.cat([k, keys[:, None].expand(-1, k.shape[1], -1)], 2), v, None, None)
 
+    def _choose(self, layer: int, choice: Index) -> None:
+        """What each token of the batch attends to in this layer and in those without an index: bool [n, positions]."""
+        assert self._config.latent is not None
+        assert self._config.latent.index is not None
+        rotary, top_k, begin = self._rotary[0], self._config.latent.index.top_k, 0
+        assert rotary is not None
+        for sequence, count in self.batch:
+            q, still, rotated, weights = (x[begin : begin + count] for x in choice)
+            cos, sin = (x.to(q.dtype)[:, None] for x in rotary.cos_sin(sequence.cached + torch.arange(count)))
+            q = rotate(q, cos, sin, still.shape[1])
+            keys = torch.cat((still, rotate(rotated[:, None], cos, sin)[:, 0]), 1)
+            keys = sequence.index_keys[layer] = torch.cat((sequence.index_keys.get(layer, keys[:0]), keys))
+            scores = torch.einsum("nh,nhm->nm", weights, torch.einsum("nhd,md->nhm", q.float(), keys.float()).relu())
+            scores = scores.masked_fill(torch.ones_like(scores).triu(sequence.cached + 1) > 0, -torch.inf)
+            best = scores.topk(min(top_k, keys.shape[0])).indices
+            sequence.chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+            begin += count
+
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        """K and V of none are added to those of the layer that is read."""
+        none = q.new_empty((q.shape[0], 0, q.shape[2]))
+        q = q if norm is None else norm.apply_to_queries(q)
+        return self._attend_all(layer, q, none, none, sinks)
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
     ) -> Tensor:
-        outputs, begin = [], 0
         if norm is not None:
             q, k = norm.apply(q, k)
+        return self._attend_all(layer, q, k, v, sinks)
+
+    def _attend_all(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        outputs, begin = [], 0
         for sequence, count in self.batch:
             rows = slice(begin, begin + count)
             outputs.append(self._attend_one(sequence, layer, q[rows], k[rows], v[rows], sinks))
@@ -77,7 +111,9 @@ class ReferenceAttention:
             cos, sin = (table.to(q.dtype)[:, None] for table in rotary.cos_sin(positions, lengths))
             first = 0 if config.latent is None else config.latent.heads.key_dim
             q, k = rotate(q, cos, sin, first), rotate(k, cos, sin, first)
-        if layer in sequence.keys:
+        if layer in config.readers:
+            k, v = sequence.keys[config.readers[layer]], sequence.values[config.readers[layer]]
+        elif layer in sequence.keys:
             k, v = torch.cat([sequence.keys[layer], k]), torch.cat([sequence.values[layer], v])
         sequence.keys[layer], sequence.values[layer] = k.clone(), v.clone()
         group = config.num_heads // k.shape[1]
@@ -88,6 +124,8 @@ class ReferenceAttention:
         others = torch.arange(k.shape[0])[None]
         firsts = torch.from_numpy(span.first_needed(positions.numpy()))
         hidden = (others > positions[:, None]) | (others < firsts[:, None])
+        if sequence.chosen is not None:
+            hidden = hidden | ~sequence.chosen
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, count, 1)], -1)

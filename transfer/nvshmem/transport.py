@@ -14,6 +14,7 @@ Importing this module needs nvshmem4py and Triton; factory.py imports it when it
 """
 
 import ctypes
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,13 +35,14 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import CopyPlan, plan_copy
-from tandem.transfer.errors import MembershipRefused, TransportClosed, TransportError, TransportTimeout
+from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
 from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
 from tandem.transfer.nvshmem.copy_engine import copy, copy_all, copy_rows
+from tandem.transfer.nvshmem.details import bytes_of, check_hosts, unique_id_of
 from tandem.transfer.nvshmem.device_puts import STAGING_BYTES, DevicePuts
 from tandem.transfer.nvshmem.kernels.device_build import build_device_puts
 from tandem.transfer.nvshmem.kernels.triton_push import post_row, push_slots, push_tokens
-from tandem.transfer.page_pool import movable
+from tandem.transfer.page_pool import PagePool, movable, rows_for
 from tandem.transfer.transport import Fence, Int64Array, Transport
 
 NAME = "nvshmem"
@@ -81,6 +83,7 @@ class NvshmemTransport(Transport):
         # Own pools (8-bit floats as bytes), own mailbox (int64 [2, num_signals], signals then payloads), staging of
         # DevicePuts.
         self._symmetric: list[Tensor] = []
+        self._allocated: list[Tensor] = []  # what these were made of, as large on every PE
         self._peers: list[list[Tensor] | None] = []  # [pe], pools and mailbox; None where not mapped
         self._library: ObjectCode | None = None
 
@@ -96,7 +99,7 @@ class NvshmemTransport(Transport):
         self._unique_id = nvshmem.core.get_unique_id(empty=self.pe != 0)
         detail: Detail = {"host": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}
         if self.pe == 0:
-            detail["unique_id"] = _bytes_of(self._unique_id).tobytes().hex()
+            detail["unique_id"] = bytes_of(self._unique_id).tobytes().hex()
         return make_handle(NAME, self.config, detail)
 
     def join(self, handles: Sequence[bytes]) -> None:
@@ -104,8 +107,8 @@ class NvshmemTransport(Transport):
         if self._unique_id is None:
             raise TransportClosed(f"PE {self.pe} is not open; join() comes after open()")
         details = read_handles(NAME, self.config, handles)
-        _check_hosts(details)
-        _bytes_of(self._unique_id)[:] = _unique_id_of(details[0], _bytes_of(self._unique_id).size)
+        check_hosts(details)
+        bytes_of(self._unique_id)[:] = unique_id_of(details[0], bytes_of(self._unique_id).size)
         _in_new_thread(self._initialise)
         torch.cuda.set_device(self._device)
         self._stream, self._mail_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
@@ -121,7 +124,8 @@ class NvshmemTransport(Transport):
         return tuple(pool.view(self.layout.stored_dtype) for pool in self._symmetric[: self._num_pools])
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
-        peer = self._peer_elements(pe, group)
+        """See Transport. None also for another shard's, whose pages kernels do not know."""
+        peer = None if self._regions[pe][group] is not None else self._peer_elements(pe, group)
         return None if peer is None else peer.view(self.layout.stored_dtype)
 
     def _peer_elements(self, pe: int, group: int) -> Tensor | None:
@@ -137,6 +141,10 @@ class NvshmemTransport(Transport):
         if not slots.shape[0]:
             return
         self._check_token_slots(group, slots)
+        region = self._regions[pe][group]
+        if region is not None:
+            self._write_shard_tokens(pe, group, layer, (k, v), token_indices, slots)
+            return
         tokens, targets = upload([token_indices.numpy(), slots.numpy().astype(np.int32)], self._device)
         k, v, peer = movable(k), None if v is None else movable(v), self._peer_elements(pe, group)
         if peer is None:
@@ -153,13 +161,42 @@ class NvshmemTransport(Transport):
         if not stages:
             self._follow_current()  # the device comes to it while the rest is planned
         plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
-        peer = self._peer_elements(pe, group)
+        peer, region = self._peer_elements(pe, group), self._regions[pe][group]
+        if region is not None:
+            self._follow(stages[-1:])
+            with torch.cuda.stream(self._stream):
+                PagePool(self._mapped(pe, group)).copy(PagePool(self._symmetric[group]), plan, region)
+            return
         if peer is not None:
             self._copy_slots(peer, group, plan, source_slots, target_slots, stages)
             return
         self._follow(stages[-1:])
         with torch.cuda.stream(self._stream):
             self._puts.put(pe, self._symmetric[group], plan)
+
+    def _mapped(self, pe: int, group: int) -> Tensor:
+        """The pool of a peer of another shard. TransportError where it is not mapped: puts know pages like ours."""
+        peer = self._peer_elements(pe, group)
+        if peer is None:
+            raise TransportError(f"PE {pe} holds another shard and is not peer to peer; only mapped ones are written")
+        return peer
+
+    def _write_shard_tokens(
+        self,
+        pe: int,
+        group: int,
+        layer: int,
+        planes: tuple[Tensor, Tensor | None],
+        token_indices: Tensor,
+        slots: Tensor,
+    ) -> None:
+        region = self._regions[pe][group]
+        target = None if region is None else region.peer_layer(layer)
+        if region is None or target is None:
+            return
+        tokens, targets = upload([token_indices.numpy(), slots.numpy().astype(np.int64)], self._device)
+        keys, values = rows_for(*planes, tokens, region)
+        PagePool(self._mapped(pe, group)).put_tokens(target, targets, keys, values, region.peer_heads)
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
@@ -231,24 +268,25 @@ class NvshmemTransport(Transport):
             del self._puts
             nvshmem.bindings.culibrary_finalize(int(self._library.handle))
             self._library = None
-        for tensor in self._symmetric:
+        for tensor in self._allocated:
             nvshmem.core.free_tensor(tensor)
-        self._symmetric = []
+        self._symmetric, self._allocated = [], []
         nvshmem.core.finalize()
 
     def _make_memory(self) -> None:
         """Symmetric pools, mailbox and staging, zeroed on every PE when it returns."""
-        shapes = [(count, *self.layout.page_shape(group)) for group, count in enumerate(self.num_pages)]
         dtype = torch.uint8 if self.layout.stored_dtype.itemsize == 1 else self.layout.stored_dtype
+        sizes = [max(math.prod(shapes[group]) for shapes in self._shapes) for group in range(self._num_pools)]
         try:
-            self._symmetric = [nvshmem.core.tensor(shape, dtype=dtype) for shape in shapes]
-            self._symmetric.append(nvshmem.core.tensor((2, self.num_signals), dtype=torch.int64))
+            self._allocated = [nvshmem.core.tensor((size,), dtype=dtype) for size in sizes]
+            self._allocated.append(nvshmem.core.tensor((2, self.num_signals), dtype=torch.int64))
             # On every PE, whether it needs it or not: one cannot know which of the others are peer to peer.
-            self._symmetric.append(nvshmem.core.tensor((STAGING_BYTES,), dtype=torch.uint8))
+            self._allocated.append(nvshmem.core.tensor((STAGING_BYTES,), dtype=torch.uint8))
         except nvshmem.core.NvshmemError as error:
             raise TransportError(f"num_pages {self.num_pages} does not fit the GPU: {error.msg}") from error
-        for tensor in self._symmetric:
+        for tensor in self._allocated:
             tensor.zero_()
+        self._symmetric = [*self._shaped(self.pe, self._allocated), *self._allocated[self._num_pools :]]
         torch.cuda.synchronize()
         nvshmem.bindings.barrier_all()
 
@@ -258,9 +296,20 @@ class NvshmemTransport(Transport):
         if not self._peer_access:
             return None
         try:
-            return [nvshmem.core.get_peer_tensor(tensor, pe) for tensor in self._symmetric[: self._num_pools + 1]]
+            mapped = [nvshmem.core.get_peer_tensor(tensor, pe) for tensor in self._allocated[: self._num_pools + 1]]
         except nvshmem.core.NvshmemError:
             return None
+        return [*self._shaped(pe, mapped), mapped[-1]]
+
+    @property
+    def _shapes(self) -> list[list[tuple[int, ...]]]:
+        """Of the pools of each PE."""
+        layouts = [self.config.of(pe).layout for pe in range(self.num_pes)]
+        return [[(count, *one.page_shape(group)) for group, count in enumerate(self.num_pages)] for one in layouts]
+
+    def _shaped(self, pe: int, memory: Sequence[Tensor]) -> list[Tensor]:
+        """A PE's pools in its memory, which may be larger."""
+        return [one[: math.prod(shape)].view(shape) for one, shape in zip(memory, self._shapes[pe], strict=False)]
 
     def _load_puts(self) -> DevicePuts:
         cubin = build_device_puts(cache_folder(), torch.cuda.get_device_capability(self._device))
@@ -332,28 +381,3 @@ def _clear_pinned_memory() -> None:
         ctypes.memset(piece, 0, CLEARED_BYTES)
     for piece in made:
         driver.cuMemFreeHost(piece)
-
-
-def _bytes_of(unique_id: "nvshmem.core.UniqueID") -> np.ndarray:
-    return unique_id._data.view(np.uint8)
-
-
-def _unique_id_of(detail: Detail, num_bytes: int) -> np.ndarray:
-    text = str(detail.get("unique_id"))
-    try:
-        value = np.frombuffer(bytes.fromhex(text), np.uint8)
-    except ValueError:
-        value = np.empty(0, np.uint8)
-    if value.size != num_bytes:
-        raise MembershipRefused(f"PE 0's handle has unique_id {text!r:.80}; {num_bytes} bytes in hex are expected")
-    return value
-
-
-def _check_hosts(details: Sequence[Detail]) -> None:
-    """MembershipRefused, the same on every PE, unless all are on one host.
-
-    Puts could reach other hosts, but have been tested within one only.
-    """
-    for pe, detail in enumerate(details):
-        if detail.get("host") != details[0].get("host"):
-            raise MembershipRefused(f"PE 0 and PE {pe} are on different hosts; an island must be on one")

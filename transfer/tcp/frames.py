@@ -19,6 +19,7 @@ from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.copy_plan import CopyPlan
 from tandem.transfer.errors import TransportError
+from tandem.transfer.regions import Region, Regions
 
 DATA_CONNECTIONS = 4  # from each PE to each other, beside one for signals
 FRAME_BYTES = 2 << 20  # of pages; longer pushes are cut, and go over all connections
@@ -109,15 +110,21 @@ def staged_count(entry_bytes: int) -> int:
     return min(MAX_COUNT, max(1, STAGED_BYTES // entry_bytes))
 
 
-def read_header(data: bytes, layout: KVLayout) -> Header:
-    """TransportError unless a PE of this layout could have sent it."""
+def read_header(data: bytes, layout: KVLayout, regions: Regions | None = None) -> Header:
+    """TransportError unless a PE of this layout could have sent it. regions: what the pages here have in common with
+    those of a PE of another shard."""
     number, group, layer, count = HEADER.unpack(data)
     if number not in (Kind.PAGES, Kind.SLOTS, Kind.TOKENS):
         raise TransportError(f"a frame has kind {number}; it must be one of pages, slots and tokens")
     if group >= len(layout.groups) or layer >= len(layout.groups[group].layers):
         raise TransportError(f"a frame is for layer {layer} of group {group}, which the layout does not have")
     kind = Kind(number)
-    most = MAX_COUNT if kind == Kind.PAGES else staged_count(entry_bytes(layout, kind, group))
+    region = None if regions is None else regions[group]
+    if region is not None and (kind == Kind.PAGES or (kind == Kind.TOKENS and region.peer_layer(layer) is None)):
+        raise TransportError(f"a frame of {kind.name.lower()} is for layer {layer} of group {group}, of another shard")
+    if region is not None and region.is_empty:
+        raise TransportError(f"a frame is for group {group}, of which the sender's shard has nothing")
+    most = MAX_COUNT if kind == Kind.PAGES else staged_count(entry_bytes(layout, kind, group, region))
     if not 1 <= count <= most:
         raise TransportError(f"a frame of {kind.name.lower()} has {count} places; 1 … {most} are accepted")
     return Header(kind, group, layer, count)
@@ -133,7 +140,11 @@ def read_signal(data: bytes, num_signals: int) -> SignalFrame:
     return SignalFrame(Kind(number), row, signal, payload, tuple(counts))
 
 
-def entry_bytes(layout: KVLayout, kind: Kind, group: int) -> int:
-    """Of a slot in all layers, or of a token in one."""
-    slot = layout.page_bytes(group) // layout.page_size
-    return slot if kind == Kind.SLOTS else slot // len(layout.groups[group].layers)
+def entry_bytes(layout: KVLayout, kind: Kind, group: int, region: Region | None = None) -> int:
+    """Of a slot in all layers, or of a token in one; of the layers and heads of a region."""
+    of = layout.groups[group]
+    layers, heads = len(of.layers), of.num_kv_heads
+    one = layout.page_bytes(group) // (layout.page_size * layers * heads)
+    if region is not None:
+        layers, heads = region.num_layers, region.num_heads
+    return one * heads * (layers if kind == Kind.SLOTS else 1)

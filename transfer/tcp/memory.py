@@ -12,7 +12,8 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.transfer.copy_plan import check_slots
 from tandem.transfer.errors import TransportError
 from tandem.transfer.membership import TransportConfig
-from tandem.transfer.page_pool import PagePool
+from tandem.transfer.page_pool import ALL_OF_THEM, PagePool
+from tandem.transfer.regions import Region
 from tandem.transfer.segment import create_private_segment
 from tandem.transfer.tcp.frames import Kind
 
@@ -25,6 +26,7 @@ class PageMemory:
 
     def __init__(self, config: TransportConfig) -> None:
         self.layout = config.layout
+        self.regions = config.regions  # of each PE
         self.num_signals = config.num_signals
         self._num_pages = config.num_pages
         self._segment = create_private_segment(config)
@@ -52,15 +54,21 @@ class PageMemory:
         except ValueError as error:
             raise TransportError(str(error)) from error
 
-    def put(self, kind: Kind, group: int, layer: int, slots: Tensor, values: Tensor) -> None:
-        """What a frame of slots or tokens holds, to its slots (int64 [n])."""
+    def put(
+        self, kind: Kind, group: int, layer: int, slots: Tensor, values: Tensor, region: Region | None = None
+    ) -> None:
+        """What a frame of slots or tokens holds, to its slots (int64 [n]). region: that of the sender's shard."""
         pool, of = self.pools[group], self.layout.groups[group]
+        layers, heads = len(of.layers), of.num_kv_heads
+        if region is not None:
+            layers, heads = region.num_layers, region.num_heads
         if kind == Kind.TOKENS:
-            planes = values.view(of.planes, slots.shape[0], of.num_kv_heads, of.head_dim)
-            pool.put_tokens(layer, slots, planes[0], planes[1] if of.planes == 2 else None)
+            planes = values.view(of.planes, slots.shape[0], heads, of.head_dim)
+            where = ALL_OF_THEM if region is None else region.heads
+            pool.put_tokens(layer, slots, planes[0], planes[1] if of.planes == 2 else None, where)
         else:
-            shape = (slots.shape[0], len(of.layers), of.planes, of.num_kv_heads, of.head_dim)
-            pool.put_slots(slots, pool.elements(values).view(shape))
+            shape = (slots.shape[0], layers, of.planes, heads, of.head_dim)
+            pool.put_slots(slots, pool.elements(values).view(shape), region)
 
     def post(self, row: int, signal: int, payload: int) -> None:
         with self._mail:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.transfer.errors import PeerGone, TransportError
+from tandem.transfer.regions import Regions
 from tandem.transfer.tcp.frames import (
     DATA_CONNECTIONS,
     HEADER,
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 def receive_frames(connection: socket.socket, peer: Peer, number: int, memory: PageMemory) -> None:
     """Data connection `number`. Whole pages are read into their places, slots and tokens through a buffer."""
-    reader = FrameReader(connection, memory)
+    reader = FrameReader(connection, memory, memory.regions[peer.pe])
 
     def land() -> None:
         reader.land_next()
@@ -70,7 +71,9 @@ class FrameReader:
     OSError where the connection ends.
     """
 
-    def __init__(self, connection: socket.socket, memory: PageMemory) -> None:
+    def __init__(self, connection: socket.socket, memory: PageMemory, regions: Regions | None = None) -> None:
+        """regions: what the pages here have in common with the sender's; None: they are alike."""
+        self._regions: Regions = regions or [None] * len(memory.layout.groups)
         self._connection = connection
         self._memory = memory
         self._header = memoryview(bytearray(HEADER.size))
@@ -78,7 +81,7 @@ class FrameReader:
 
     def land_next(self) -> None:
         read_exactly(self._connection, self._header)
-        header = read_header(bytes(self._header), self._memory.layout)
+        header = read_header(bytes(self._header), self._memory.layout, self._regions)
         places = memoryview(bytearray(header.place_bytes))
         read_exactly(self._connection, places)
         numbers = np.frombuffer(places, "<i4")
@@ -91,10 +94,11 @@ class FrameReader:
 
     def _land_staged(self, header: Header, slots: Tensor) -> None:
         memory, layout = self._memory, self._memory.layout
-        staging = self._staging[: header.count * entry_bytes(layout, header.kind, header.group)]
+        region = self._regions[header.group]
+        staging = self._staging[: header.count * entry_bytes(layout, header.kind, header.group, region)]
         read_exactly(self._connection, staging)
         values = torch.frombuffer(staging, dtype=layout.stored_dtype)
-        memory.put(header.kind, header.group, header.layer, slots, values)
+        memory.put(header.kind, header.group, header.layer, slots, values, region)
 
 
 def read_exactly(connection: socket.socket, view: memoryview) -> None:

@@ -34,7 +34,7 @@ from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
 from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
-from tandem.transfer.page_pool import movable
+from tandem.transfer.page_pool import movable, rows_for
 from tandem.transfer.tcp.connections import Listener, connect
 from tandem.transfer.tcp.frames import (
     DATA_CONNECTIONS,
@@ -131,15 +131,19 @@ class TcpTransport(Transport):
         if not slots.shape[0]:
             return
         self._check_token_slots(group, slots)
-        planes = [plane.index_select(0, token_indices) for plane in (k, v) if plane is not None]
+        region = self._regions[pe][group]
+        target = layer if region is None else region.peer_layer(layer)
+        if target is None:
+            return
+        planes = [rows for rows in rows_for(k, v, token_indices, region) if rows is not None]
         if pe == self.pe:
             own.pools[group].put_tokens(layer, slots.long(), planes[0], planes[1] if v is not None else None)
             return
-        most = staged_count(entry_bytes(self.layout, Kind.TOKENS, group))
+        most = staged_count(entry_bytes(self.layout, Kind.TOKENS, group, region))
         numbers = slots.to(torch.int32).numpy()
         parts = (slice(begin, begin + most) for begin in range(0, numbers.size, most))
         frames = (
-            staged_frame(Kind.TOKENS, group, layer, numbers[part], [bytes_of(movable(one[part])) for one in planes])
+            staged_frame(Kind.TOKENS, group, target, numbers[part], [bytes_of(movable(one[part])) for one in planes])
             for part in parts
         )
         self._senders[pe].give(frames, self.quiet_seconds)
@@ -154,17 +158,22 @@ class TcpTransport(Transport):
         if pe == self.pe:
             pool.copy(pool, plan)
             return
-        sender = self._senders[pe]
-        sender.give(pages_frames(plan, group, self.layout.page_bytes(group), own.bytes[group]), self.quiet_seconds)
-        most = staged_count(entry_bytes(self.layout, Kind.SLOTS, group))
-        parts = (slice(begin, begin + most) for begin in range(0, plan.source_slots.size, most))
+        sender, region, single = self._senders[pe], self._regions[pe][group], (plan.source_slots, plan.target_slots)
+        if region is None:
+            sender.give(pages_frames(plan, group, self.layout.page_bytes(group), own.bytes[group]), self.quiet_seconds)
+        elif region.is_empty:
+            return
+        else:  # no page of the one is a page of the other
+            single = source_slots, target_slots
+        most = staged_count(entry_bytes(self.layout, Kind.SLOTS, group, region))
+        parts = (slice(begin, begin + most) for begin in range(0, single[0].size, most))
         frames = (
             staged_frame(
                 Kind.SLOTS,
                 group,
                 0,
-                plan.target_slots[part],
-                [bytes_of(pool.read_slots(torch.from_numpy(plan.source_slots[part]).long()))],
+                single[1][part],
+                [bytes_of(pool.read_slots(torch.from_numpy(single[0][part]).long(), region).contiguous())],
             )
             for part in parts
         )

@@ -82,13 +82,13 @@ class Fp8Part:
     target: Tensor  # [rows, columns]
 
     @property
-    def place(self) -> tuple[Path, int]:
+    def location(self) -> tuple[Path, int]:
         weight = self.weight
         return weight.path, weight.file.tensors[weight.name].begin + self.first * weight.shape[1]
 
     def read(self, staging: Tensor) -> int:
         weight, rows = self.weight, self.target.shape[0]
-        numbers = read_bytes(weight.file, self.place[1], rows * weight.shape[1])
+        numbers = read_bytes(weight.file, self.location[1], rows * weight.shape[1])
         values = VALUES.index_select(0, numbers.int()).view(rows, -1)
         of_rows = self._scales(rows)
         width = weight.block[1]

@@ -69,7 +69,7 @@ class Mxfp4Part:
     target: Tensor  # [32·G, rows]
 
     @property
-    def place(self) -> tuple[Path, int]:
+    def location(self) -> tuple[Path, int]:
         return self.weight.path, self._offset(self.weight.blocks)
 
     def read(self, staging: Tensor) -> int:

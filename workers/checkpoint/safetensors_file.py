@@ -161,7 +161,7 @@ class TensorPart:
     columns: tuple[int, int] | None = None  # the first of them, and how many a stored row has
 
     @property
-    def place(self) -> tuple[Path, int]:
+    def location(self) -> tuple[Path, int]:
         """File and offset."""
         return self.file.path, self.offset
 

@@ -22,7 +22,7 @@ class Part(Protocol):
     """A part of one weight, which a thread reads on its own."""
 
     @property
-    def place(self) -> tuple[Path, int]:
+    def location(self) -> tuple[Path, int]:
         """File and offset, as a disk likes to read."""
         ...
 

@@ -25,7 +25,7 @@ from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sample_batch import SampleBatch
-from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
 from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.scheduling.scheduler import Scheduler
@@ -98,12 +98,12 @@ class Decodes:
         writer_pe: int,
         salt: bytes = b"",
         whole: bool = False,
+        sliding: SlidingWindow | None = None,
     ) -> Reservation:
         """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
         if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
-        tokens = np.asarray(token_ids, np.int64)
-        return self._reservations.prepare(request_id, tokens, max_tokens, writer_pe, salt, whole)
+        return self._reservations.prepare(request_id, token_ids, max_tokens, writer_pe, salt, whole, sliding)
 
     def start(
         self,
@@ -124,8 +124,8 @@ class Decodes:
             return
         self._awaiting.append(request)
         if self._runner.overlaps and len(self._reservations) == 1 and not params.changes_logits:  # there is time
-            first = np.array([len(request.prompt) + 1])
-            self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
+            sampling, first = SampleBatch.from_params([params]), np.array([len(request.prompt) + 1])
+            self._runner.foresee((request.sequence_id,), sampling, first)
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
@@ -217,9 +217,9 @@ class Decodes:
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            alone = step is not None and forward is None
-            drafts = self._speculation.propose(self._rows.requests) if alone else None
-            if drafts is not None and steps.behind is not None:
+            alone, known = step is not None and forward is None, steps.behind is None
+            drafts = self._speculation.propose(self._rows.requests, known=known) if alone else None
+            if drafts is not None and not known:
                 steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
             elif drafts is not None:
                 steps.reading = self._speculation.launch(self._runner, self._rows, drafts, self._take_prompt_tokens())
@@ -316,7 +316,7 @@ class Decodes:
     def _publish_prompts(self, requests: list[DecodeRequest]) -> None:
         """Lets others share the prompts of requests whose KV is here."""
         for request in requests if self._sharing else []:
-            if not request.ended:
+            if not request.ended and request.sliding is None:
                 self._cache.publish_prefix(request.sequence_id, request.prompt, request.salt)
 
     def _deliver(self, in_flight: StepInFlight | Verification) -> None:
@@ -387,7 +387,7 @@ class Decodes:
         self._end(request, writer_quiet=True)
 
     def _end(self, request: DecodeRequest, writer_quiet: bool) -> None:
-        if self._sharing and request.received and len(request.output) > 1:
+        if self._sharing and request.received and len(request.output) > 1 and request.sliding is None:
             tokens = np.concatenate((request.prompt, request.output[:-1]))
             self._cache.publish_prefix(request.sequence_id, tokens, request.salt)
         if not self._local.withdraw(request):

@@ -139,7 +139,10 @@ class Handoff:
         """
         reservation, payload = request.reservation, token
         if self._verify:
-            digest = digest_kv(self._cache, request.sequence_id, reservation.matched_tokens, request.num_tokens)
+            slides = None if reservation.wire_map is None else reservation.wire_map.sliding
+            window = None if slides is None else (slides.window, slides.sink)
+            begin, end = reservation.matched_tokens, request.num_tokens
+            digest = digest_kv(self._cache, request.sequence_id, begin, end, window)
             payload = pack_payload(int(token), digest)
         self._transport.post(
             reservation.target_pe,

@@ -10,11 +10,13 @@ reserved ──────────► awaiting KV ────────�
 No peer writes for a local reservation, whose prompt this worker computes itself: it is settled from the beginning.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tandem.cache.digest import digest_kv
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.errors import OutOfPages
+from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.transfer.completion import SignalBoard, unpack_payload
 from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.recall import Recall, RecallDesk, num_request_rows
@@ -25,6 +27,7 @@ from tandem.workers.counters import Counters
 from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleReservation
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
+from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.wire.lease import Clock, Lease
 from tandem.workers.wire.reservation import Reservation
 
@@ -92,16 +95,17 @@ class Reservations:
     def prepare(
         self,
         request_id: str,
-        token_ids: Int64Array,
+        token_ids: Sequence[int] | Int64Array,
         max_tokens: int,
         writer_pe: int,
         salt: bytes = b"",
         whole: bool = False,
+        sliding: SlidingWindow | None = None,
     ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
-        salt: see PagedKVCache.match_prefix. whole: none is matched. Raises NoRoom, which leaves nothing behind, and
-        InvalidCall.
+        salt: see PagedKVCache.match_prefix. whole: none is matched, as of a sequence that slides: what leaves its
+        window has to give pages back. Raises NoRoom, which leaves nothing behind, and InvalidCall.
         """
         if request_id in self._offers:
             return self._offers[request_id]
@@ -113,6 +117,8 @@ class Reservations:
         local = writer_pe == self._transport.pe
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
         longest = max(self._longest_append, min(len(token_ids), self._max_batch_tokens if local else 0))
+        if sliding is not None:
+            capacity = min(capacity, self._slid_length(sliding, len(token_ids) if local else 0))
         pages = self._cache.num_pages_needed(capacity, longest)
         shortage = self._cache.shortage(capacity, longest)
         if shortage is not None:
@@ -122,8 +128,17 @@ class Reservations:
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
-        matches = self._sharing and not whole
-        request = self._reserve(request_id, token_ids, max_tokens, (capacity, longest), writer_pe, salt, matches)
+        matches = self._sharing and not whole and sliding is None
+        request = self._reserve(
+            request_id,
+            np.asarray(token_ids, np.int64),
+            max_tokens,
+            (capacity, longest),
+            writer_pe,
+            salt,
+            matches,
+            sliding,
+        )
         self._counters.reservations += 1
         self._requests[request_id] = request
         self._offers[request_id] = self._offer(request, max(pages), writer_pe)
@@ -153,8 +168,11 @@ class Reservations:
         return request
 
     def narrow(self, request: DecodeRequest) -> None:
-        """The prompt of a local request is computed: from now on it grows by single tokens, and drafts."""
+        """The prompt of a local request is computed: from now on it grows by single tokens, and drafts, or slides."""
         capacity = len(request.prompt) + request.max_tokens - 1
+        if request.sliding is not None:
+            self._cache.enable_sliding_window(request.sequence_id, request.sliding.window, request.sliding.sinks)
+            capacity = min(capacity, self._slid_length(request.sliding, 0))
         self._cache.reserve(request.sequence_id, capacity, self._longest_append)
 
     def mailbox(self) -> Int64Array:
@@ -170,7 +188,7 @@ class Reservations:
         self._settle(request)
         if self._verify:
             end = len(request.prompt)
-            found = digest_kv(self._cache, request.sequence_id, end - request.expected_tokens, end)
+            found = digest_kv(self._cache, request.sequence_id, end - request.expected_tokens, end, request.sliding)
             if found != sent:
                 self._counters.corrupt += 1
                 raise CorruptKV(
@@ -238,12 +256,15 @@ class Reservations:
         writer_pe: int,
         salt: bytes,
         matches: bool,
+        sliding: SlidingWindow | None,
     ) -> DecodeRequest:
         """reach: how long the sequence may become, and the longest append of one forward."""
         cache, sequence_id, own_pe = self._cache, self._ids.take(), self._transport.pe
         cache.add_sequence(sequence_id)
         try:
             matched = cache.match_prefix(sequence_id, token_ids, salt) if matches else 0
+            if sliding is not None and writer_pe != own_pe:
+                cache.enable_sliding_window(sequence_id, sliding.window, sliding.sinks)
             cache.reserve(sequence_id, *reach)
             if writer_pe > own_pe and not cache.has_room(cache.max_sequence_length, self._max_batch_tokens):
                 raise NoRoom(f"no room for request {request_id!r}: what is left is for a prompt of a peer")
@@ -252,6 +273,8 @@ class Reservations:
             cache.remove_sequence(sequence_id)
             if isinstance(error, OutOfPages | NoFreeSignal):
                 raise NoRoom(f"no room for request {request_id!r}: {error}") from error
+            if isinstance(error, InvalidArgument):  # a window that this cache does not take
+                raise InvalidCall(f"request {request_id!r}: {error}") from error
             raise
         return DecodeRequest(
             request_id=request_id,
@@ -262,12 +285,20 @@ class Reservations:
             max_tokens=max_tokens,
             received=signal is None,
             salt=salt,
+            sliding=sliding,
         )
+
+    def _slid_length(self, sliding: SlidingWindow, prompt: int) -> int:
+        """The most indices that a sequence takes up which slides once it has a prompt of so many tokens: see
+        SlidingTable.longest."""
+        return max(prompt, sliding.window + 2 * self._cache.layout.page_size - 1)
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:
         """What the writer is told; a local reservation has no map, and no mailbox row."""
         cache, signal = self._cache, request.signal
-        position_map = None if signal is None else cache.prepare_receive(request.sequence_id, request.expected_tokens)
+        position_map = None
+        if signal is not None:
+            position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens, rotated=True)
         return Reservation(
             reservation_id=request.sequence_id,
             epoch=self._transport.epoch,

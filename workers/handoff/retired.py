@@ -34,10 +34,10 @@ class RetiredSequences:
     def windows_past(self) -> "Future[None] | None":
         """Ends once peers may write into pages that are free now, or None at once.
 
-        Only layouts that drop what is past keep them waiting: there a prompt's forward lets go of pages that the
-        forward before it may still read.
+        Only layouts that drop what is past, and sequences that slide, keep them waiting: there a forward lets go of
+        pages that the one before it may still read.
         """
-        if not self._cache.layout.drops_past:
+        if not self._cache.layout.drops_past and not self._cache.any_slides():
             return None
         past: Future[None] = Future()
         self._do(partial(past.set_result, None))

@@ -1,18 +1,20 @@
 """A layer's attention between the norm before it and the projection behind it: with K and V, or with latents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.cache.kernels.base import StepPages
+from tandem.cache.kernels.base import Index, StepPages
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.kernels.base import LayerKernels, Linear
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.indexer.indexer import Indexer
+from tandem.workers.models.indexer.row_order import halves_first
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.parameters import AttentionParameters, LatentParameters
 from tandem.workers.models.projection import Projection
@@ -30,11 +32,17 @@ class CachedAttention(Protocol):
         """o [T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] or None."""
         ...
 
-    def step_pages(self) -> StepPages | None:
-        """Of a decode step, for a kernel that attends in all layers; None where each must call attend()."""
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        """o [T, Hq, D] of q [T, Hq, D] over K and V that another layer, or this one, has stored in this forward."""
         ...
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+    def step_pages(self, layers: range) -> StepPages | None:
+        """Of a decode step, for a kernel that attends in these layers; None where each must call attend()."""
+        ...
+
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
+    ) -> Tensor:
         """o [T, H, value_dim]; see PagedKVCache.latent_attention. May overwrite q, latents and keys."""
         ...
 
@@ -48,12 +56,15 @@ AttentionBlock = Callable[[Tensor, int, CachedAttention], Tensor]
 
 
 def prepare_attention(
-    config: ModelConfig, parameters: AttentionParameters | LatentParameters, kernels: LayerKernels
+    config: ModelConfig, layer: int, parameters: AttentionParameters | LatentParameters, kernels: LayerKernels
 ) -> AttentionBlock:
     if isinstance(parameters, AttentionParameters):
         if config.chunked is not None:
-            return ChunkedAttention(config, config.chunked, parameters, kernels)
-        return GroupedQueryAttention(config, parameters, kernels)
+            return ChunkedAttention(config, config.chunked, layer, parameters, kernels)
+        if layer in config.readers:
+            return ReadingAttention(config, layer, parameters, kernels)
+        block = NormedValueAttention if config.value_norm else GroupedQueryAttention
+        return block(config, layer, parameters, kernels)
     assert config.latent is not None  # parameters with latents come from it
     return LatentAttention(config.latent, config.num_heads, parameters, kernels)
 
@@ -61,15 +72,24 @@ def prepare_attention(
 class GroupedQueryAttention:
     """K and V of a head serve several heads of q. qk_norm: what q and k go through before they are rotated."""
 
-    def __init__(self, config: ModelConfig, parameters: AttentionParameters, kernels: LayerKernels) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, layer: int, parameters: AttentionParameters, kernels: LayerKernels) -> None:
+        self._counts, self._head_dim = config.qkv_heads(layer), config.heads_of(layer).head_dim
         self.qkv = Projection(parameters.qkv)
-        self.qk_norm = _join_qk_norm(config, parameters.q_norm, parameters.k_norm, kernels)
+        norms = [one for one in (parameters.q_norm, parameters.k_norm) if one is not None]
+        self.qk_norm = None
+        if norms:  # those of all heads in one tensor, so that one call normalises both
+            pairs = zip(norms, self._counts, strict=False)
+            weight = torch.cat([norm.expand(count, self._head_dim) for norm, count in pairs])
+            self.qk_norm = HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)
         self._sinks = parameters.sinks
-        self._padding = config.stored_head_dim - config.head_dim
+        self._padding = config.stored_head_dim(self._head_dim) - self._head_dim
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        return self._attend(*split_heads(self._config, self.qkv(x)), self.qk_norm, layer, cached)
+        q, k, v = self._split(self.qkv(x))
+        return self._attend(q, k, v, self.qk_norm, layer, cached)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        return split_heads(qkv, self._head_dim, self._counts)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, norm: HeadNorm | None, layer: int, cached: CachedAttention
@@ -79,28 +99,60 @@ class GroupedQueryAttention:
         if norm is not None:
             q, k = norm.apply(q, k)
         q, k, v = (F.pad(heads, (0, self._padding)) for heads in (q, k, v))
-        return cached.attend(layer, q, k, v, self._sinks, None)[:, :, : self._config.head_dim].flatten(1)
+        return cached.attend(layer, q, k, v, self._sinks, None)[:, :, : self._head_dim].flatten(1)
+
+
+class NormedValueAttention(GroupedQueryAttention):
+    """Heads of v are normalised, too, without a weight. Where no v is computed, it is k as that was computed."""
+
+    def __init__(self, config: ModelConfig, layer: int, parameters: AttentionParameters, kernels: LayerKernels) -> None:
+        super().__init__(config, layer, parameters, kernels)
+        self._kernels, self._eps = kernels, config.rms_norm_eps
+        dtype = torch.float32 if config.float32_norms else config.dtype
+        self._ones = torch.ones(self._counts[-1], self._head_dim, dtype=dtype, device=parameters.qkv.weight.device)
+
+    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
+        heads = self._split(self.qkv(x))
+        v = self._kernels.norm_heads(heads[-1], self._ones, self._eps)
+        return self._attend(heads[0], heads[1], v, self.qk_norm, layer, cached)
+
+
+class ReadingAttention(GroupedQueryAttention):
+    """Makes q alone, and attends to what another layer has stored."""
+
+    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
+        (q,) = self._split(self.qkv(x))
+        if not self._padding:
+            return cached.read(layer, q, self._sinks, self.qk_norm).flatten(1)
+        q = q if self.qk_norm is None else self.qk_norm.apply_to_queries(q)
+        o = cached.read(layer, F.pad(q, (0, self._padding)), self._sinks, None)
+        return o[:, :, : self._head_dim].flatten(1)
 
 
 class ChunkedAttention(GroupedQueryAttention):
     """As ChunkedConfig says. The norm stands behind the rotation, but without a weight both may change places."""
 
     def __init__(
-        self, config: ModelConfig, chunked: ChunkedConfig, parameters: AttentionParameters, kernels: LayerKernels
+        self,
+        config: ModelConfig,
+        chunked: ChunkedConfig,
+        layer: int,
+        parameters: AttentionParameters,
+        kernels: LayerKernels,
     ) -> None:
         """Puts rows of interleaved rotated numbers in order, in `parameters`."""
         heads = config.num_heads + config.num_kv_heads
         for rows in (parameters.qkv.weight, parameters.qkv.bias):
             if rows is not None:
                 halves_first(rows[: heads * config.head_dim].view(heads, config.head_dim, -1))
-        super().__init__(config, parameters, kernels)
+        super().__init__(config, layer, parameters, kernels)
         self._chunked = chunked
         if chunked.qk_norm:
             weight = torch.ones(heads, config.head_dim, dtype=config.dtype, device=parameters.qkv.weight.device)
             self.qk_norm = HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        q, k, v = split_heads(self._config, self.qkv(x))
+        q, k, v = self._split(self.qkv(x))
         if layer in self._chunked.layers:
             return self._attend(q, k, v, self.qk_norm, layer, cached)
         if self._chunked.temperature is not None:
@@ -131,39 +183,27 @@ class LatentAttention:
         self._q_up = None if parameters.q_up is None else Projection(Linear(parameters.q_up))
         self._latent_norm = parameters.latent_norm
         self._up = UpProjections(parameters.up, config.heads)
+        self._indexer = None
+        if parameters.index is not None:
+            assert config.index is not None  # parameters of an indexer come from it
+            self._indexer = Indexer(config.index, config.rotated, parameters.index)
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
         q, latents, keys = self._down(x).split_with_sizes(self._sizes, 1)
+        choice = None
         if self._q_up is not None and self._q_norm is not None:
-            q = self._q_up(self._norm(q, self._q_norm))
+            normed = self._norm(q, self._q_norm)
+            choice = None if self._indexer is None else self._indexer(x, normed)
+            q = self._q_up(normed)
         q = q.unflatten(1, (self._num_heads, self._config.query_dim))
-        return cached.attend_latents(layer, q, self._norm(latents, self._latent_norm), keys, self._up).flatten(1)
+        latents = self._norm(latents, self._latent_norm)
+        return cached.attend_latents(layer, q, latents, keys, self._up, choice).flatten(1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.norm_heads(x.unsqueeze(1), weight.unsqueeze(0), LATENT_NORM_EPS).squeeze(1)
 
 
-def split_heads(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2·Hkv)·D]; views, rows of one stride."""
-    heads = qkv.view(qkv.shape[0], -1, config.head_dim)
-    q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
-    return q, k, v
-
-
-def _join_qk_norm(
-    config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None, kernels: LayerKernels
-) -> HeadNorm | None:
-    """The norm weights of all q and k heads in one tensor, so that one call normalises both."""
-    if q_norm is None or k_norm is None:
-        return None
-    shape = (config.head_dim,)
-    weight = torch.cat([q_norm.expand(config.num_heads, *shape), k_norm.expand(config.num_kv_heads, *shape)])
-    return HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)
-
-
-def halves_first(rows: Tensor) -> None:
-    """Rows 0, 1, 2, 3, … of each block become 0, 2, …, 1, 3, …; rows: [blocks, n, columns], in place.
-
-    The rotation of neighbours then is that of halves, and since rows of q and of K move alike, scores stay.
-    """
-    rows.copy_(torch.cat((rows[:, 0::2], rows[:, 1::2]), 1))
+def split_heads(qkv: Tensor, head_dim: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """The first counts[0] heads of qkv [T, Σ counts · head_dim], and so on: [T, count, head_dim]; views, rows of one
+    stride."""
+    return qkv.view(qkv.shape[0], -1, head_dim).split_with_sizes(counts, 1)

@@ -23,6 +23,22 @@ MAX_LAYERS, MAX_HEADS = 1000, 1 << 14  # more than any model has
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """The heads of K and V in a layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class PerLayerConfig:
+    """Each layer adds to its output a gated input of its own, which follows from token and embedding (Gemma 3n, 4)."""
+
+    vocab_size: int
+    width: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A pre-norm decoder with grouped-query attention, RoPE and a gated feed-forward, or with experts."""
 
@@ -62,7 +78,14 @@ class ModelConfig:
     latent: LatentConfig | None = None  # every layer keeps latents
     chunked: ChunkedConfig | None = None  # some layers attend in chunks
     feed_forward_block: str = "mlp"  # the submodule of a dense layer, in weight names
-    weight_prefix: str = ""  # of the weight names that are read
+    full_heads: HeadShape | None = None  # of the layers that see all, where theirs are others
+    keys_as_values: bool = False  # v of the layers that see all is k, before that is normalised and rotated
+    value_norm: bool = False  # heads of v are normalised, without a weight
+    num_readers: int = 0  # of the last layers; they read K and V of the last one before them that keeps as they do
+    wide_readers: bool = False  # the feed-forward of readers is twice as wide
+    per_layer: PerLayerConfig | None = None  # None: layers have no inputs of their own
+    layer_scalars: bool = False  # a layer's output is multiplied with a learned number
+    weight_prefix: tuple[str, str] = ("", "")  # of the weight names that are read, and what it stands for
     skipped_weights: tuple[str, ...] = ()  # prefixes of others, of a part that is not served
     num_extra_layers: int = 0  # layers behind the others that a checkpoint may hold, and that are not served
     shard: Shard = WHOLE  # whose heads and columns the numbers above count, see shard_config
@@ -76,6 +99,31 @@ class ModelConfig:
         chunk, chunked = Chunk(self.chunked.size), self.chunked.layers
         return tuple(chunk if layer in chunked else ALL for layer in range(self.num_layers))
 
+    def heads_of(self, layer: int) -> HeadShape:
+        if self.full_heads is not None and self.layer_spans[layer] == ALL:
+            return self.full_heads
+        return HeadShape(self.num_kv_heads, self.head_dim)
+
+    @property
+    def readers(self) -> dict[int, int]:
+        """Of each layer that stores no K and V the one whose K and V it reads."""
+        first, spans = self.num_layers - self.num_readers, self.layer_spans
+        last = {span: layer for layer, span in enumerate(spans[:first])}
+        return {layer: last[spans[layer]] for layer in range(first, self.num_layers)}
+
+    def qkv_heads(self, layer: int) -> tuple[int, ...]:
+        """How many heads of q, k and v a layer's first product makes; a reader makes q alone, and v may be k."""
+        if layer in self.readers:
+            return (self.num_heads,)
+        kv_heads = self.heads_of(layer).num_kv_heads
+        if self.keys_as_values and self.layer_spans[layer] == ALL:
+            return self.num_heads, kv_heads
+        return self.num_heads, kv_heads, kv_heads
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Of its dense feed-forward."""
+        return self.intermediate_size << (self.wide_readers and layer >= self.num_layers - self.num_readers)
+
     @property
     def experts(self) -> range:
         """The experts that the shard holds."""
@@ -88,11 +136,19 @@ class ModelConfig:
         return int(self.max_position_embeddings * stretch)
 
     @property
-    def stored_head_dim(self) -> int:
+    def cannot_slide(self) -> str:
+        """Why its sequences cannot slide; empty where they can."""
+        if self.latent is not None:
+            return "the model keeps latents"
+        if any(keeps.drops_past for keeps in self.layer_spans):
+            return "the model has layers with windows or chunks"
+        return f"the model's RoPE is {self.rope.rope_type}, by length" if self.rope.by_length else ""
+
+    def stored_head_dim(self, head_dim: int) -> int:
         """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. Behind head_dim there are zeros."""
         if self.dtype == torch.float32:
-            return self.head_dim
-        return next((size for size in GPU_HEAD_DIMS if size >= self.head_dim), self.head_dim)
+            return head_dim
+        return next((size for size in GPU_HEAD_DIMS if size >= head_dim), head_dim)
 
     @property
     def rope_switch(self) -> int | None:

@@ -1,7 +1,9 @@
 """The pre-norm decoder that all families share: norms, attention and a feed-forward in every layer."""
 
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +14,28 @@ from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear
 from tandem.workers.kernels.choice import choose_fused_gemms, choose_layer_kernels
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
 from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, prepare_attention
+from tandem.workers.models.blocks.experts_beside import ExpertsBeside
+from tandem.workers.models.blocks.layer_inputs import LayerTail, PerLayerInputs
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import FeedForward, GatedFeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerNorms, LayerParameters
 from tandem.workers.models.projection import Projection
 from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
 from tandem.workers.models.weight_names import is_norm, named_weights
+
+
+class Decoder(Protocol):
+    """What a runner computes: a DenseDecoder, or one with more around it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
+        """See DenseDecoder.forward."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +46,8 @@ class DecoderLayer:
     attention: AttentionBlock
     o: Projection
     feed_forward: FeedForward
+    beside: ExpertsBeside | None = None
+    tail: LayerTail | None = None
 
 
 class DenseDecoder:
@@ -54,6 +74,9 @@ class DenseDecoder:
         self._embedding = parameters.embedding
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=config.dtype))  # transformers rounds
         self._final_norm = parameters.final_norm
+        self._per_layer: PerLayerInputs | None = None
+        if parameters.per_layer is not None:
+            self._per_layer = PerLayerInputs(config, parameters.per_layer, self._kernels)
         for name, weight in named_weights(config, parameters).items():
             if is_norm(name):
                 weight.add_(config.norm_offset)
@@ -68,7 +91,7 @@ class DenseDecoder:
         self._layers: list[DecoderLayer] = []
         while parameters.layers:
             layer = parameters.layers.pop(0)
-            self._layers.append(_prepare(config, layer, self._kernels))
+            self._layers.append(prepare_layer(config, len(self._layers), layer, self._kernels))
             if self._small_batch_decoder is not None:
                 self._small_batch_decoder.add_layer(layer, self._layers[-1].attention)
 
@@ -82,16 +105,24 @@ class DenseDecoder:
 
         token_ids: int64 [T], the new tokens of all sequences of the batch one after another. last_rows None: all T.
         """
-        x = self._embed(token_ids)
+        x = self.embed(token_ids)
         if self._small_batch_decoder is not None and last_rows is None:
             logits = self._small_batch_decoder.forward(x, cached)
             if logits is not None:
                 return self._cap(logits)
-        return self.logits(self._hidden(x, cached, last_rows))
+        return self.logits(self._hidden(token_ids, x, cached, last_rows))
 
     def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor) -> Tensor:
         """What logits() takes, [n, hidden_size], of rows `rows` (int64 [n]) of the packed tokens; else as forward()."""
-        return self._hidden(self._embed(token_ids), cached, rows)
+        return self._hidden(token_ids, self.embed(token_ids), cached, rows)
+
+    def tapped(
+        self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None, taps: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """hidden() of last_rows, and for each of the layers `taps` what it takes from those before, [T, hidden]."""
+        found: dict[int, Tensor | None] = dict.fromkeys(taps)
+        hidden = self._hidden(token_ids, self.embed(token_ids), cached, last_rows, found)
+        return hidden, [one for one in found.values() if one is not None]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab_size] behind hidden [n, hidden_size], as forward() gives them."""
@@ -99,20 +130,41 @@ class DenseDecoder:
             return hidden.new_empty((0, self.config.vocab_size))
         return self._cap(self._lm_head(hidden))
 
-    def _hidden(self, x: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
+    def _hidden(
+        self,
+        token_ids: Tensor,
+        x: Tensor,
+        cached: CachedAttention,
+        last_rows: Tensor | None,
+        tapped: MutableMapping[int, Tensor | None] | None = None,
+    ) -> Tensor:
+        """x: the embeddings [T, H], overwritten. tapped: gets, for the layers that it has, what they take from those
+        before."""
         kernels, eps, delta = self._kernels, self.config.rms_norm_eps, None
+        last = self.config.num_layers - 1
+        inputs = None if self._per_layer is None else self._per_layer(token_ids, x)
         for index, layer in enumerate(self._layers):
-            o = layer.attention(kernels.add_rms_norm(x, delta, layer.norms.before_attention, eps), index, cached)
-            if last_rows is not None and index == self.config.num_layers - 1:
-                if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
-                    return x[:0]
+            normed = kernels.add_rms_norm(x, delta, layer.norms.before_attention, eps)
+            if tapped is not None and index in tapped:
+                tapped[index] = x.clone()  # later layers add to it
+            o = layer.attention(normed, index, cached)
+            if last_rows is not None and last_rows.shape[0] == 0 and index == last - self.config.num_readers:
+                return x[:0]  # all K and V are kept
+            if last_rows is not None and index == last:  # from here on only last_rows matter
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
+                inputs = None if inputs is None else inputs.index_select(0, last_rows)
             delta = self._norm_if(layer.o(o), layer.norms.behind_attention)
             delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.norms.before_feed_forward, eps))
+            if layer.beside is not None:
+                delta = layer.beside(x, delta)
             delta = self._norm_if(delta, layer.norms.behind_feed_forward)
+            if layer.tail is not None:
+                layer.tail(x, delta, None if inputs is None else inputs[:, index])
+                delta = None
         return kernels.add_rms_norm(x, delta, self._final_norm, eps)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden_size], a new tensor, of int64 [T]."""
         x = self._embedding[token_ids]  # on a GPU index_select takes five times as long for 16 rows
         return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
 
@@ -124,11 +176,17 @@ class DenseDecoder:
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
 
-def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
-    attention = prepare_attention(config, layer.attention, kernels)
+def prepare_layer(config: ModelConfig, index: int, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
+    """index: of the layer in the model of `config`."""
+    attention = prepare_attention(config, index, layer.attention, kernels)
     o = Projection(layer.attention.o)
     alone = layer.norms.behind_feed_forward is None
     feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, in_parts=alone)
     if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward):
         StreamedGemm.chain([attention.qkv.streamed_gemm, o.streamed_gemm, *feed_forward.streamed_gemms])
-    return DecoderLayer(layer.norms, attention, o, feed_forward)
+    beside = tail = None
+    if layer.beside is not None and config.moe is not None:
+        beside = ExpertsBeside(config, config.moe, layer.beside, kernels)
+    if layer.per_layer is not None or layer.scalar is not None:
+        tail = LayerTail(config, layer, kernels)
+    return DecoderLayer(layer.norms, attention, o, feed_forward, beside, tail)

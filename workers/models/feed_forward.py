@@ -56,10 +56,15 @@ class MixtureOfExperts:
         self._correction = parameters.correction
         self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activation, kernels)
         self._experts: Experts = prepare_experts(parameters, choose_activation(activation, kernels))
+        self._factors = parameters.factors
 
-    def __call__(self, x: Tensor) -> Tensor:
-        logits = F.linear(x.to(self._router.weight.dtype), self._router.weight, self._router.bias)
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """routed: what the router takes, [T, H]; None: x."""
+        routed = (x if routed is None else routed).to(self._router.weight.dtype)
+        logits = F.linear(routed, self._router.weight, self._router.bias)
         weights, experts = route(logits, self._routing, self._correction)
+        if self._factors is not None:
+            weights = weights * self._factors[experts]
         chosen = self._scaled(x, weights, experts) if self._routing.scales_input else self._experts(x, weights, experts)
         return chosen if self._shared is None else chosen.add_(self._shared(x))
 

@@ -25,14 +25,22 @@ def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
     return fp8
 
 
-def choose_scales(config: WorkerConfig, model: ModelConfig) -> KVScales | None:
+def choose_scales(config: WorkerConfig, model: ModelConfig, drafter: ModelConfig | None = None) -> KVScales | None:
     """None where K and V are stored as they are computed. Scales in `config` go before the
-    checkpoint's; 1 where neither has any."""
+    checkpoint's; 1 where neither has any. drafter: its layers follow; it stores as `model` does."""
     if not stores_fp8(config.kv_cache_dtype, model):
         return None
+    own = _scales_of(config, config.model_path, model)
+    if drafter is None:
+        return own
+    behind = _scales_of(config, config.speculation.draft, drafter)
+    return KVScales(own.k + behind.k, own.v + behind.v)
+
+
+def _scales_of(config: WorkerConfig, folder: str, model: ModelConfig) -> KVScales:
     stored = None
     if config.load_format == "safetensors" and None in (config.k_scale, config.v_scale):
-        stored = read_scales(weight_files(Path(config.model_path)), model)
+        stored = read_scales(weight_files(Path(folder)), model)
     given = KVScales.uniform(model.num_layers, config.k_scale or 1.0, config.v_scale or 1.0)
     if stored is None:
         return given

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tandem.cache.plan.latent import LatentHeads
 from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.models.indexer.fields import IndexConfig
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class LatentConfig:
     q_rank: int | None  # numbers between the two maps that make q; None: one map makes q
     interleaved: bool  # the checkpoint's RoPE rotates neighbours, not halves
     bias: bool  # of the maps from the hidden state
+    index: IndexConfig | None = None  # by which queries choose positions; None: they attend to all
 
     @property
     def query_dim(self) -> int:

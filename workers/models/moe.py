@@ -37,6 +37,7 @@ class MoeConfig:
     bias: bool = False  # the router and the experts have biases
     shared_size: int = 0  # intermediate size of a feed-forward that every token takes besides; 0: there is none
     float32_router: bool = False  # logits are computed in float32
+    beside: bool = False  # they stand beside a dense feed-forward, see BesideParameters
 
 
 def read_moe(
@@ -48,19 +49,20 @@ def read_moe(
     intermediate_size: str = "intermediate_size",
     bias: bool = False,
     count: str = "num_local_experts",
+    top_k: str = "num_experts_per_tok",
 ) -> MoeConfig:
-    """How many experts there are and num_experts_per_tok; raises InvalidConfig.
+    """How many experts there are and how many a token goes to; raises InvalidConfig.
 
-    layers None: all. intermediate_size, count: the names of the fields that have an expert's and their number; it was
-    called num_experts, too.
+    layers None: all. intermediate_size, count, top_k: the names of the fields that have an expert's, their number, and
+    that of a token; count was called num_experts, too.
     """
     num_experts = fields.integer("num_experts" if "num_experts" in fields else count, minimum=1, maximum=MAX_EXPERTS)
-    top_k = fields.integer("num_experts_per_tok", minimum=1)
-    if top_k > num_experts:
-        raise fields.invalid("num_experts_per_tok", f"at most the number of experts, {num_experts}")
+    chosen = fields.integer(top_k, minimum=1)
+    if chosen > num_experts:
+        raise fields.invalid(top_k, f"at most the number of experts, {num_experts}")
     return MoeConfig(
         num_experts=num_experts,
-        routing=Routing(top_k, normalize),
+        routing=Routing(chosen, normalize),
         intermediate_size=fields.integer(intermediate_size, minimum=1),
         layers=frozenset(range(fields.integer("num_hidden_layers", minimum=1))) if layers is None else layers,
         names=names,

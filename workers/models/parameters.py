@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import Linear
-from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.config import ModelConfig, PerLayerConfig
+from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 
@@ -28,17 +29,58 @@ class MoeParameters:
     shared: GatedParameters | None  # a feed-forward that every token takes besides
     gate_up: Linear  # [L, 2·I, H]
     down: Linear  # [L, H, I]
+    factors: Tensor | None = None  # [E], by which the weights of the chosen experts are multiplied
+
+
+@dataclass(frozen=True, slots=True)
+class BesideParameters:
+    """Experts beside the dense feed-forward of a layer: the router and they take the residual stream, each by a norm of
+    its own, and both outputs have a norm behind them. [H] each."""
+
+    moe: MoeParameters
+    router_scale: Tensor  # the weight of the router's norm, times √H
+    before: Tensor
+    behind: Tensor
+    behind_dense: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerParameters:
+    """What a layer does with its own input of P numbers."""
+
+    gate: Linear  # [P, H]
+    projection: Linear  # [H, P]
+    norm: Tensor  # [H]
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerTables:
+    """The inputs of all L layers, of P numbers each."""
+
+    embedding: Tensor  # [vocab, L·P]
+    projection: Linear  # [L·P, H]
+    norm: Tensor  # [P]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParameters:
     """Hq heads of q and Hkv heads of k and v, of D."""
 
-    qkv: Linear  # [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v
+    qkv: Linear  # [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v; a reader has those of q, v may be k
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
     sinks: Tensor | None  # [Hq]
     o: Linear  # [H, Hq·D]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexParameters:
+    """Hi index heads of D; Q is the number that q_up takes."""
+
+    q_up: Tensor  # [Hi·D, Q]
+    key: Tensor  # [D, H]
+    key_norm: Linear  # [D]: weight and bias of a LayerNorm
+    weights: Tensor  # float32 [Hi, H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +93,7 @@ class LatentParameters:
     latent_norm: Tensor  # [rank]
     up: Tensor  # [Hq, key_dim + value_dim, rank]: see UpProjections
     o: Linear  # [H, Hq · value_dim]
+    index: IndexParameters | None = None  # None: the layer has no indexer
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +113,9 @@ class LayerParameters:
     norms: LayerNorms
     attention: AttentionParameters | LatentParameters
     feed_forward: GatedParameters | MoeParameters
+    beside: BesideParameters | None = None
+    per_layer: PerLayerParameters | None = None
+    scalar: Tensor | None = None  # [1], by which the output is multiplied
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +129,26 @@ class DecoderParameters:
     layers: list[LayerParameters]
     final_norm: Tensor
     lm_head: Tensor
+    per_layer: PerLayerTables | None = None
 
 
 def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderParameters:
     """Uninitialised tensors of config.dtype on `device`."""
-    new = Allocator(config.dtype, device)
-    new_norm = Allocator(torch.float32 if config.float32_norms else config.dtype, device)
+    new, new_norm = allocators(config, device)
     embedding = new(config.vocab_size, config.hidden_size)
     return DecoderParameters(
         embedding=embedding,
-        layers=[_allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
+        layers=[allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
         final_norm=new_norm(config.hidden_size),
         lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
+        per_layer=None if config.per_layer is None else _allocate_tables(config, config.per_layer, new, new_norm),
     )
+
+
+def allocators(config: ModelConfig, device: torch.device) -> "tuple[Allocator, Allocator]":
+    """Of weights, and of norms'."""
+    new = Allocator(config.dtype, device)
+    return new, Allocator(torch.float32, device) if config.float32_norms else new
 
 
 @dataclass(frozen=True)
@@ -115,8 +168,9 @@ class Allocator:
         return Linear(self(outputs, inputs), self.when(biased, outputs))
 
 
-def _allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
-    hidden = config.hidden_size
+def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
+    """Of layer `index`. new_norm: makes the weights of norms."""
+    hidden, moe = config.hidden_size, config.moe
     return LayerParameters(
         LayerNorms(
             before_attention=new_norm(hidden),
@@ -124,31 +178,34 @@ def _allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: A
             before_feed_forward=new_norm(hidden),
             behind_feed_forward=new_norm.when(config.out_norms, hidden),
         ),
-        _allocate_attention(config, new, new_norm)
+        _allocate_attention(config, index, new, new_norm)
         if config.latent is None
-        else _allocate_latent(config, config.latent, new, new_norm),
-        _allocate_gated(config, config.intermediate_size, new)
-        if config.moe is None or index not in config.moe.layers
-        else _allocate_moe(config, config.moe, new),
+        else _allocate_latent(config, config.latent, index, new, new_norm),
+        _allocate_gated(config, config.intermediate_size_of(index), new)
+        if moe is None or moe.beside or index not in moe.layers
+        else _allocate_moe(config, moe, new),
+        beside=_allocate_beside(config, moe, new, new_norm) if moe is not None and moe.beside else None,
+        per_layer=None if config.per_layer is None else _allocate_per_layer(config, config.per_layer, new, new_norm),
+        scalar=new.when(config.layer_scalars, 1),
     )
 
 
-def _allocate_attention(config: ModelConfig, new: Allocator, new_norm: Allocator) -> AttentionParameters:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
+def _allocate_attention(config: ModelConfig, layer: int, new: Allocator, new_norm: Allocator) -> AttentionParameters:
+    hidden, head_dim = config.hidden_size, config.heads_of(layer).head_dim
+    reads = layer in config.readers
     return AttentionParameters(
-        qkv=new.linear(qkv_rows, hidden, biased=config.qkv_bias),
+        qkv=new.linear(sum(config.qkv_heads(layer)) * head_dim, hidden, biased=config.qkv_bias),
         q_norm=new_norm.when(config.qk_norm, head_dim),
-        k_norm=new_norm.when(config.qk_norm, head_dim),
+        k_norm=new_norm.when(config.qk_norm and not reads, head_dim),
         sinks=new.when(config.attention_sinks, config.num_heads),
         o=new.linear(hidden, config.num_heads * head_dim, biased=config.o_bias),
     )
 
 
 def _allocate_latent(
-    config: ModelConfig, latent: LatentConfig, new: Allocator, new_norm: Allocator
+    config: ModelConfig, latent: LatentConfig, layer: int, new: Allocator, new_norm: Allocator
 ) -> LatentParameters:
-    hidden, heads = config.hidden_size, latent.heads
+    hidden, heads, index = config.hidden_size, latent.heads, latent.index
     query_rows = config.num_heads * latent.query_dim
     first_rows = latent.q_rank or query_rows
     down_rows = first_rows + latent.rank + latent.rotated
@@ -162,6 +219,18 @@ def _allocate_latent(
         latent_norm=new_norm(latent.rank),
         up=new(config.num_heads, heads.key_dim + heads.value_dim, latent.rank),
         o=new.linear(hidden, config.num_heads * heads.value_dim, biased=config.o_bias),
+        index=_allocate_index(config, index, first_rows, new, new_norm) if index and layer in index.layers else None,
+    )
+
+
+def _allocate_index(
+    config: ModelConfig, index: IndexConfig, q_rank: int, new: Allocator, new_norm: Allocator
+) -> IndexParameters:
+    return IndexParameters(
+        q_up=new(index.num_heads * index.head_dim, q_rank),
+        key=new(index.head_dim, config.hidden_size),
+        key_norm=Linear(new_norm(index.head_dim), new_norm(index.head_dim)),
+        weights=Allocator(torch.float32, new.device)(index.num_heads, config.hidden_size),
     )
 
 
@@ -186,4 +255,26 @@ def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator) -> MoePar
         shared=_allocate_gated(config, moe.shared_size, new) if moe.shared_size else None,
         gate_up=experts(2 * moe.intermediate_size, hidden),
         down=experts(hidden, moe.intermediate_size),
+        factors=new.when(moe.beside, moe.num_experts),
     )
+
+
+def _allocate_beside(config: ModelConfig, moe: MoeConfig, new: Allocator, new_norm: Allocator) -> BesideParameters:
+    norms = [new_norm(config.hidden_size) for _ in range(3)]
+    return BesideParameters(_allocate_moe(config, moe, new), new_norm(config.hidden_size), *norms)
+
+
+def _allocate_per_layer(
+    config: ModelConfig, per_layer: PerLayerConfig, new: Allocator, new_norm: Allocator
+) -> PerLayerParameters:
+    hidden, width = config.hidden_size, per_layer.width
+    gate, projection = new.linear(width, hidden, biased=False), new.linear(hidden, width, biased=False)
+    return PerLayerParameters(gate, projection, new_norm(hidden))
+
+
+def _allocate_tables(
+    config: ModelConfig, per_layer: PerLayerConfig, new: Allocator, new_norm: Allocator
+) -> PerLayerTables:
+    rows = config.num_layers * per_layer.width
+    projection = new.linear(rows, config.hidden_size, biased=False)
+    return PerLayerTables(new(per_layer.vocab_size, rows), projection, new_norm(per_layer.width))

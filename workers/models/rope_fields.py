@@ -7,7 +7,7 @@ from tandem.cache.plan.rope import RopeParameters
 from tandem.workers.checkpoint.errors import InvalidConfig, UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 DEFAULT_THETA = 10_000.0
 
 
@@ -38,10 +38,13 @@ def read_rope(
     rope_type = _rope_type(scaling)
     max_position_embeddings = fields.integer("max_position_embeddings", minimum=1)
     original = _original_length(fields, scaling, original_length, max_position_embeddings)
+    proportional = rope_type == "proportional"
+    fraction = _rotated_fraction(fields, scaling, partial_rotary or proportional)
     try:
         return RopeParameters(
             rope_type=rope_type,
-            rotary_dim=int(head_dim * _rotated_fraction(fields, scaling, partial_rotary)),
+            rotary_dim=head_dim if proportional else int(head_dim * fraction),
+            partial_rotary_factor=fraction if proportional else 1.0,
             theta=scaling.number("rope_theta", fields.number(theta_field, default_theta)),
             max_position_embeddings=max_position_embeddings,
             original_max_position_embeddings=original,
@@ -92,6 +95,8 @@ def _needed_by(rope_type: str, scaling: Fields, length_ratio: float) -> dict[str
     """The fields that only some types have, and must have. yarn and longrope can compute factor from two lengths."""
     if rope_type == "default":
         return {"factor": 1.0}
+    if rope_type == "proportional":
+        return {"factor": scaling.number("factor", 1.0)}
     factor = {"factor": scaling.number("factor", length_ratio if rope_type in ("yarn", "longrope") else None)}
     if rope_type == "llama3":
         return factor | {name: scaling.number(name) for name in ("low_freq_factor", "high_freq_factor")}

@@ -24,6 +24,9 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     each rank routes to all experts; ModelConfig.experts is the range that the shard holds.
     """
     moe, whole = config.moe, config.latent is not None  # all ranks keep the whole latents
+    full = config.full_heads
+    if full is not None:
+        full = dataclasses.replace(full, num_kv_heads=len(shard.part("num_kv_heads", full.num_kv_heads)))
     if moe is not None:
         shard.part("num_experts", moe.num_experts)
         moe = dataclasses.replace(moe, shared_size=len(shard.part("shared_size", moe.shared_size)))
@@ -33,6 +36,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         num_heads=len(shard.part("num_heads", config.num_heads)),
         num_kv_heads=config.num_kv_heads if whole else len(shard.part("num_kv_heads", config.num_kv_heads)),
         intermediate_size=len(shard.part("intermediate_size", config.intermediate_size)),
+        full_heads=full,
         moe=moe,
     )
 

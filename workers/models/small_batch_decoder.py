@@ -51,7 +51,12 @@ class SmallBatchDecoder:
         return (
             isinstance(layer.attention, AttentionParameters)
             and config.chunked is None
-            and config.stored_head_dim == config.head_dim
+            and config.full_heads is None
+            and not config.value_norm
+            and not config.num_readers
+            and config.per_layer is None
+            and not config.layer_scalars
+            and config.stored_head_dim(config.head_dim) == config.head_dim
             and isinstance(layer.feed_forward, GatedParameters)
             and isinstance(config.activation, Silu)
             and layer.norms.behind_attention is None
@@ -72,7 +77,7 @@ class SmallBatchDecoder:
     def forward(self, x: Tensor, cached: CachedAttention) -> Tensor | None:
         """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
         and x as it was, where the decoder of any number of rows is to be taken."""
-        rows, pages = x.shape[0], cached.step_pages()
+        rows, pages = x.shape[0], cached.step_pages(range(self._config.num_layers))
         megakernel = None if pages is None else self._megakernels(pages.pool.dtype).get(rows)
         if pages is not None and megakernel is not None and megakernel.takes(pages):
             return megakernel(x, pages)
@@ -82,7 +87,8 @@ class SmallBatchDecoder:
     def _forward_layers(self, kernels: FusedGemms, x: Tensor, cached: CachedAttention) -> Tensor:
         for index, layer in enumerate(self._layers):
             qkv = kernels.linear(x, layer.attention.qkv, layer.input_norm)
-            o = cached.attend(index, *split_heads(self._config, qkv), layer.attention.sinks, layer.qk_norm)
+            q, k, v = split_heads(qkv, self._config.head_dim, self._config.qkv_heads(index))
+            o = cached.attend(index, q, k, v, layer.attention.sinks, layer.qk_norm)
             kernels.add_linear(x, o.flatten(1), layer.attention.o)
             intermediate = kernels.linear_silu_mul(x, layer.feed_forward.gate_up, layer.post_norm)
             kernels.add_linear(x, intermediate, layer.feed_forward.down)

@@ -1,5 +1,6 @@
 """Hugging Face's weight names, and the views of the parameters that the tensors of a checkpoint fill."""
 
+import re
 from collections.abc import Collection
 
 from torch import Tensor
@@ -10,14 +11,19 @@ from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.parameters import (
     AttentionParameters,
+    BesideParameters,
     DecoderParameters,
     GatedParameters,
+    IndexParameters,
     LatentParameters,
     LayerNorms,
+    LayerParameters,
     MoeParameters,
 )
 
 LM_HEAD = "lm_head.weight"
+NORM = re.compile(r"norm(?:_\d)?\.weight$")
+FACTORS = ("layer_scalar", "router.scale", "router.per_expert_scale")
 Parts = tuple[tuple[str, int], ...]
 """Names and numbers of rows of the tensors that one fused tensor takes."""
 
@@ -33,26 +39,45 @@ def named_weights(
     if parameters.lm_head is not parameters.embedding:
         weights[LM_HEAD] = parameters.lm_head
     joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
+    if parameters.per_layer is not None:
+        weights["model.embed_tokens_per_layer.weight"] = parameters.per_layer.embedding
+        weights["model.per_layer_projection_norm.weight"] = parameters.per_layer.norm
+        weights |= _linear("model.per_layer_model_projection", parameters.per_layer.projection)
     for index, layer in enumerate(parameters.layers):
-        prefix = f"model.layers.{index}"
-        weights.update(_norm_weights(config, layer.norms, prefix))
-        attention = f"{prefix}.self_attn"
-        if isinstance(layer.attention, AttentionParameters):
-            weights.update(_attention_weights(config, layer.attention, attention))
-        else:
-            assert config.latent is not None  # else the layer had no latents
-            weights.update(_latent_weights(config.latent, layer.attention, attention))
-        feed_forward = layer.feed_forward
-        if isinstance(feed_forward, GatedParameters):
-            weights.update(_gated_weights(config, feed_forward, f"{prefix}.{config.feed_forward_block}"))
-        else:
-            assert config.moe is not None  # else the layer had no experts
-            weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
+        weights.update(layer_weights(config, index, layer, f"model.layers.{index}", joined))
+    return weights
+
+
+def layer_weights(
+    config: ModelConfig, index: int, layer: LayerParameters, prefix: str, joined: bool
+) -> dict[str, Tensor]:
+    """Those of layer `index`. joined: whether the experts' are in one tensor each."""
+    weights = _norm_weights(config, layer.norms, prefix)
+    attention = f"{prefix}.self_attn"
+    if isinstance(layer.attention, AttentionParameters):
+        weights.update(_attention_weights(config, index, layer.attention, attention))
+    else:
+        assert config.latent is not None  # else the layer had no latents
+        weights.update(_latent_weights(config.latent, layer.attention, attention))
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, GatedParameters):
+        weights.update(_gated_weights(config, feed_forward, f"{prefix}.{config.feed_forward_block}"))
+    else:
+        assert config.moe is not None  # else the layer had no experts
+        weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
+    if layer.beside is not None and config.moe is not None:
+        weights.update(_beside_weights(config, config.moe, layer.beside, prefix))
+    weights.update(_tail_weights(layer, prefix))
     return weights
 
 
 def is_norm(name: str) -> bool:
-    return name.endswith("norm.weight")
+    return NORM.search(name) is not None
+
+
+def is_factor(name: str) -> bool:
+    """Whether the tensor only multiplies, and is no norm's."""
+    return name.endswith(FACTORS)
 
 
 def _norm_weights(config: ModelConfig, norms: LayerNorms, prefix: str) -> dict[str, Tensor]:
@@ -67,7 +92,9 @@ def _norm_weights(config: ModelConfig, norms: LayerNorms, prefix: str) -> dict[s
     )
 
 
-def _attention_weights(config: ModelConfig, parameters: AttentionParameters, prefix: str) -> dict[str, Tensor]:
+def _attention_weights(
+    config: ModelConfig, layer: int, parameters: AttentionParameters, prefix: str
+) -> dict[str, Tensor]:
     weights = _existing(
         {
             f"{prefix}.q_norm.weight": parameters.q_norm,
@@ -75,9 +102,9 @@ def _attention_weights(config: ModelConfig, parameters: AttentionParameters, pre
             f"{prefix}.sinks": parameters.sinks,
         }
     )
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    separate = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
-    parts = (("qkv_proj", q_rows + 2 * kv_rows),) if config.fused_names else separate
+    rows = [heads * config.heads_of(layer).head_dim for heads in config.qkv_heads(layer)]
+    separate = tuple(zip(("q_proj", "k_proj", "v_proj"), rows, strict=False))
+    parts = (("qkv_proj", sum(rows)),) if config.fused_names else separate
     return weights | _linear(f"{prefix}.o_proj", parameters.o) | _split_linear(prefix, parameters.qkv, parts)
 
 
@@ -95,7 +122,16 @@ def _latent_weights(latent: LatentConfig, parameters: LatentParameters, prefix: 
     parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), ("kv_a_proj_with_mqa", entry_rows))
     weights |= _linear(f"{prefix}.o_proj", parameters.o) | _split_linear(prefix, parameters.down, parts)
     weights.pop(f"{prefix}.q_proj.bias", None)  # q's only map has none
-    return weights
+    return weights if parameters.index is None else weights | _index_weights(parameters.index, f"{prefix}.indexer")
+
+
+def _index_weights(parameters: IndexParameters, prefix: str) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.wq_b.weight": parameters.q_up,
+        f"{prefix}.wk.weight": parameters.key,
+        **_linear(f"{prefix}.k_norm", parameters.key_norm),
+        f"{prefix}.weights_proj.weight": parameters.weights,
+    }
 
 
 def _gated_weights(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:
@@ -109,7 +145,7 @@ def _moe_weights(
 ) -> dict[str, Tensor]:
     """joined: one tensor for all experts of a layer."""
     names = moe.names
-    block = f"{prefix}.mlp" if joined and names.projections is not None else f"{prefix}.{names.block}"
+    block = f"{prefix}.mlp" if joined and names.projections is not None else f"{prefix}.{names.block}".rstrip(".")
     router, experts = f"{block}.{names.router}", f"{block}.experts"
     weights = _linear(router, parameters.router)
     weights |= _existing({f"{router}.e_score_correction_bias": parameters.correction})
@@ -126,6 +162,26 @@ def _moe_weights(
         weights |= _split_linear(f"{experts}.{expert}", Linear(parameters.gate_up.weight[index]), parts)
         weights[f"{experts}.{expert}.{down}.weight"] = parameters.down.weight[index]
     return weights
+
+
+def _beside_weights(config: ModelConfig, moe: MoeConfig, beside: BesideParameters, prefix: str) -> dict[str, Tensor]:
+    norms = {
+        f"{prefix}.router.scale": beside.router_scale,
+        f"{prefix}.pre_feedforward_layernorm_2.weight": beside.before,
+        f"{prefix}.post_feedforward_layernorm_2.weight": beside.behind,
+        f"{prefix}.post_feedforward_layernorm_1.weight": beside.behind_dense,
+    }
+    factors = {f"{prefix}.router.per_expert_scale": beside.moe.factors}
+    return norms | _existing(factors) | _moe_weights(config, moe, beside.moe, prefix, joined=True)
+
+
+def _tail_weights(layer: LayerParameters, prefix: str) -> dict[str, Tensor]:
+    weights = _existing({f"{prefix}.layer_scalar": layer.scalar})
+    if layer.per_layer is None:
+        return weights
+    weights[f"{prefix}.post_per_layer_input_norm.weight"] = layer.per_layer.norm
+    weights |= _linear(f"{prefix}.per_layer_input_gate", layer.per_layer.gate)
+    return weights | _linear(f"{prefix}.per_layer_projection", layer.per_layer.projection)
 
 
 def _existing(weights: dict[str, Tensor | None]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,13 +21,14 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
 from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.models.sharding import slices_of
-from tandem.workers.models.weight_names import LM_HEAD, is_norm, named_weights
+from tandem.workers.models.weight_names import LM_HEAD, is_factor, is_norm, named_weights
 
 INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")
 DUMMY_STD = 0.02
 LISTED = 5  # names in an error
 MAX_FILES = 4096
+KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
 
@@ -112,6 +113,31 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         _allocate(_stored(stack, folder, config), config, torch.device("meta"))
 
 
+def load_named(
+    folder: Path,
+    config: ModelConfig,
+    weights_of: Callable[[Collection[str]], dict[str, Tensor]],
+    is_ours: Callable[[str], bool],
+    *,
+    load_format: str = "safetensors",
+    report: ReportBytes | None = None,
+) -> None:
+    """Fills weights that are not all of a checkpoint: those named by weights_of(), given the names of the tensors that
+    are ours. On the meta device they are only checked. Raises as load_parameters."""
+    if load_format == "dummy":
+        fill_randomly(config, weights_of(()))
+        return
+    if load_format not in LOAD_FORMATS:
+        raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
+    with ExitStack() as stack:
+        stored = {name: one for name, one in _stored(stack, folder, config).items() if is_ours(name)}
+        weights = weights_of(stored)
+        check_tensors(stored, weights, config)
+        device = next(iter(weights.values())).device
+        if device.type != "meta":
+            _fill(stored, weights, config, device, report)
+
+
 def _fill(
     stored: Mapping[str, StoredWeight],
     weights: Mapping[str, Tensor],
@@ -128,7 +154,7 @@ def _fill(
         for one in slices_of(name, weight, config)
         for part in stored[name].parts(one)
     ]
-    parts.sort(key=lambda part: part.place)
+    parts.sort(key=lambda part: part.location)
     for filled in _read(parts, device):
         done += filled
         report(done, total)
@@ -154,8 +180,9 @@ def _read(parts: Iterable[Part], device: torch.device) -> Iterator[int]:
 def _stored(stack: ExitStack, folder: Path, config: ModelConfig) -> dict[str, StoredWeight]:
     """The weights of a checkpoint, whose files are open for as long as `stack` is."""
     files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
+    prefix, stands_for = config.weight_prefix
     return {
-        name.removeprefix(config.weight_prefix): weight
+        stands_for + name.removeprefix(prefix) if name.startswith(prefix) else name: weight
         for name, weight in stored_weights(files, config.quantization).items()
         if not name.startswith(config.skipped_weights)
     }
@@ -215,10 +242,12 @@ def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tens
 
 
 def fill_randomly(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same device."""
+    """Norms and factors 1, biases 0, the rest normal by DUMMY_STD, the same for the same device."""
     for index, (name, weight) in enumerate(weights.items()):
         if is_norm(name):
             weight.fill_(1 - config.norm_offset)
+        elif is_factor(name):
+            weight.fill_(1)
         elif name.endswith(".bias"):
             weight.zero_()
         else:
@@ -227,13 +256,15 @@ def fill_randomly(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether the tensor follows from others, or belongs to a layer or an expert that is not held here."""
+    """Whether the tensor follows from others, belongs to a layer or an expert that is not held here, or makes K or V of
+    a layer that reads another's."""
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
     elsewhere = set(range(0 if config.moe is None else config.moe.num_experts)) - set(config.experts)
     return (
         is_scale(name)
         or name.endswith("rotary_emb.inv_freq")
         or any(name.startswith(f"model.layers.{layer}.") for layer in extra)
+        or ((match := KEY_OR_VALUE.match(name)) is not None and int(match[1]) in config.readers)
         or ((match := EXPERT.search(name)) is not None and int(match[1]) in elsewhere)
     )
 

@@ -14,7 +14,7 @@ from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
-from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
 
 
 @dataclass(eq=False)
@@ -37,6 +37,7 @@ class DecodeRequest:
     num_output: int = 0  # tokens at the prompt's end that an earlier placement has put out
     constraint: Constraint | None = None  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = None  # of a local prompt
+    sliding: SlidingWindow | None = None  # how the sequence slides behind its prompt
 
     def begin(self, token: int) -> None:
         """All KV of the prompt and the first token are here."""

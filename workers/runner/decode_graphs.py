@@ -13,7 +13,8 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
-from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.drafters.head import HeadedDecoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, MIXED_ROWS
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
 from tandem.workers.runner.logits_processor import LogitsProcessor
@@ -45,15 +46,16 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: DenseDecoder,
+        model: Decoder,
         cache: PagedKVCache,
         plain: Sequence[GraphBuffers],
         sharing: Sequence[GraphBuffers],
         capture: Capture,
         processor: LogitsProcessor,
+        sliding: Sequence[GraphBuffers] = (),
     ) -> None:
-        """plain, sharing: PagedKVCache.graph_buffers of steps with NUM_INPUTS, in ascending order; captures a graph for
-        each."""
+        """plain, sharing, sliding: PagedKVCache.graph_buffers of steps with NUM_INPUTS, in ascending order. Captures a
+        graph for each."""
         self._model = model
         self._cache = cache
         self._processor = processor
@@ -64,8 +66,10 @@ class DecodeGraphs:
         self._foreseen: Forward | None = None
         self._late: LateSamples | None = None  # of the last step
         self._mixed: MixedGraphs | None = None
+        self.outputs: Tensor | None = None  # what the head of a HeadedDecoder gave in the last step
         self._plain = ForwardGraphs(plain, capture, self._compute)
         self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
+        self._sliding = ForwardGraphs(sliding, capture, self._compute) if sliding else None
 
     @property
     def largest(self) -> int:
@@ -103,19 +107,34 @@ class DecodeGraphs:
         sampling: SampleBatch,
         positions: Int64Array,
         appends: Int64Array | None = None,
+        scratch: int = 0,
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step. appends: int64 [n], the tokens of each sequence, of a verify step;
-        the other arrays have an element a token."""
+        the other arrays have an element a token. scratch: see Batch."""
         rows = tokens.size
         self._sample_late()
         self._foreseen = None  # its buffers are filled with something else
-        graphs, buffers = self._choose(sequence_ids, rows)
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, positions)
-        forward = self._cache.begin(Batch(sequence_ids, appends), buffers, inputs)
+        slides = self._cache.any_slides(sequence_ids)
+        if slides and (self._sliding is None or rows > self._sliding.largest):
+            return self._pending(ticket, self._step_eagerly(sequence_ids, inputs), sampling, positions)
+        graphs, buffers = self._choose(sequence_ids, rows, slides=slides)
+        forward = self._cache.begin(Batch(sequence_ids, appends, scratch=scratch), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
         return self._pending(ticket, logits, sampling, positions)
+
+    def _step_eagerly(self, sequence_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> Tensor:
+        """As a graph does it, for more rows, of which one slides, than a graph has."""
+        forward = self._cache.begin(Batch(sequence_ids))
+        tokens, sources, tickets, parameters = unpack_inputs(upload(inputs, self._last.device))
+        rows = tokens.shape[0]
+        ids = self._sampler.inputs(tokens, sources, self._last)
+        logits = self._model.forward(ids, forward.attention, None)
+        self._cache.commit(forward)
+        self._sampler.sample(logits, parameters, self._last[:rows], tickets, self._posts.words)
+        return logits
 
     def capture_with_prompts(self, prompts: Sequence[GraphBuffers], capture: Capture) -> None:
         """Captures steps of some sizes with prompt chunks in each of `prompts`, ascending buffers of prompts."""
@@ -210,7 +229,11 @@ class DecodeGraphs:
         self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
         self._processor.count(processed, self._last)
 
-    def _choose(self, sequence_ids: Sequence[int] | Int64Array, rows: int) -> tuple[ForwardGraphs, GraphBuffers]:
+    def _choose(
+        self, sequence_ids: Sequence[int] | Int64Array, rows: int, *, slides: bool = False
+    ) -> tuple[ForwardGraphs, GraphBuffers]:
+        if slides and self._sliding is not None:
+            return self._sliding, self._sliding.choose(rows)
         if self._sharing is not None and LEAST_TO_SHARE <= rows <= self._sharing.largest:
             buffers = self._sharing.choose(rows)
             if self._cache.pays_to_share(buffers, sequence_ids):
@@ -223,4 +246,9 @@ class DecodeGraphs:
         inputs = self._sampler.inputs(tokens, sources, self._last)
         logits = self._model.forward(inputs, attention, None)
         self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)
+        if isinstance(self._model, HeadedDecoder):
+            outputs = self._model.follow(self._last[: buffers.size], attention)
+            if self.outputs is None:  # the largest comes first
+                self.outputs = torch.empty_like(outputs)
+            self.outputs[: buffers.size].copy_(outputs)
         return logits

@@ -38,5 +38,5 @@ def plan_cubins(
 def _is_plain(model: ModelConfig) -> bool:
     """Whether SmallBatchDecoder computes all layers by kernels of its own."""
     others = (model.moe, model.latent, model.attention_sinks, model.o_bias, model.mlp_bias, model.out_norms)
-    same = model.stored_head_dim == model.head_dim and isinstance(model.activation, Silu)
+    same = model.stored_head_dim(model.head_dim) == model.head_dim and isinstance(model.activation, Silu)
     return same and not any(others) and not model.float32_norms

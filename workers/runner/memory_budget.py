@@ -6,11 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.base import Index
+from tandem.cache.kernels.index_keys import SCORE_BYTES
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.errors import GpuTooSmall
-from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.decoder import Decoder
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -45,7 +47,7 @@ class MemoryBudget:
 
 
 def measure_budget(
-    model: DenseDecoder, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
+    model: Decoder, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
 ) -> MemoryBudget:
     """Of the current CUDA device: runs the largest forward, so that what it takes is seen, and looks.
 
@@ -62,7 +64,7 @@ class WithoutPages:
     """A CachedAttention that has no pages; its outputs mean nothing but have the right shape.
 
     Of latents it makes the K and V that kernels would have in memory together, of max_positions or as many as they
-    expand.
+    expand; of an index the scores that they would have in memory together.
     """
 
     def __init__(self, max_positions: int, positions: Tensor) -> None:
@@ -77,21 +79,28 @@ class WithoutPages:
             q, k = norm.apply(q, k)
         return torch.cat((q, k), 1)[:, : q.shape[1]]
 
-    def step_pages(self) -> None:
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        return q.contiguous() if norm is None else norm.apply_to_queries(q)
+
+    def step_pages(self, layers: range) -> None:
         """There are none."""
 
     def temperatures(self, rule: Temperature) -> Tensor:
         return rule.factors(self._positions)
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
+    ) -> Tensor:
         _, num_heads, width = q.shape
+        if choice is not None:
+            q.new_zeros((SCORE_BYTES,), dtype=torch.uint8)
         entries = q.new_zeros((self._expanded, up.weight.shape[2] + width - up.heads.key_dim))
         up.of_heads(0, heads_at_once(num_heads, self._expanded)).keys_and_values(entries)
         return up.values(up.absorb(q[:, :, : up.heads.key_dim]))
 
 
 @torch.inference_mode()
-def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
+def run_largest_forward(model: Decoder, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
     """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Attention
+from tandem.cache.kernels.base import Index
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
@@ -24,15 +25,23 @@ class MixedAttention:
         """See CachedAttention."""
         return torch.cat([part.attend(layer, q[rows], k[rows], v[rows], sinks, norm) for part, rows in self._parts])
 
-    def step_pages(self) -> None:
+    def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
+        """See CachedAttention."""
+        return torch.cat([part.read(layer, q[rows], sinks, norm) for part, rows in self._parts])
+
+    def step_pages(self, layers: range) -> None:
         """No megakernel computes prompts."""
 
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention."""
         return torch.cat([part.temperatures(rule) for part, _ in self._parts])
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
+    ) -> Tensor:
         """See CachedAttention."""
-        return torch.cat(
-            [part.attend_latents(layer, q[rows], latents[rows], keys[rows], up) for part, rows in self._parts]
-        )
+        outputs = []
+        for part, rows in self._parts:
+            its = None if choice is None else Index(*(x[rows] for x in choice))
+            outputs.append(part.attend_latents(layer, q[rows], latents[rows], keys[rows], up, its))
+        return torch.cat(outputs)

@@ -1,9 +1,11 @@
 """The paged cache of a model: what its layers keep, and how they attend to that."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
+from tandem.cache.attention.layer_groups import Heads
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
@@ -15,15 +17,45 @@ from tandem.cache.plan.spans import Span
 from tandem.workers.models.config import ModelConfig
 
 
-def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
-    """A group for each span that layers keep, in the order of their first layers; one for latents.
+def kv_layout(
+    model: ModelConfig, page_size: int, scales: KVScales | None = None, drafter: ModelConfig | None = None
+) -> KVLayout:
+    """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
+    keys beside them. Readers are in none.
 
-    scales: see KVLayout. InvalidArgument where pages do not divide the model's chunks.
+    drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
+    scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
     """
+    groups, readers = _layer_groups(model, page_size), list(model.readers.items())
+    if drafter is not None:
+        first, behind = model.num_layers, _layer_groups(drafter, page_size)
+        behind = [replace(group, layers=tuple(first + layer for layer in group.layers)) for group in behind]
+        if _has_like_latents(model, drafter):
+            groups = [replace(groups[0], layers=groups[0].layers + behind[0].layers)]
+        else:
+            groups += behind
+        readers += [(first + layer, first + of) for layer, of in drafter.readers.items()]
+    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard, tuple(readers))
+
+
+def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
+    """Whether layers of both keep latents that are alike, and attend alike to all of them."""
+    if model.latent is None or other.latent is None:
+        return False
+    if model.latent.index is not None or other.latent.index is not None:
+        return False
+    kinds = [(one.latent.rank, one.latent.rotated, one.latent.heads) for one in (model, other) if one.latent]
+    return kinds[0] == kinds[1] and (model.rope, model.attn_scale) == (other.rope, other.attn_scale)
+
+
+def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     if model.latent is not None:
         rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
-        latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
-        return KVLayout((latents,), page_size, model.dtype, scales, model.shard)
+        groups, index = [LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)], model.latent.index
+        if index is not None:
+            still = index.head_dim - model.latent.rotated
+            groups.append(LayerGroup(index.layers, 1, index.head_dim, latent_rank=still, top_k=index.top_k))
+        return groups
     layers_of: dict[Span, list[int]] = {}
     if model.chunked is not None and model.chunked.size % page_size:
         raise InvalidArgument(
@@ -31,12 +63,13 @@ def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None
             "(attention_chunk_size), and a divisor of that is accepted"
         )
     for layer, keeps in enumerate(model.layer_spans):
-        layers_of.setdefault(keeps, []).append(layer)
-    groups = (
-        LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, keeps)
-        for keeps, layers in layers_of.items()
-    )
-    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard)
+        if layer not in model.readers:
+            layers_of.setdefault(keeps, []).append(layer)
+    groups: list[LayerGroup] = []
+    for keeps, layers in layers_of.items():
+        heads = model.heads_of(layers[0])
+        groups.append(LayerGroup(tuple(layers), heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps))
+    return groups
 
 
 def make_cache(
@@ -48,18 +81,26 @@ def make_cache(
     max_length: int,
     writer: PageWriter | None = None,
     kernels: KernelFactory = choose_kernels,
+    drafter: ModelConfig | None = None,
 ) -> PagedKVCache:
-    """layout: what kv_layout() gives of the model. For the rest see PagedKVCache; max_length: of one sequence."""
-    local_rope = model.local_rope or model.rope
+    """layout: what kv_layout() gives of model and drafter. For the rest see PagedKVCache; max_length: of one
+    sequence."""
+    owners = [model if drafter is None or group.layers[0] < model.num_layers else drafter for group in layout.groups]
     return PagedKVCache(
         layout,
         pools,
         max_sequences=max_sequences,
         max_sequence_length=max_length,
-        rope=[local_rope if group.keeps.drops_past else model.rope for group in layout.groups],
+        rope=[
+            owner.local_rope or owner.rope if group.keeps.drops_past else owner.rope
+            for group, owner in zip(layout.groups, owners, strict=True)
+        ],
         writer=writer,
-        scale=model.head_dim**-0.5 if model.attn_scale is None else model.attn_scale,
-        softcap=model.attn_softcap,
-        latent=None if model.latent is None else model.latent.heads,
+        heads=[_heads(owner) for owner in owners],
         kernels=kernels,
     )
+
+
+def _heads(model: ModelConfig) -> Heads:
+    scale = model.head_dim**-0.5 if model.attn_scale is None else model.attn_scale
+    return Heads(scale, model.attn_softcap, None if model.latent is None else model.latent.heads)

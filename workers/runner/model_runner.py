@@ -14,15 +14,19 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
+from tandem.workers.models.drafters.head import HeadedDecoder
 from tandem.workers.runner.batch_buckets import (
     MIXED_TOKENS,
     MOST_PROMPTS,
+    SLIDING_ROWS,
     bucket_sizes,
     prompt_sizes,
     sharing_sizes,
     verify_sizes,
 )
 from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.drafts import Drafts, HeadDrafts, ModelDrafts, Noted
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.logits_processor import LogitsProcessor
@@ -55,7 +59,7 @@ class ModelRunner:
     that was captured for these buffers is replayed; the cache commits it.
     """
 
-    def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
+    def __init__(self, model: DenseDecoder | DraftedDecoder | HeadedDecoder, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
         self._processor = LogitsProcessor(model.device)
@@ -64,6 +68,12 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: ForwardGraphs | None = None
         self._verify_graphs: DecodeGraphs | None = None
+        self._drafts: Drafts | None = None
+        if isinstance(model, DraftedDecoder):
+            self._drafts = ModelDrafts(model.draft_steps, cache, self._processor)
+        elif isinstance(model, HeadedDecoder):
+            self._drafts = HeadDrafts(model, cache, self._processor)
+        self._foreseen_positions = np.zeros(0, np.int64)
 
     def warm_up(self) -> None:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
@@ -82,14 +92,18 @@ class ModelRunner:
         if capture is None and self._model.device.type != "cuda":
             return
         heads = self._model.config.num_heads
-        plain, sharing = (
-            self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS, sharing=shared) for size in sizes])
-            for sizes, shared in ((bucket_sizes(max_sequences), False), (sharing_sizes(max_sequences), True))
+        kinds: list[tuple[list[int], dict[str, bool]]] = [
+            (bucket_sizes(max_sequences), {}),
+            (sharing_sizes(max_sequences), {"sharing": True}),
+            ([size for size in SLIDING_ROWS if size <= max_sequences], {"sliding": True}),
+        ]
+        plain, sharing, sliding = (
+            self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS, **kind) for size in sizes])
+            for sizes, kind in kinds
         )
         if plain:
-            self._graphs = DecodeGraphs(
-                self._model, self._cache, plain, sharing, capture or GraphCapture(), self._processor
-            )
+            capture = capture or GraphCapture()
+            self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, capture, self._processor, sliding)
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
         """From now on launch() replays CUDA graphs for short forwards of up to max_tokens that push nothing, as
@@ -114,6 +128,16 @@ class ModelRunner:
                 self._model, self._cache, buffers, (), capture or GraphCapture(), self._processor
             )
 
+    def capture_drafts(self, max_sequences: int, capture: Capture | None = None) -> None:
+        """From now on draft() replays CUDA graphs of up to max_sequences rows, as capture_steps says."""
+        if not isinstance(self._drafts, ModelDrafts) or (capture is None and self._model.device.type != "cuda"):
+            return
+        heads = self._drafts.num_heads
+        sizes = bucket_sizes(max_sequences)
+        buffers = self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS) for size in sizes])
+        if buffers:
+            self._drafts.capture(buffers, capture or GraphCapture())
+
     @property
     def overlaps(self) -> bool:
         """Whether scheduling overlaps: step() does not wait for its tokens, and itself takes those before."""
@@ -133,9 +157,10 @@ class ModelRunner:
         tokens[i], as it must be unless overlaps. positions: as for sample().
         """
         if self._graphs is not None:
-            return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
-        logits = self.launch(Batch(sequence_ids), tokens, None)
-        return self._eager_sampler.sample(logits, sampling, positions)
+            pending = self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
+            self._note(self._graphs.outputs, sequence_ids, positions)
+            return pending
+        return self._sampled(Batch(sequence_ids), tokens, self._eager_sampler, sampling, positions, positions)
 
     def verify(
         self,
@@ -154,22 +179,74 @@ class ModelRunner:
         rows = np.repeat(np.arange(appends.size), appends)
         total = rows.size
         offsets = np.arange(total) - np.repeat(np.cumsum(appends) - appends, appends)
-        token_ids, sampling, positions = np.concatenate(tokens), sampling.take(rows), positions[rows] + offsets
+        token_ids, sampling, each = np.concatenate(tokens), sampling.take(rows), positions[rows] + offsets
         graphs = self._verify_graphs
         if graphs is not None and total <= graphs.largest:
-            return graphs.step(sequence_ids, token_ids, np.full(total, ON_HOST), sampling, positions, appends)
-        logits = self.launch(Batch(sequence_ids, appends, push=False), token_ids, np.arange(total))
-        return self._verify_sampler.sample(logits, sampling, positions)
+            pending = graphs.step(sequence_ids, token_ids, np.full(total, ON_HOST), sampling, each, appends)
+            self._note(graphs.outputs, sequence_ids, positions, appends)
+            return pending
+        batch = Batch(sequence_ids, appends, push=False)
+        return self._sampled(batch, token_ids, self._verify_sampler, sampling, each, positions)
+
+    @torch.inference_mode()
+    def _sampled(
+        self,
+        batch: Batch,
+        token_ids: Int64Array,
+        sampler: EagerSampler,
+        sampling: SampleBatch,
+        positions: Int64Array,
+        first: Int64Array,
+    ) -> PendingSamples:
+        """An eager step of the batch, and a token behind each of token_ids. first: positions of the first one of each
+        sequence."""
+        if not isinstance(self._model, HeadedDecoder):
+            rows = None if batch.append_lengths is None else np.arange(token_ids.size)
+            return sampler.sample(self.launch(batch, token_ids, rows), sampling, positions)
+        forward = self._cache.begin(batch)
+        pending = sampler.sample(self.forward(token_ids, forward, None), sampling, positions)
+        outputs = self._model.follow(sampler.sampled[: token_ids.size], forward.attention)
+        self._cache.commit(forward)
+        appends = None if batch.append_lengths is None else np.array(batch.append_lengths)
+        self._note(outputs, batch.seq_ids, first, appends)
+        return pending
+
+    def _note(
+        self,
+        outputs: Tensor | None,
+        sequence_ids: Sequence[int] | Int64Array,
+        positions: Int64Array,
+        appends: Int64Array | None = None,
+    ) -> None:
+        """See HeadDrafts.note."""
+        if isinstance(self._drafts, HeadDrafts):
+            self._drafts.note(None if outputs is None else Noted(outputs, sequence_ids, positions, appends))
+
+    def draft(
+        self,
+        sequence_ids: Sequence[int],
+        tokens: Int64Array,
+        counts: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+    ) -> list[Int64Array]:
+        """Drafts by the drafter of the model; see Drafts.draft."""
+        assert self._drafts is not None, "the model has no drafter"
+        return self._drafts.draft(sequence_ids, tokens, counts, sampling, positions)
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """They are being received, and will be stepped next, with tokens not known yet."""
         if self._graphs is not None:
+            self._foreseen_positions = positions
             self._graphs.foresee(sequence_ids, sampling, positions)
 
     def step_foreseen(self, sequence_ids: tuple[int, ...], tokens: Int64Array) -> PendingSamples | None:
         """step() of what was foreseen last, with these tokens: launched at once. None, and nothing happens, where that
         cannot be; then step() can."""
-        return None if self._graphs is None else self._graphs.step_foreseen(sequence_ids, tokens)
+        pending = None if self._graphs is None else self._graphs.step_foreseen(sequence_ids, tokens)
+        if pending is not None and self._graphs is not None:
+            self._note(self._graphs.outputs, sequence_ids, self._foreseen_positions)
+        return pending
 
     def mark(self) -> Callable[[], bool] | None:
         """Says whether all that was launched so far is done; None where nothing is under way.
@@ -245,15 +322,19 @@ class ModelRunner:
             sizes = [one for one in prompts.buffers if one.size in MIXED_TOKENS]
             graphs.capture_with_prompts(sizes, capture or GraphCapture())
 
-    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
-        """Whether step_with_prompts() can compute so many rows beside so many tokens of prompts."""
-        return self._graphs is None or self._graphs.takes_prompts(num_rows, num_sequences, num_tokens)
+    def takes_prompts(self, sequence_ids: Sequence[int], num_sequences: int, num_tokens: int) -> bool:
+        """Whether step_with_prompts() can compute a step of these rows beside so many tokens of prompts."""
+        if self._graphs is None:
+            return True
+        rows = len(sequence_ids)
+        return self._graphs.takes_prompts(rows, num_sequences, num_tokens) and not self._cache.any_slides(sequence_ids)
 
     def step_with_prompts(
         self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
     ) -> tuple[PendingSamples, Tensor]:
         """step() and prompts() in one forward, which reads the weights once; nothing is pushed with it."""
         appends, last_rows = self._ends(prompts)
+        self._note(None, sequence_ids, inputs.positions)
         if self._graphs is None:
             return self._eager_step_with_prompts(sequence_ids, inputs, prompts, last_rows)
         batch = Batch(prompts.sequence_ids, appends, prompts.lengths, push=False)

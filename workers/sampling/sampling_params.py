@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.workers.sampling.guided import Guided
 
@@ -12,6 +13,7 @@ MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
+MIN_REPETITION_PENALTY = 0.01 * (1 - 2**-24)  # 0.01 as a float32; a tiny one would divide logits to infinity
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_GUIDED_LENGTH = 65_536  # characters
@@ -24,6 +26,13 @@ SEED_LIMIT = 1 << 64
 
 class InvalidSamplingParams(ValueError):
     """A parameter outside its limits; the text names field, value and limit."""
+
+
+class SlidingWindow(NamedTuple):
+    """What a token sees of the output and of the prompt: see inference.proto."""
+
+    window: int
+    sinks: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens
     n: int = 1  # answers; the gateway places each as a request of one answer
     best_of: int | None = None  # answers generated, of which the n likeliest are given; None is n
+    sliding: SlidingWindow | None = None  # None: each token sees all before it
 
     @property
     def num_answers(self) -> int:
@@ -107,6 +117,10 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     _validate_token_rules(params, vocab_size)
     if params.guided is not None:
         _validate_guided(params, params.guided)
+    if params.sliding is not None:
+        window, sinks = params.sliding
+        _require(window >= 1, "sliding.window", window, "at least 1")
+        _require(0 <= sinks < window, "sliding.sinks", sinks, f"in [0, {window}), less than the window")
 
 
 def _validate_penalties(params: SamplingParams) -> None:
@@ -114,8 +128,9 @@ def _validate_penalties(params: SamplingParams) -> None:
         value = getattr(params, field)
         _require(-MAX_PENALTY <= value <= MAX_PENALTY, field, value, f"in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
     repetition = params.repetition_penalty
-    fits = 0 < repetition <= MAX_REPETITION_PENALTY
-    _require(fits, "repetition_penalty", repetition, f"in (0, {MAX_REPETITION_PENALTY:g}]")
+    fits = MIN_REPETITION_PENALTY <= repetition <= MAX_REPETITION_PENALTY
+    accepted = f"in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
+    _require(fits, "repetition_penalty", repetition, accepted)
 
 
 def _validate_token_rules(params: SamplingParams, vocab_size: int) -> None:

@@ -43,4 +43,4 @@ def is_joint(runner: ModelRunner, batch: Batch) -> bool:
     """Whether the batch has rows and chunks, and one forward can compute both."""
     if batch.decodes is None or not batch.chunks or any(chunk.request.gatherer for chunk in batch.chunks):
         return False
-    return runner.takes_prompts(len(batch.decodes.sequence_ids), len(batch.chunks), batch.prompt_tokens)
+    return runner.takes_prompts(batch.decodes.sequence_ids, len(batch.chunks), batch.prompt_tokens)

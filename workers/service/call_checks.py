@@ -15,10 +15,12 @@ def check_request_id(request_id: str) -> None:
         raise InvalidCall(f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID} are accepted")
 
 
-def check_prompt(request_id: str, prompt: bytes, max_tokens: int, *, vocab_size: int, max_model_len: int) -> Int64Array:
+def check_prompt(
+    request_id: str, prompt: bytes, max_tokens: int, *, vocab_size: int, max_model_len: int, slides: bool = False
+) -> Int64Array:
     """The token ids of a request's prompt as messages carry it, int64 [n].
 
-    max_tokens: output tokens, of which the last is never fed back.
+    max_tokens: output tokens, of which the last is never fed back. slides: they may be any number.
     """
     check_request_id(request_id)
     token_ids = prompt_from_bytes(prompt)
@@ -27,7 +29,7 @@ def check_prompt(request_id: str, prompt: bytes, max_tokens: int, *, vocab_size:
         raise InvalidCall(f"prompt has token {largest}; the vocabulary has {vocab_size} entries, 0 … {vocab_size - 1}")
     if max_tokens < 1:
         raise InvalidCall(f"max_tokens is {max_tokens}; it must be at least 1")
-    if token_ids.size + max_tokens - 1 > max_model_len:
+    if token_ids.size + (1 if slides else max_tokens) - 1 > max_model_len:
         raise InvalidCall(
             f"prompt has {token_ids.size} tokens and max_tokens is {max_tokens}; this worker has {max_model_len} "
             "positions for a sequence"

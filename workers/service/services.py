@@ -37,7 +37,12 @@ from tandem.workers.service.status import call_of, outcome, refuse
 from tandem.workers.step_loop import StepLoop
 from tandem.workers.step_thread import StepThread
 from tandem.workers.wire.lease import Lease
-from tandem.workers.wire.messages import logprobs_to_proto, reservation_from_proto, reservation_to_proto
+from tandem.workers.wire.messages import (
+    logprobs_to_proto,
+    reservation_from_proto,
+    reservation_to_proto,
+    sliding_from_proto,
+)
 from tandem.workers.wire.reservation import Reservation
 
 T = TypeVar("T")
@@ -216,12 +221,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         decodes = self._loop.decodes
 
         def prepare() -> tuple[Reservation, Future[None] | None]:
-            prompt = self._check_prompt(request.request_id, request.prompt, request.max_tokens)
+            sliding = sliding_from_proto(request.sliding) if request.HasField("sliding") else None
+            prompt = self._check_prompt(
+                request.request_id, request.prompt, request.max_tokens, slides=sliding is not None
+            )
             salt = check_salt(request.salt)
             if request.writer_pe != self._config.pe:
                 self._loop.check_peers()
             reservation = decodes.prepare(
-                request.request_id, prompt, request.max_tokens, request.writer_pe, salt, request.whole
+                request.request_id, prompt, request.max_tokens, request.writer_pe, salt, request.whole, sliding
             )
             return reservation, self._loop.windows_past()
 

@@ -56,22 +56,18 @@ class Speculation:
         self._counters = counters
         self._requests: dict[DecodeRequest, Drafted] = {}
 
-    def propose(self, requests: Sequence[DecodeRequest]) -> list[Int64Array] | None:
+    def propose(self, requests: Sequence[DecodeRequest], *, known: bool) -> list[Int64Array] | None:
         """A draft for each request, behind the tokens of it that are known; None where all would be empty.
 
-        A drafter that raises is not asked again; requests go on without.
+        known: whether no step is in flight. With one the drafts are not to be verified: they say that it is worth while
+        to wait for its tokens. A drafter that raises is not asked again; requests go on without.
         """
-        room = self._max_step_tokens - len(requests)
-        if self._drafter is None or room <= 0:
+        wanted = self._asks(requests)
+        if self._drafter is None or not wanted:
             return None
-        wanted = {index: most for index, request in enumerate(requests) if (most := self._wanted(request)) > 0}
-        if not wanted:
-            return None
-        share = max(room // len(wanted), 1)
-        asks = [
-            DraftAsk(requests[index].sequence_id, self._requests[requests[index]].context(), min(most, share))
-            for index, most in list(wanted.items())[:room]
-        ]
+        if self._drafter.computes and not known:
+            return [NO_DRAFT] * len(requests)
+        asks = list(wanted.values())
         try:
             proposed = self._drafter.propose(asks)
         except Exception:
@@ -82,6 +78,21 @@ class Speculation:
         for index, ask, draft in zip(wanted, asks, proposed, strict=False):
             drafts[index] = draft[: ask.most]
         return drafts if any(draft.size for draft in drafts) else None
+
+    def _asks(self, requests: Sequence[DecodeRequest]) -> dict[int, DraftAsk]:
+        """By the index of their requests; fewer tokens each, or none, where the step has room for no more."""
+        room = self._max_step_tokens - len(requests)
+        if self._drafter is None or room <= 0 or any(request.sliding is not None for request in requests):
+            return {}  # a draft would push out of a window what its first token sees
+        wanted = [(index, most) for index, request in enumerate(requests) if (most := self._wanted(request)) > 0]
+        share = max(room // max(len(wanted), 1), 1)
+        asks = {}
+        for index, most in wanted[:room]:
+            request = requests[index]
+            assert request.params is not None
+            context = self._requests[request].context()
+            asks[index] = DraftAsk(request.sequence_id, context, min(most, share), request.params)
+        return asks
 
     def launch(
         self, runner: ModelRunner, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int

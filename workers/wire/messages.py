@@ -1,20 +1,23 @@
 """Between protobuf messages and the values that the loops work with."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.spans import Sliding
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.transfer.wire_map import WireMap
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.guided import Guided
-from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.sampling.token_logprobs import TokenLogprobs
+from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
 from tandem.workers.wire.reservation import Reservation
 from tandem.workers.wire.seal import is_sealed, seal
+
+if TYPE_CHECKING:  # as in wire_map
+    from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
 PROMPT_DTYPE = np.dtype("<u4")
 RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map", "authentic"}
@@ -47,13 +50,26 @@ def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams
     given.pop("guided", None)
     if message.HasField("guided"):
         given["guided"] = _guided(message.guided)
+    given.pop("sliding", None)
+    if message.HasField("sliding"):
+        given["sliding"] = sliding_from_proto(message.sliding)
     return SamplingParams(**given)
+
+
+def sliding_from_proto(message: inference_pb2.SlidingWindow) -> SlidingWindow:
+    """Nothing is validated here."""
+    return SlidingWindow(message.window, message.sinks)
+
+
+def sliding_to_proto(sliding: SlidingWindow | None) -> inference_pb2.SlidingWindow | None:
+    return None if sliding is None else inference_pb2.SlidingWindow(window=sliding.window, sinks=sliding.sinks)
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     given: dict[str, Any] = {name: value for name, value in vars(params).items() if value is not None}
     given["logit_bias"] = dict(params.logit_bias)
     given["bad_words_ids"] = [inference_pb2.TokenIds(ids=word) for word in params.bad_words_ids]
+    given["sliding"] = sliding_to_proto(params.sliding)
     if params.guided is not None:
         kind, texts = params.guided.kind, params.guided.texts
         value = inference_pb2.Choice(texts=texts) if kind == "choice" else texts[0]
@@ -72,7 +88,7 @@ def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Res
     """token: the island's, by which the message is sealed."""
     wire = reservation.wire_map
     numbers = {name: getattr(reservation, name) for name in RESERVATION_NUMBERS}
-    position_map = None if wire is None else worker_pb2.PositionMap(**asdict(wire))
+    position_map = None if wire is None else _map_to_proto(wire)
     message = worker_pb2.Reservation(**numbers, position_map=position_map)
     seal(message, token)
     return message
@@ -85,13 +101,22 @@ def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reser
     return Reservation(**numbers, wire_map=wire_map, authentic=is_sealed(message, token))
 
 
+def _map_to_proto(wire: WireMap) -> worker_pb2.PositionMap:
+    slides = None if wire.sliding is None else worker_pb2.Sliding(**wire.sliding._asdict())
+    return worker_pb2.PositionMap(**{**vars(wire), "sliding": slides})
+
+
 def _wire_map(message: worker_pb2.PositionMap) -> WireMap:
     of_map: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(WireMap)}
     of_map["runs"] = tuple(of_map["runs"])
+    slides = message.sliding
+    of_map["sliding"] = None
+    if message.HasField("sliding"):
+        of_map["sliding"] = Sliding(slides.window, slides.sink, slides.evict_after, slides.rotated)
     return WireMap(**of_map)
 
 
-def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+def logprobs_to_proto(logprobs: "TokenLogprobs") -> inference_pb2.TokenLogprobs:
     return inference_pb2.TokenLogprobs(
         chosen=inference_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
         top=[inference_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],

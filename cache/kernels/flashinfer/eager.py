@@ -6,16 +6,14 @@ earlier one plans anew.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import AttentionBackend, InputsT, PeerPool
-from tandem.cache.kernels.flashinfer.parts import AttentionPart
-from tandem.cache.kernels.peer_rows import peer_rows
-from tandem.cache.kernels.triton.append import AppendTargets
-from tandem.cache.kernels.upload import upload
+from tandem.cache.kernels.flashinfer.parts import AttentionPart, ChosenTokens
+from tandem.cache.kernels.triton.pushing import AppendPlan, push_to_peers
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.tables import Send
 
@@ -24,12 +22,13 @@ PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a tim
 
 
 @dataclass(frozen=True, eq=False)
-class EagerPlan:
-    """keep: whether append returns what it stored, for a writer that takes it from there."""
+class EagerPlan(AppendPlan):
+    """chosen: the tokens that no part has, which attend to chosen positions. causal: whether tokens see only the
+    positions up to their own."""
 
-    targets: AppendTargets
     parts: tuple[AttentionPart, ...]
-    keep: bool = False
+    chosen: ChosenTokens | None = None
+    causal: bool = True
 
 
 class PlannedWrappers(AttentionBackend[InputsT]):
@@ -49,11 +48,7 @@ class PlannedWrappers(AttentionBackend[InputsT]):
     def push_with_append(
         self, own: EagerPlan, sends: Sequence[Send], peer_pool: PeerPool
     ) -> tuple[EagerPlan, tuple[Send, ...]]:
-        """One launch writes to all peers."""
-        addresses, left = peer_rows(own.targets.slots.shape[0], sends, peer_pool)
-        rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
-        keep = any(send.token_indices.shape[0] for send in left)
-        return replace(own, targets=replace(own.targets, peer_rows=rows), keep=keep), tuple(left)
+        return push_to_peers(own, sends, peer_pool, self._pool.device)
 
     def attend_parts(
         self, own: EagerPlan, q: Tensor, width: int, attend: Callable[[AttentionPart, Tensor], Tensor]
@@ -63,10 +58,10 @@ class PlannedWrappers(AttentionBackend[InputsT]):
             # FlashInfer copies its plan from pinned memory that the next plan overwrites.
             self._planned.synchronize()
             for part in own.parts:
-                self._plan_part(part, q.shape[1])
+                self._plan_part(part, q.shape[1], causal=own.causal)
             self._planned.record()
             self._current = own
-        if len(own.parts) == 1:
+        if len(own.parts) == 1 and own.parts[0].tokens is None:
             return attend(own.parts[0], q)
         output = q.new_empty((*q.shape[:2], width))
         for part in own.parts:
@@ -75,5 +70,5 @@ class PlannedWrappers(AttentionBackend[InputsT]):
         return output
 
     @abstractmethod
-    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+    def _plan_part(self, part: AttentionPart, num_q_heads: int, *, causal: bool) -> None:
         """Plans the wrapper that computes the part."""

@@ -1,7 +1,7 @@
 """Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits, StepPages
+from tandem.cache.kernels.base import (
+    QKV,
+    Appended,
+    Capabilities,
+    DeviceTables,
+    GroupPlan,
+    Limits,
+    Part,
+    Query,
+    StepPages,
+)
 from tandem.cache.kernels.flashinfer.eager import WORKSPACE_BYTES, EagerPlan, PlannedWrappers
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_prompt
@@ -23,6 +33,7 @@ from tandem.cache.kernels.triton.decode import decode
 from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
 from tandem.cache.kernels.triton.gather import gather
 from tandem.cache.kernels.triton.merge import merge_parts
+from tandem.cache.kernels.triton.sliding import SlidingSteps, attend_sliding
 from tandem.cache.kernels.triton.tree import attend_trees
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
@@ -54,7 +65,8 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
     """See KVBackend. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64
     positions; else InvalidArgument.
 
-    Its graph buffers are a DecodePlan where sequences do not share pages, else SharingBuffers, and PromptBuffers.
+    Its graph buffers are a DecodePlan where sequences do not share pages, else SharingBuffers, SlidingSteps where some
+    may slide, and PromptBuffers.
     """
 
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
@@ -64,7 +76,13 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         super().__init__(pool)
         rule = sharing_rule(pool, scoring.window) if fp8 is None else None
         self.capabilities = Capabilities(
-            pushes=True, sharing=rule, step_graphs=True, sharing_graphs=rule is not None, verify_graphs=True
+            pushes=True,
+            sharing=rule,
+            step_graphs=True,
+            sharing_graphs=rule is not None,
+            verify_graphs=True,
+            reads=True,
+            sliding_graphs=scoring.window is None,
         )
         self._fp8 = fp8
         self._dtype = dtype
@@ -94,7 +112,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         """Of SharingBuffers, the full plan() of their wrapper chose the kernel; this only shares out the work anew."""
-        if isinstance(buffers, DecodePlan):  # nothing is planned on the host
+        if isinstance(buffers, DecodePlan | SlidingSteps):  # nothing is planned on the host
             return buffers
         if isinstance(buffers, SharingBuffers):
             self._plan_sharing(buffers, tables)
@@ -112,8 +130,12 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], self._pool.device, self.scoring.window)
         return EagerPlan(AppendTargets(slots, None), parts)
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> "DecodePlan | SharingBuffers | PromptBuffers":
+    def buffers(
+        self, limits: Limits, tables: DeviceTables
+    ) -> "DecodePlan | SharingBuffers | PromptBuffers | SlidingSteps":
         sizes = self._sizes(limits.num_q_heads)
+        if limits.sliding:
+            return SlidingSteps(AppendTargets(tables.slots, None), tables)
         if not limits.one_each:
             workspaces = (self._workspace, self._prompts_workspace)
             return PromptBuffers.make(workspaces, tables, sizes, self._paged_options)
@@ -153,6 +175,11 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
 
     def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
         own = plan.own
+        if isinstance(own, SlidingSteps):
+            q, k = (x.q, x.k) if x.norm is None else x.norm.apply(x.q, x.k)
+            q, _ = self.append(layer, q, k, x.v, plan.rotation, own)
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
         if not isinstance(own, DecodePlan):
             return super().run(plan, layer, x, appended)
         assert own.scheduled, "begin_captured() has queued no schedule for this step"
@@ -174,7 +201,40 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         factors = None if self._fp8 is None else self._fp8.inverse[layer]
         return append(self._pool, layer, q, k, v, rotation, own.targets, keep_k=own.keep, fp8_factors=factors)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: Any, sinks: Tensor | None = None) -> Tensor:
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        own = plan.own
+        if isinstance(own, SlidingSteps):
+            q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
+            q = q if plan.rotation is None else plan.rotation.apply(q)
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
+        if not isinstance(own, DecodePlan):
+            return super().read(plan, layer, x)
+        assert own.scheduled, "begin_captured() has queued no schedule for this step"
+        return decode(self._pool, layer, x.q, None, None, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
+
+    def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> EagerPlan:
+        """One part of all sequences, which share nothing."""
+        apart, everyone = replace(tables, shared=None), np.ones(tokens.seq_lens.size, np.bool_)
+        slots, parts = plan_parts(tokens, apart, [(everyone, False)], self._pool.shape[4], self._pool.device)
+        return EagerPlan(AppendTargets(slots, None), parts, causal=causal)
+
+    def read_part(self, own: EagerPlan, layer: int, q: Tensor) -> Part:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+        def attend(part: AttentionPart, its_q: Tensor) -> Tensor:
+            wrapper = self._decode if part.single else self._prefill
+            o, found = self._run_pages(wrapper, layer, its_q, with_lse=True)
+            assert found is not None
+            lse.copy_(found) if part.tokens is None else lse.index_copy_(0, part.tokens, found)
+            return o
+
+        output = self.attend_parts(own, q, q.shape[2], attend)
+        return Part(output, lse.mul_(math.log(2)))
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, own: Any, sinks: Tensor | None = None
+    ) -> Tensor:
         if isinstance(own, PromptBuffers):
             return self._attend_pages(own.wrapper, layer, q, sinks)
         if isinstance(own, SharingBuffers):
@@ -246,7 +306,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
         return wrapper
 
-    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+    def _plan_part(self, part: AttentionPart, num_q_heads: int, *, causal: bool) -> None:
         tables, sizes = (part.kv_indptr, part.kv_indices, part.kv_last_page_len), self._sizes(num_q_heads)
         if part.kv_slots is not None:
             self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
@@ -258,7 +318,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         elif part.trees is not None:
             self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._before_tree_options)
         else:
-            self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
+            self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=causal, **self._paged_options)
 
 
 def _run(wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, **scales: float) -> tuple[Tensor, Tensor | None]:

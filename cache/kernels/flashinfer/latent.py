@@ -11,13 +11,16 @@ from torch import Tensor
 from tandem.cache.kernels.backend import LatentAppendThenAttend
 from tandem.cache.kernels.base import Capabilities, DeviceTables, Latents, Limits
 from tandem.cache.kernels.flashinfer.eager import PLAN_BYTES, EagerPlan, PlannedWrappers
-from tandem.cache.kernels.flashinfer.parts import AttentionPart, plan_parts
+from tandem.cache.kernels.flashinfer.parts import AttentionPart, ChosenTokens, plan_parts
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 from tandem.cache.kernels.gpu_limits import KEY_DIM, RANK, ROTATED, VALUE_DIM, check_sizes, latent_sizes
+from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.triton.append import AppendTargets
+from tandem.cache.kernels.triton.chosen import attend_chosen
 from tandem.cache.kernels.triton.gather import gather
 from tandem.cache.kernels.triton.latent_append import append_latents
 from tandem.cache.kernels.triton.latent_tree import attend_latent_trees
+from tandem.cache.kernels.triton.pushing import AppendPlan
 from tandem.cache.kernels.triton.tree import TreeTiles
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
@@ -27,14 +30,22 @@ from tandem.cache.plan.tables import PageTables, TokenLayout
 
 
 @dataclass(frozen=True, eq=False)
-class LatentBuffers:
+class LatentBuffers(AppendPlan):
     """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
 
-    targets: AppendTargets
     wrapper: Any
     qo_indptr: Tensor
     num_heads: int
-    keep: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenBuffers(AppendPlan):
+    """A decode step in a CUDA graph whose tokens all attend to chosen positions."""
+
+    tables: DeviceTables
+
+
+LatentPlan = EagerPlan | LatentBuffers | ChosenBuffers
 
 
 class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
@@ -42,13 +53,14 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
 
     capabilities = Capabilities(pushes=True, step_graphs=True)
 
-    def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> None:
+    def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads, top_k: int | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         check_sizes(pool.dtype, pool.shape[4], latent_sizes(pool.shape[5], rank, heads))
         super().__init__(pool)
         flashinfer = load_flashinfer()
         self._heads = heads
         self._scale = scale
+        self._top_k = top_k
         layers = [pool[:, layer, 0, 0].split_with_sizes((RANK, ROTATED), 2) for layer in range(pool.shape[1])]
         self._layers = [(latents, keys) for latents, keys in layers]
         self._absorbed: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(self._workspace)
@@ -59,15 +71,19 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         if buffers is not None:
-            self._refill(buffers, tables)
+            if isinstance(buffers, LatentBuffers):
+                self._refill(buffers, tables)
             return buffers
         absorbed = absorbed_is_cheaper(np.diff(tokens.qo_indptr), tables.kv_lens, RANK, ROTATED, self._heads)
-        in_trees = tokens.in_trees
-        groups = [(absorbed & ~in_trees, False), (~absorbed & ~in_trees, True)]
-        slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], self._pool.device)
-        return EagerPlan(AppendTargets(slots, None), parts)
+        choosers, device = Choosers.of(tokens, tables, self._top_k), self._pool.device
+        plain = ~(tokens.in_trees | choosers.sequences)
+        groups, others = [(absorbed & plain, False), (~absorbed & plain, True)], bool(choosers.tokens.size)
+        slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], device, others=others)
+        return EagerPlan(AppendTargets(slots, None), parts, ChosenTokens.of(choosers, tables.kv_indices, device))
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> LatentBuffers:
+    def buffers(self, limits: Limits, tables: DeviceTables) -> LatentBuffers | ChosenBuffers:
+        if self._top_k is not None:
+            return ChosenBuffers(AppendTargets(tables.slots, None), tables)
         size, device = tables.slots.shape[0], self._pool.device
         qo_indptr, ones = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
         wrapper = load_flashinfer().mla.BatchMLAPagedAttentionWrapper(
@@ -101,15 +117,22 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         latents: Tensor,
         keys: Tensor,
         rotation: Rotation | None,
-        own: EagerPlan | LatentBuffers,
+        own: LatentPlan,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotates q in place."""
         return q, append_latents(self._pool, layer, q, latents, keys, rotation, own.targets, keep=own.keep)
 
-    def attend(self, layer: int, q: Tensor, own: EagerPlan | LatentBuffers, up: UpProjections) -> Tensor:
+    def attend(self, layer: int, q: Tensor, own: LatentPlan, up: UpProjections, chosen: Tensor | None = None) -> Tensor:
         if isinstance(own, LatentBuffers):
             return self._attend_absorbed(own.wrapper, layer, q, up)
-        return self.attend_parts(own, q, VALUE_DIM, lambda part, its_q: self._attend_part(layer, part, its_q, up))
+        if isinstance(own, ChosenBuffers):
+            return self._attend_chosen(layer, q, up, chosen, (own.tables.kv_indptr, own.tables.kv_indices))
+        output = self.attend_parts(own, q, VALUE_DIM, lambda part, its_q: self._attend_part(layer, part, its_q, up))
+        if own.chosen is not None:
+            tokens, pages = own.chosen.tokens, (own.chosen.firsts, own.chosen.kv_indices)
+            found = self._attend_chosen(layer, q.index_select(0, tokens), up, chosen, pages)
+            output.index_copy_(0, tokens, found)
+        return output
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         entries = gather(self._pool, layer, upload([slots], self._pool.device)[0])[:, 0]
@@ -125,6 +148,13 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
     def _attend_absorbed(self, wrapper: Any, layer: int, q: Tensor, up: UpProjections) -> Tensor:
         still, rotated = q.split_with_sizes((KEY_DIM, ROTATED), 2)
         return up.values(wrapper.run(up.absorb(still), rotated, *self._layers[layer]))
+
+    def _attend_chosen(
+        self, layer: int, q: Tensor, up: UpProjections, chosen: Tensor | None, pages: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        assert chosen is not None  # whoever plans for choosers gives what they have chosen
+        still, rotated = q.split_with_sizes((KEY_DIM, ROTATED), 2)
+        return up.values(attend_chosen(self._pool, layer, up.absorb(still), rotated, chosen, pages, self._scale))
 
     def _attend_trees(self, trees: TreeTiles, layer: int, q: Tensor, up: UpProjections) -> Tensor:
         still, rotated = q.split_with_sizes((KEY_DIM, ROTATED), 2)
@@ -143,11 +173,11 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         keys, values = up.of_heads(begin, end).keys_and_values(entries)
         return self._expanded.run(q[:, begin:end], keys, values)
 
-    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+    def _plan_part(self, part: AttentionPart, num_q_heads: int, *, causal: bool) -> None:
         if part.kv_slots is None:
             tables = (part.qo_indptr, part.kv_indptr, part.kv_indices, part.kv_lens)
             wrapper = self._absorbed if part.trees is None else self._before_trees
-            causal = part.trees is None and not part.single
+            causal = causal and part.trees is None and not part.single
             wrapper.plan(*tables, *self._sizes(num_q_heads), causal, *self._types())
             return
         at_once = self._heads_at_once = heads_at_once(num_q_heads, int(part.kv_indptr[-1]))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.flashinfer.sharing import SharedPart
+from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.tree_contexts import TreeContexts
 from tandem.cache.kernels.triton.tree import TreeTiles, lay_out_tiles
 from tandem.cache.kernels.upload import upload
@@ -44,6 +45,22 @@ class AttentionPart:
     shared: SharedPart | None
 
 
+@dataclass(frozen=True, eq=False)
+class ChosenTokens:
+    """n tokens that attend to chosen positions, see Choosers: tokens int64 [n], firsts int32 [n] and kv_indices int32,
+    on the device."""
+
+    tokens: Tensor
+    firsts: Tensor
+    kv_indices: Tensor
+
+    @classmethod
+    def of(cls, choosers: Choosers, kv_indices: Int32Array, device: torch.device) -> "ChosenTokens | None":
+        if choosers.tokens.size == 0:
+            return None
+        return cls(*upload([choosers.tokens, choosers.firsts, kv_indices], device))
+
+
 def plan_parts(
     tokens: TokenLayout,
     tables: PageTables,
@@ -51,10 +68,13 @@ def plan_parts(
     page_size: int,
     device: torch.device,
     window: int | None = None,
+    *,
+    others: bool = False,
 ) -> tuple[Tensor, tuple[AttentionPart, ...]]:
     """tables.slot_mapping on the device, and parts that cover every token once; all of it in one copy.
 
-    groups: of the sequences without trees; those with trees make one more. window: of the layers.
+    groups: of the sequences without trees; those with trees make one more. window: of the layers. others: some
+    sequences are in no group.
     """
     contexts, tiles = lay_out_tiles(tokens, tables, page_size, window)
     drafts = [_draft(tokens, tables, which, gathered, None, page_size) for which, gathered in groups if which.any()]
@@ -70,7 +90,7 @@ def plan_parts(
             draft.single,
             *map(torch.from_numpy, draft.on_host),
             kv_indices=pages,
-            tokens=rows if len(drafts) > 1 else None,
+            tokens=rows if len(drafts) > 1 or others else None,
             kv_slots=kv_slots if kv_slots.shape[0] else None,
             trees=trees if draft is drafts[-1] else None,
             shared=shared if draft.single else None,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
+from tandem.cache.kernels.base import Capabilities, Part
 from tandem.cache.kernels.native.crew import Crew
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.torch.attention import AttentionPart, plan_prompts
+from tandem.cache.kernels.torch.attention import AttentionPart, StoredParts, plan_prompts
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.rope import Rotation
@@ -67,6 +68,7 @@ class NativeKernels(AppendThenAttend):
         tiles = self._heads * page_size * self._head_dim
         self._torch = TorchKernels(pool, scoring)
         self.scoring = scoring
+        self.capabilities = Capabilities(reads=True)
         self._tensor = pool
         self._crew = crew
         sizes = (self._heads, page_size, self._head_dim, scoring.window or NO_WINDOW)
@@ -123,7 +125,7 @@ class NativeKernels(AppendThenAttend):
         return rotated_q, rotated_k
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: NativePlan, sinks: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, own: NativePlan, sinks: Tensor | None = None
     ) -> Tensor:
         num_q_heads = q.shape[1]
         if not own.num_decodes and len(own.parts) == 1:
@@ -140,6 +142,12 @@ class NativeKernels(AppendThenAttend):
         for part in own.parts:
             output[part.tokens] = self._torch.attend_part(layer, part, part.take(q), k, v, sinks)
         return output
+
+    def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> StoredParts:
+        return self._torch.plan_read(tokens, tables, causal=causal)
+
+    def read_part(self, own: StoredParts, layer: int, q: Tensor) -> Part:
+        return self._torch.read_part(own, layer, q)
 
     def clear_pages(self, pages: Int32Array) -> None:
         """Nothing to do: neither native.c nor the parts of prompts read past the end of a sequence."""

@@ -173,8 +173,8 @@ INLINE void weigh(float *scores, int count, int dim, float *top, float *total, f
 }
 
 /* The tiles of K and V, which are short and far apart: left to itself the processor waits for most of them. */
-INLINE void prefetch(const Pool *pool, const float *keys, const int32_t *page_ids, int place) {
-    const float *const tile = keys + page_ids[place] * pool->page_stride;
+INLINE void prefetch(const Pool *pool, const float *keys, const int32_t *page_ids, int page_index) {
+    const float *const tile = keys + page_ids[page_index] * pool->page_stride;
     for (int i = 0; i < pool->page_size * pool->head_dim; i += 64 / (int)sizeof(float)) {
         __builtin_prefetch(tile + i);
         __builtin_prefetch(tile + pool->value_offset + i, 0, 2);
@@ -194,16 +194,17 @@ INLINE void attend_heads(const Pool *pool, const float *keys, const int32_t *pag
         top[head] = sinks ? sinks[head] * 1.44269504f : -INFINITY, total[head] = sinks ? 1 : 0;
     }
     const int start = length > pool->window ? length - pool->window : 0, first = start / size;
-    for (int place = first; place < num_pages && place < first + PAGES_AHEAD; place++)
-        prefetch(pool, keys, page_ids, place);
+    for (int page_index = first; page_index < num_pages && page_index < first + PAGES_AHEAD; page_index++)
+        prefetch(pool, keys, page_ids, page_index);
     for (int begin = start; begin < length; begin += CHUNK) {
         const int count = length - begin < CHUNK ? length - begin : CHUNK;
         for (int value = 0; value < 2; value++) {
             for (int done = 0, span; done < count; done += span) {
-                const int place = (begin + done) / size, offset = (begin + done) % size;
+                const int page_index = (begin + done) / size, offset = (begin + done) % size;
                 span = size - offset < count - done ? size - offset : count - done;
-                const float *const tile = keys + page_ids[place] * pool->page_stride + (int64_t)offset * dim;
-                if (!value && place + PAGES_AHEAD < num_pages) prefetch(pool, keys, page_ids, place + PAGES_AHEAD);
+                const float *const tile = keys + page_ids[page_index] * pool->page_stride + (int64_t)offset * dim;
+                if (!value && page_index + PAGES_AHEAD < num_pages)
+                    prefetch(pool, keys, page_ids, page_index + PAGES_AHEAD);
                 for (int head = 0; head < num_heads; head++) {
                     if (value)
                         accumulate(scores[head] + done, tile + pool->value_offset, span, dim, sums[head]);

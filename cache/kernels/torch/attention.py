@@ -6,7 +6,9 @@ K first; the row of (page, K or V, head) is (page · layers · 2 + K or V) · nu
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -32,8 +34,10 @@ class AttentionPart(ABC):
         return q[self.tokens] if isinstance(self.tokens, slice) else q.index_select(0, self.tokens)
 
     @abstractmethod
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        """Their o [n, num_q_heads, head_dim] from their own q and all k and v.
+    def attend(
+        self, spans: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        """Their o [n, num_q_heads, head_dim] from their own q and all k and v; None: these are in the pages alone.
 
         The window of `scoring` is that of plan_attention.
         """
@@ -74,7 +78,9 @@ class DecodePart(AttentionPart):
         o, lse = scoring.attend_in_part(products, values, self.mask)
         return o.flatten(1, 2), lse.flatten(1, 2)
 
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, spans: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
         keys, values = self.gather(spans, q)
         batch, heads, num_keys, head_dim = keys.shape
         if batch == 1 and q.dtype == torch.float32:
@@ -91,28 +97,50 @@ class DecodePart(AttentionPart):
 
 @dataclass(frozen=True, eq=False)
 class FreshPart(AttentionPart):
-    """Neighbouring sequences with nothing cached and `length` new tokens each."""
+    """Neighbouring sequences with nothing cached and `length` new tokens each. plan_gather: of all that they store."""
 
     length: int
+    plan_gather: Callable[[], PageGather]
 
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        q, k, v = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q, self.take(k), self.take(v)))
-        o = scoring.attend_causally(q, k, v, sinks)
+    @cached_property
+    def gather(self) -> PageGather:
+        return self.plan_gather()
+
+    def attend(
+        self, spans: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        if k is None or v is None:
+            keys, values = self.gather(spans, q)
+        else:
+            keys, values = (self.take(x).unflatten(0, (-1, self.length)).transpose(1, 2) for x in (k, v))
+        o = scoring.attend_causally(q.unflatten(0, (-1, self.length)).transpose(1, 2), keys, values, sinks)
         return o.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkPart(AttentionPart):
-    """n tokens of one sequence after cached ones. mask: [n, num_keys], 0 or -inf."""
+    """n tokens of one sequence after cached ones. mask: [n, num_keys], 0 or -inf; None where all see all num_keys."""
 
     gather: PageGather
-    mask: Tensor
+    mask: Tensor | None
 
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
+    def attend_in_part(self, spans: Tensor, q: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """o [n, Hq, D] and the log-sum-exp of scores [n, Hq], both float32."""
+        keys, values = (x.squeeze(0).unsqueeze(1).float() for x in self.gather(spans, q))  # [Hkv, 1, m, D]
+        grouped = q.float().unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3)
+        o, lse = scoring.attend_in_part(grouped @ keys.transpose(2, 3), values, self.mask)
+        return o.flatten(0, 1).transpose(0, 1), lse.flatten(0, 1).transpose(0, 1)
+
+    def attend(
+        self, spans: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
         keys, values = self.gather(spans, q)
         q = q.transpose(0, 1).unsqueeze(0)
         o = scoring.attend(q, keys, values, self.mask, sinks)
         return o.squeeze(0).transpose(0, 1)
+
+
+StoredParts = tuple[DecodePart | ChunkPart, ...]
 
 
 def plan_attention(
@@ -146,10 +174,26 @@ def plan_prompts(
     fresh[list(masks)] = False
     parts: list[AttentionPart] = []
     if fresh.any():
-        parts += _fresh(np.flatnonzero(fresh), rows)
+        parts += planner.fresh(np.flatnonzero(fresh))
     for sequence in np.flatnonzero(~single & ~fresh):
         row, append = rows.take(slice(sequence, sequence + 1)), int(appends[sequence])
         parts.append(planner.chunk(row, append, masks.get(int(sequence))))
+    return tuple(parts)
+
+
+def plan_stored(
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype, *, causal: bool
+) -> StoredParts:
+    """Parts that cover every token once and take K and V from pages alone; else as plan_attention, without trees. Not
+    causal: each token sees all that the tables have of its sequence."""
+    planner = _Planner(tokens.qo_indptr[:-1], tables, pool, window, dtype)
+    rows, appends, single = planner.rows, np.diff(tokens.qo_indptr), tokens.single
+    parts: list[DecodePart | ChunkPart] = []
+    for length in np.unique(rows.lengths[single]):  # slots behind the end of a sequence may hold anything
+        parts += planner.decodes(rows.take(single & (rows.lengths == length)))
+    for sequence in np.flatnonzero(~single):
+        row, append = rows.take(slice(sequence, sequence + 1)), int(appends[sequence])
+        parts.append(planner.chunk(row, append, None, causal=causal))
     return tuple(parts)
 
 
@@ -167,16 +211,6 @@ def tree_masks(tokens: TokenLayout, tables: PageTables, window: int | None) -> d
         seen = np.concatenate((np.arange(base) >= firsts, unpack_masks(mask, size)), 1)
         found[int(sequence)] = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
     return found
-
-
-def _fresh(sequences: NDArray[np.int64], rows: "_Rows") -> list[FreshPart]:
-    """Neighbours of one length become one part."""
-    cuts = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(rows.lengths[sequences]) != 0)) + 1
-    parts = []
-    for run in np.split(sequences, cuts):
-        begin, length = int(rows.tokens[run[0]]), int(rows.lengths[run[0]])
-        parts.append(FreshPart(slice(begin, begin + run.size * length), length))
-    return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,11 +249,25 @@ class _Planner:
         parts = [rows.take(sizes == size) for size in np.unique(sizes)]
         return [self._decode(part, int(part.counts.max())) for part in parts]
 
-    def chunk(self, row: _Rows, append: int, tree: Tensor | None) -> ChunkPart:
-        """tree: the mask of tokens that are nodes of a tree; None: each sees the positions up to its own."""
+    def fresh(self, sequences: NDArray[np.int64]) -> list[FreshPart]:
+        """Neighbours of one length become one part."""
+        rows = self.rows
+        cuts = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(rows.lengths[sequences]) != 0)) + 1
+        parts = []
+        for run in np.split(sequences, cuts):
+            own = rows.take(slice(int(run[0]), int(run[-1]) + 1))
+            begin, length = int(own.tokens[0]), int(own.lengths[0])
+            gather = partial(self._gather, own, int(own.counts[0]), length)
+            parts.append(FreshPart(slice(begin, begin + run.size * length), length, gather))
+        return parts
+
+    def chunk(self, row: _Rows, append: int, tree: Tensor | None, *, causal: bool = True) -> ChunkPart:
+        """tree: the mask of tokens that are nodes of a tree; None: each sees the positions up to its own, or all."""
         begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
         gather = self._gather(row, int(row.counts[0]), num_keys)
         mask = tree
+        if mask is None and not causal:
+            return ChunkPart(slice(begin, begin + append), gather, None)
         if mask is None:
             visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
             mask = additive_mask(visible, num_keys, self._window)

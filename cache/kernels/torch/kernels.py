@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import Capabilities
+from tandem.cache.kernels.base import Capabilities, Part
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.torch.attention import AttentionPart, plan_attention, plan_prompts
+from tandem.cache.kernels.torch.attention import (
+    AttentionPart,
+    StoredParts,
+    plan_attention,
+    plan_prompts,
+    plan_stored,
+)
 from tandem.cache.kernels.torch.sharing import plan_shared, sharing_rule
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
@@ -46,7 +52,7 @@ class TorchKernels(AppendThenAttend):
         spans = pool.view(-1, page_size * head_dim)
         self._pool = pool
         self.scoring = scoring
-        self.capabilities = Capabilities(sharing=sharing_rule(pool, scoring.window))
+        self.capabilities = Capabilities(sharing=sharing_rule(pool, scoring.window), reads=True)
         self._page_size = page_size
         self._heads = heads
         self._page_rows = layers * 2 * heads  # of page_size · head_dim elements
@@ -79,16 +85,32 @@ class TorchKernels(AppendThenAttend):
         return q, k
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: TorchPlan, sinks: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, own: TorchPlan, sinks: Tensor | None = None
     ) -> Tensor:
         if self._fp8 is None:
-            return self._attend(layer, q, k, v, own, sinks)
+            return self._attend_parts(layer, q, k, v, own, sinks)
         # Entries take part as they are: their scales are q's and the output's.
-        k, v = (entries.to(q.dtype) for entries in self._fp8.quantise(layer, k, v))
-        output = self._attend(layer, self._fp8.scale_queries(layer, q), k, v, own, sinks)
+        if k is not None and v is not None:
+            k, v = (entries.to(q.dtype) for entries in self._fp8.quantise(layer, k, v))
+        output = self._attend_parts(layer, self._fp8.scale_queries(layer, q), k, v, own, sinks)
         return self._fp8.scale_output(layer, output)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
+    def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> StoredParts:
+        return plan_stored(tokens, tables, self._pool, self.scoring.window, self._dtype, causal=causal)
+
+    def read_part(self, own: StoredParts, layer: int, q: Tensor) -> Part:
+        queries = q if self._fp8 is None else self._fp8.scale_queries(layer, q)
+        output = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for part in own:
+            of_part = part.attend_in_part(self._spans[layer], part.take(queries), self.scoring)
+            output[part.tokens], lse[part.tokens] = of_part
+        output = output.to(q.dtype)
+        return Part(output if self._fp8 is None else self._fp8.scale_output(layer, output), lse)
+
+    def _attend_parts(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, plan: TorchPlan, sinks: Tensor | None
+    ) -> Tensor:
         if len(plan.parts) == 1:
             return self.attend_part(layer, plan.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -97,9 +119,9 @@ class TorchKernels(AppendThenAttend):
         return output
 
     def attend_part(
-        self, layer: int, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        self, layer: int, part: AttentionPart, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        """o of the part's tokens from their q and all of k and v."""
+        """o of the part's tokens from their q and all of k and v; None: these are in the pages alone."""
         return part.attend(self._spans[layer], q, k, v, self.scoring, sinks)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,9 @@ class SharedDecodes(AttentionPart):
     own: tuple[DecodePart, ...]
     segments: tuple[Segment, ...]
 
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, spans: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
         output = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for part in self.own:

@@ -1,13 +1,18 @@
-"""Attention of sequences with a sliding window: K is stored before RoPE and rotated by its position in what is left."""
+"""Attention of sequences with a sliding window: K is stored before RoPE and rotated by its index in what is left.
+
+What a sequence held before it began to slide was rotated by its position. Of that, sinks stand where they stood. The
+rest is scored by q as it is rotated in the text: only the distance of two positions counts.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring, additive_mask
+from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.rope import Rotation
 
@@ -16,38 +21,117 @@ ReadSlots = Callable[[Int32Array], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class SlidingParts:
-    """N sequences of a forward in one layer group: `sequences` (int64 [N], ascending) of the B.
+class SlidingRows:
+    """Where B sequences stand in a forward, int64 [B] each, in indices of page tables (see SlidingTable).
 
-    Tokens begins[i] … ends[i] - 1 (int32 [N] each) are the newest of the i-th; slots[bounds[i] : bounds[i + 1]] (int32)
-    are those of all that it stores, in order. rotation: of 0, 1, …, as many as there can be; None without RoPE.
+    sinks, holes: of each. turned_sinks, turned: sinks below the first, and others below the second, are stored rotated
+    by their positions. indices, positions: of the newest token, among what is left and in the text. still: the row of
+    the table of rotations that rotates nothing.
     """
 
-    sequences: Int64Array
-    begins: Int32Array
-    ends: Int32Array
-    bounds: Int32Array
-    slots: Int32Array
-    rotation: Rotation | None
+    sinks: Int64Array
+    holes: Int64Array
+    turned_sinks: Int64Array
+    turned: Int64Array
+    indices: Int64Array
+    positions: Int64Array
+    still: int
 
-    @property
-    def num_tokens(self) -> int:
-        return int((self.ends - self.begins).sum())
+    def packed(self, size: int) -> Int32Array:
+        """int32 [6 · size], see DeviceTables.sliding; 0 in rows that are missing."""
+        fields = self.sinks, self.holes, self.turned_sinks, self.turned, self.indices, self.positions
+        packed = np.zeros((len(fields), size), np.int32)
+        packed[:, : self.sinks.size] = fields
+        return packed.reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingPart:
+    """N sequences that attend at once, n tokens each over m keys each.
+
+    tokens: int64 [N · n], rows of q; what a sequence has less is filled up with its last token, and its last key.
+    slots: int32 [N · m]. mask: [N, 1, n, m], 0 or -inf; None: each token sees all keys. keys, queries: how K and q are
+    rotated; None without RoPE. text: how q is rotated for the keys that are `late` (bool [N · m, 1, 1]), which were
+    rotated by their positions and moved since; None where there are none.
+    """
+
+    size: int  # N
+    tokens: Tensor
+    slots: Int32Array
+    mask: Tensor | None
+    keys: Rotation | None = None
+    queries: Rotation | None = None
+    text: Rotation | None = None
+    late: Tensor | None = None
+
+    def attend(self, output: Tensor, q: Tensor, read: ReadSlots, scoring: Scoring, sinks: Tensor | None) -> None:
+        """Fills in `output` [T, num_q_heads, head_dim]; q: of all tokens, not rotated."""
+        keys, values = read(self.slots)
+        own = q[self.tokens]
+        if self.keys is not None and self.queries is not None:
+            keys, moved = self.keys.apply(keys), own
+            own = self.queries.apply(own)
+            if self.text is not None and self.late is not None:  # two products as one: each key meets one q
+                own = torch.cat((own, self.text.apply(moved)), -1)
+                keys = torch.cat((keys.masked_fill(self.late, 0), keys.masked_fill(~self.late, 0)), -1)
+        own, keys, values = (x.unflatten(0, (self.size, -1)).transpose(1, 2) for x in (own, keys, values))
+        o = scoring.attend(own, keys, values, None if self.mask is None else self.mask.to(q.dtype), sinks)
+        output[self.tokens] = o.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingParts:
+    """The sequences of a forward that slide, in one layer group: `sequences` (int64 [N], ascending) of the B.
+
+    num_tokens: new tokens of all of them."""
+
+    sequences: Int64Array
+    num_tokens: int
+    parts: tuple[SlidingPart, ...]
 
     def attend(self, output: Tensor, q: Tensor, read: ReadSlots, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         """`output` [T, num_q_heads, head_dim] with their tokens filled in; q: of all tokens, not rotated."""
-        bounds = pairwise(self.bounds.tolist())
-        for begin, end, stored in zip(self.begins.tolist(), self.ends.tolist(), bounds, strict=True):
-            keys, values = read(self.slots[slice(*stored)])
-            output[begin:end] = self._attend_one(q[begin:end], keys, values, scoring, sinks)
+        for part in self.parts:
+            part.attend(output, q, read, scoring, sinks)
         return output
 
-    def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        count, num_keys = q.shape[0], keys.shape[0]
-        if self.rotation is not None:
-            keys = self.rotation.between(0, num_keys).apply(keys)
-            q = self.rotation.between(num_keys - count, num_keys).apply(q)
-        visible = np.arange(num_keys - count, num_keys, dtype=np.int32) + 1
-        mask = None if count == 1 else additive_mask(visible, num_keys).to(q.device, q.dtype)
-        own, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))
-        return scoring.attend(own, keys, values, mask, sinks).squeeze(0).transpose(0, 1)
+
+def plan_sliding_part(
+    begins: Int64Array,
+    counts: Int64Array,
+    bounds: Int32Array,
+    slots: Int32Array,
+    ways: SlidingRows,
+    rotation: Rotation | None,
+    device: torch.device,
+) -> SlidingPart:
+    """begins, counts: int64 [N], the first token of each sequence and how many it has. bounds, slots: see
+    PageLookUp.sliding_slots. ways: of the sequences, when these tokens are stored. rotation: the whole table's."""
+    size, stored = counts.size, np.diff(bounds).astype(np.int64)
+    widest, longest = int(stored.max()), int(counts.max())
+    tokens = np.minimum(np.arange(longest), counts[:, None] - 1)
+    keys = np.minimum(np.arange(widest), stored[:, None] - 1)
+    visible = (stored - counts)[:, None] + tokens + 1
+    mask = None
+    if int(visible.min()) < widest:
+        mask = additive_mask(visible.reshape(-1).astype(np.int32), widest)
+        mask = mask.view(size, 1, longest, widest).to(device)
+    rows = [(begins[:, None] + tokens).reshape(-1)]
+    padded = slots[bounds[:-1, None] + keys].reshape(-1)
+    if rotation is None:
+        (own,) = upload(rows, device)
+        return SlidingPart(size, own, padded, mask)
+    is_sink = keys < ways.sinks[:, None]
+    turned = keys < np.where(is_sink, ways.turned_sinks[:, None], (ways.turned - ways.holes)[:, None])
+    back = counts[:, None] - 1 - tokens
+    rows += [np.where(turned, ways.still, keys).reshape(-1), (ways.indices[:, None] - back).reshape(-1)]
+    late = turned & ~is_sink & (ways.indices != ways.positions)[:, None]  # else they stand where they stood
+    if not late.any():
+        own, of_keys, of_queries = upload(rows, device)
+        return SlidingPart(
+            size, own, padded, mask, Rotation(rotation.table, of_keys), Rotation(rotation.table, of_queries)
+        )
+    rows += [np.maximum(ways.positions[:, None] - back, 0).reshape(-1), late.reshape(-1).astype(np.int64)]
+    own, *of, are_late = upload(rows, device)
+    of_keys, of_queries, of_text = (Rotation(rotation.table, one) for one in of)
+    return SlidingPart(size, own, padded, mask, of_keys, of_queries, of_text, are_late.bool()[:, None, None])

@@ -4,7 +4,6 @@ Flash-decoding (Dao et al., 2023): the positions of a sequence are split over se
 the last of them to finish merges what all have found. decode_plan.py says which program has which positions.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.triton.decode_plan import ENDS, ENTRY, DecodePlan, choose_tiling
+from tandem.cache.kernels.triton.decode_merge import LOG2E, leave
+from tandem.cache.kernels.triton.decode_plan import ENTRY, DecodePlan, choose_tiling
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.fp8 import quantise, widen_pairs
 from tandem.cache.plan.head_norm import HeadNorm
@@ -32,8 +32,8 @@ def decode(
     pool: Tensor,
     layer: int,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     rotation: Rotation | None,
     plan: DecodePlan,
     scoring: Scoring,
@@ -41,7 +41,8 @@ def decode(
     norm: HeadNorm | None,
     fp8: Fp8Entries | None = None,
 ) -> Tensor:
-    """o [B, num_q_heads, head_dim] of one new token each of B sequences; see AttentionBackend.run.
+    """o [B, num_q_heads, head_dim] of one new token each of B sequences; see AttentionBackend.run, and read where k and
+    v are None.
 
     schedule_splits() has been queued for the lengths that plan.tables have.
 
@@ -63,8 +64,8 @@ def decode(
     kernel: Any = _decode[(entries * num_kv_heads,)]
     kernel(
         q=q,
-        k=k,
-        v=v,
+        k=q if k is None else k,
+        v=q if v is None else v,
         norm=q if norm is None else norm.weight,
         cos=cos,
         sin=sin,
@@ -80,8 +81,8 @@ def decode(
         preceding=tables.slots if tables.preceding is None else tables.preceding,
         output=output,
         q_token=q.stride(0),
-        k_token=k.stride(0),
-        v_token=v.stride(0),
+        k_token=0 if k is None else k.stride(0),
+        v_token=0 if v is None else v.stride(0),
         cos_token=cos.stride(0),
         sin_token=sin.stride(0),
         page_elements=pool.stride(0),
@@ -101,6 +102,7 @@ def decode(
         MOST_SPLITS=triton.next_power_of_2(plan.most_splits),
         CAPPED=scoring.softcap is not None,
         SINKS=sinks is not None,
+        READ=k is None,
         RUNS=tables.preceding is not None,
         WINDOW=0 if tables.preceding is None else scoring.window or 0,
         NORM=norm is not None,
@@ -116,9 +118,6 @@ def decode(
     return output
 
 
-LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
-
-
 @triton.jit(do_not_specialize=["entries"])
 def _decode(
     q, k, v, norm, cos, sin, pool, slots, kv_indices, schedule, sinks,
@@ -126,15 +125,16 @@ def _decode(
     q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps, entries,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, RUNS: tl.constexpr, WINDOW: tl.constexpr,
-    NORM: tl.constexpr, ROUND: tl.constexpr, ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
-    TWO: tl.constexpr, PDL: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr, RUNS: tl.constexpr,
+    WINDOW: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr, ROTATE: tl.constexpr, FP8: tl.constexpr,
+    PTX: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has one piece of one sequence, for the q heads of one KV head.
 
     Schedule, tables and stored positions are older than the step's products: only the new token waits for earlier
     kernels. The first program of a KV head stores it, and begins its softmax with it, so that no program reads what
-    is being written. Where rows are of one sequence (RUNS), it goes on with the new tokens of the rows before.
+    is being written. Where rows are of one sequence (RUNS), it goes on with the new tokens of the rows before. Where an
+    earlier kernel has stored the new tokens (READ), it takes them from there.
     """
     if PDL:
         gdc_launch_dependents()
@@ -165,20 +165,24 @@ def _decode(
         new_k = k + (head + one) * HEAD_DIM
         new_v = v + (head + one) * HEAD_DIM
         gains = norm + (KV_HEADS * GROUP + head + one) * HEAD_DIM
-        key, value = _new_entry(
-            *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, token, one, column),
-            *(k_token, v_token, cos_token, sin_token, eps, KV_HEADS, HEAD_DIM, HALF, NORM, ROUND, ROTATE, FP8),
-        )
+        head_rows = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
+        to_values = KV_HEADS * PAGE_SIZE * HEAD_DIM
+        if READ:
+            key, value = _stored_entry(head_rows, slot, page_elements, to_values, one, column, HEAD_DIM, PAGE_SIZE)
+        else:
+            key, value = _new_entry(
+                *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, token, one, column),
+                *(k_token, v_token, cos_token, sin_token, eps, KV_HEADS, HEAD_DIM, HALF, NORM, ROUND, ROTATE, FP8),
+            )
         if FP8:
             # What products with entries lack is made up for in the scores' scale and in the sums.
             query = query.to(tl.float16)
             scale *= tl.load(factors + head)
-        head_rows = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
-        to_values = KV_HEADS * PAGE_SIZE * HEAD_DIM
-        if (split == 0) & (slot >= 0):
-            own = head_rows + (slot // PAGE_SIZE).to(tl.int64) * page_elements + slot % PAGE_SIZE * HEAD_DIM
-            tl.store(own + one + column, key)
-            tl.store(own + to_values + one + column, value)
+        if not READ:  # noqa: SIM102  # a choice of the compiler around one of the program
+            if (split == 0) & (slot >= 0):
+                own = head_rows + (slot // PAGE_SIZE).to(tl.int64) * page_elements + slot % PAGE_SIZE * HEAD_DIM
+                tl.store(own + one + column, key)
+                tl.store(own + to_values + one + column, value)
         # The first program begins with the new token, the others with nothing.
         new = _score(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, CAPPED)
         row_max = tl.where(split == 0, new, float("-inf"))
@@ -189,10 +193,18 @@ def _decode(
             if WINDOW > 0:
                 before = tl.minimum(before, WINDOW - 1)
             for age in range(1, tl.where(split == 0, before, 0) + 1):
-                key, value = _new_entry(
-                    *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, token - age, one, column),
-                    *(k_token, v_token, cos_token, sin_token, eps, KV_HEADS, HEAD_DIM, HALF, NORM, ROUND, ROTATE, FP8),
-                )
+                if READ:
+                    earlier = tl.load(slots + token - age)
+                    key, value = _stored_entry(
+                        head_rows, earlier, page_elements, to_values, one, column, HEAD_DIM, PAGE_SIZE
+                    )
+                else:
+                    own_row = token - age
+                    key, value = _new_entry(
+                        *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, own_row, one, column),
+                        *(k_token, v_token, cos_token, sin_token, eps),
+                        *(KV_HEADS, HEAD_DIM, HALF, NORM, ROUND, ROTATE, FP8),
+                    )
                 new = _score(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, CAPPED)
                 higher = tl.maximum(row_max, new)
                 kept = tl.exp2(row_max - higher)
@@ -207,7 +219,7 @@ def _decode(
         if FP8:
             acc *= tl.load(factors + KV_HEADS + head)
         counter = counters + token * KV_HEADS + head
-        _leave(
+        leave(
             *(row_max, row_sum, acc, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
             *(split, used, first, entries, GROUP, ROWS, FEW_ROWS, HEAD_DIM, MOST_SPLITS, SINKS),
         )
@@ -230,6 +242,16 @@ def _new_entry(
         key = quantise(key, tl.load(inverse), entry)
         value = quantise(value, tl.load(inverse + KV_HEADS), entry)
     return key, value
+
+
+@triton.jit
+def _stored_entry(
+    head_rows, slot, page_elements, to_values, one, column, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr
+):  # fmt: skip
+    """K and V [1, HEAD_DIM] as they stand in a slot of one KV head; of padding in any, since nobody looks at it."""
+    there = tl.maximum(slot, 0)
+    own = head_rows + (there // PAGE_SIZE).to(tl.int64) * page_elements + there % PAGE_SIZE * HEAD_DIM + one + column
+    return tl.load(own), tl.load(own + to_values)
 
 
 @triton.jit
@@ -324,63 +346,3 @@ def _score(products, scale, softcap, CAPPED: tl.constexpr):
     if CAPPED:
         return (2.0 * tl.sigmoid(2.0 * products * scale / softcap) - 1.0) * softcap * LOG2E
     return products * (scale * LOG2E)
-
-
-@triton.jit
-def _leave(
-    row_max, row_sum, acc, partial, counter, sinks, output, q_heads, head, split, used, first, entries,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges."""
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
-    if used == 1:
-        if SINKS:
-            heads = tl.arange(0, ROWS)
-            sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
-            row_sum += tl.exp2(sink * LOG2E - row_max)
-        result = acc / row_sum[:, None]
-        tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
-    else:
-        found = partial + ((head * GROUP + row) * entries + first + split) * (HEAD_DIM + ENDS)
-        tl.store(found + column, acc, mask=row < GROUP)
-        tl.store(found + HEAD_DIM, row_max[:, None], mask=row < GROUP)
-        tl.store(found + HEAD_DIM + 1, row_sum[:, None], mask=row < GROUP)
-        tl.debug_barrier()  # all threads have stored before the count says so
-        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-            tl.store(counter, 0)
-            partial += first * (HEAD_DIM + ENDS)
-            _merge(
-                *(partial, sinks, output, q_heads, head, used, entries),
-                *(GROUP, FEW_ROWS, HEAD_DIM, MOST_SPLITS, SINKS),
-            )
-
-
-@triton.jit
-def _merge(
-    partial, sinks, output, q_heads, head, used, entries,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Writes the output of one KV head's q heads from what its `used` programs have found."""
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
-    split = tl.arange(0, MOST_SPLITS)[None, :]
-    here = row < GROUP
-    found = partial + (head * GROUP + row) * (entries * (HEAD_DIM + ENDS))
-    ends = found + split * (HEAD_DIM + ENDS) + HEAD_DIM
-    row_max = tl.load(ends, mask=here & (split < used), other=float("-inf"), cache_modifier=".cg")
-    row_sums = tl.load(ends + 1, mask=here & (split < used), other=0.0, cache_modifier=".cg")
-    highest = tl.max(tl.where(here, row_max, 0.0), 1, keep_dims=True)
-    row_sum = tl.sum(row_sums * tl.exp2(row_max - highest), 1, keep_dims=True)
-    if SINKS:
-        sink = tl.load(sinks + head * GROUP + row, mask=here, other=0.0).to(tl.float32)
-        row_sum += tl.exp2(sink * LOG2E - highest)
-    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    for _ in tl.range(0, used, loop_unroll_factor=8):  # pyright: ignore[reportGeneralTypeIssues]
-        # Unrolled, so that many loads are under way.
-        of_one = tl.load(found + column, mask=here, other=0.0, cache_modifier=".cg")
-        max_of_one = tl.load(found + HEAD_DIM, mask=here, other=0.0, cache_modifier=".cg")
-        acc += of_one * tl.exp2(max_of_one - highest)
-        found += HEAD_DIM + ENDS
-    result = acc / tl.where(here, row_sum, 1.0)
-    tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=here)

@@ -135,10 +135,14 @@ def serve(
     from tandem.cluster.cli.bench.settings import Settings
 
     settings = Settings(
-        grpc, tuple(url or ()), endpoint, model_name, token_file, tls_ca, tls_cert, tls_key, mix, prompt_tokens,
-        output_tokens, prefix, prefixes, turns, pause_seconds, trace, tuple(rate or ()), sweep or not (rate or trace),
-        seconds, requests, warmup_seconds, tail_seconds, burstiness, slo_ttft_ms, slo_gap_ms, slo_fraction, precision,
-        budget_seconds, max_concurrency, timeout, processes, seed, salt, vocab_size,
+        grpc=grpc, urls=tuple(url or ()), endpoint=endpoint, model_name=model_name, token_file=token_file,
+        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, mix=mix, prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens, prefix=prefix, prefixes=prefixes, turns=turns, pause_seconds=pause_seconds,
+        trace=trace, rates=tuple(rate or ()), sweeps=sweep or not (rate or trace), seconds=seconds, requests=requests,
+        warm_up_seconds=warmup_seconds, tail_seconds=tail_seconds, burstiness=burstiness, slo_ttft_ms=slo_ttft_ms,
+        slo_gap_ms=slo_gap_ms, slo_fraction=slo_fraction, precision=precision, budget_seconds=budget_seconds,
+        max_concurrency=max_concurrency, timeout=timeout, processes=processes, seed=seed, salt=salt,
+        vocab_size=vocab_size,
     )  # fmt: skip
     settings.check()
     if plot is not None:

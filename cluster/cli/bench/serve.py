@@ -140,15 +140,15 @@ class Bench:
         return Load(
             workload,
             self.slo,
-            len(self.runs),
-            rate,
-            warm_up,
-            -(-requests // workload.turns),
-            tail,
-            options.burstiness,
-            options.max_concurrency,
-            options.timeout,
-            drain,
+            number=len(self.runs),
+            rate=rate,
+            warm_up=warm_up,
+            measured=-(-requests // workload.turns),
+            tail=tail,
+            burstiness=options.burstiness,
+            max_concurrency=options.max_concurrency,
+            timeout=options.timeout,
+            drain=drain,
         )
 
 

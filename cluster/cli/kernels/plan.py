@@ -34,6 +34,7 @@ from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.kernels.cuda.cubin_build import find_cubin
 from tandem.workers.kernels.native.layer import SOURCE as LAYER
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.runner.kernel_plan import plan_cubins
@@ -89,8 +90,9 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
     """target: None where island.device is cpu. Raises ConfigError for a checkpoint that cannot be served."""
     try:
         model = load_config(Path(config.model.path or ""), config.model.dtype)
-        scales = choose_scales(worker_configs(config, model.max_length)[0], model)
-        layout = kv_layout(model, config.cache.page_size, scales)
+        worker = worker_configs(config, model.max_length)[0]
+        drafter = load_drafter_config(worker.speculation, model)
+        layout = kv_layout(model, config.cache.page_size, choose_scales(worker, model, drafter), drafter)
     except (ModelError, InvalidArgument) as error:
         raise ConfigError(f"model.path: {error}") from error
     there: list[str] = []
@@ -100,7 +102,9 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
     lacking: list[str] = []
     if target is not None:
         modules = plan_modules(layout, model.attn_softcap, target.capability)
-        planned = [*_plan_modules(modules, target, lacking), *_plan_cubins(model, layout.stored_dtype, target)]
+        planned = [*_plan_modules(modules, target, lacking)]
+        for one in filter(None, (model, drafter)):
+            planned += _plan_cubins(one, layout.stored_dtype, target)
         planned += _plan_device_puts(target)
         wanted = [build for build, is_there in planned if not is_there or there.append(build.title)]
         if wanted and shutil.which("nvcc") is None:

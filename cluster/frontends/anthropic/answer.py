@@ -13,6 +13,7 @@ from tandem.cluster.frontends.openai.translated_answer import Event, TranslatedA
 from tandem.cluster.text.parsers.output_parser import OutputParser
 from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from tandem.proto import inference_pb2
+from tandem.workers.wire.messages import PROMPT_DTYPE
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -81,8 +82,10 @@ class MessagesAnswer(TranslatedAnswer):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": self._last.stop_string if stopped else None}
 
-    def _begin_events(self, request_id: str) -> list[Event]:
-        return [{"type": "message_start", "message": self._message(request_id, [], inference_pb2.Usage())}]
+    def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:
+        """All of the prompt counts: the last events say how much of it was cached."""
+        prompt = inference_pb2.Usage(prompt_tokens=len(message.prompt_token_bytes) // PROMPT_DTYPE.itemsize)
+        return [{"type": "message_start", "message": self._message(message.request_id, [], prompt)}]
 
     def _part_events(self, part: Part) -> list[Event]:
         match part:

@@ -12,6 +12,7 @@ from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.sampling_fields import StopTexts
 from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
 from tandem.cluster.frontends.openai.translated_body import TranslatedBody
+from tandem.proto import inference_pb2
 
 
 class MessagesTool(Part):
@@ -55,6 +56,27 @@ class Thinking(Part):
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="'enabled' or 'disabled'")
 
 
+class OutputFormat(Part):
+    """What the output follows."""
+
+    refused = frozenset()
+
+    type: Literal["json_schema"] = Field(description="'json_schema'")
+    held: dict[str, Any] = Field(alias="schema", description="a JSON schema, as an object")
+
+    @property
+    def chat_format(self) -> dict[str, Any]:
+        """As response_format of a chat."""
+        return {"type": self.type, "json_schema": {"schema": self.held}}
+
+
+class OutputConfig(Part):
+    refused = frozenset()
+
+    effort: str | None = Field(default=None, description="text")
+    format: OutputFormat | None = Field(default=None, description="an object with type and schema")
+
+
 class ChatLikeBody(TranslatedBody):
     """What a prompt is made of."""
 
@@ -62,6 +84,7 @@ class ChatLikeBody(TranslatedBody):
         {
             "max_completion_tokens": "max_tokens",
             "stop": "stop_sequences",
+            "response_format": "output_config",
         }
     )
     prompt_fields = ("messages", "system")
@@ -98,9 +121,22 @@ class MessagesBody(ChatLikeBody):
     top_p: float | None = Field(default=None, description="a number")
     top_k: int | None = Field(default=None, description="an integer")
     metadata: dict[str, Any] | None = Field(default=None, description="an object")
+    output_config: OutputConfig | None = Field(default=None, description="an object with effort and format")
+    output_format: OutputFormat | None = Field(default=None, description="an object with type and schema")
+
+    def requests(self) -> list[inference_pb2.GenerateRequest]:
+        """The first event of a stream tells how long the prompt is."""
+        requests = super().requests()
+        for request in requests:
+            request.return_prompt_token_ids = self.stream
+        return requests
 
     def translated(self) -> dict[str, Any]:
+        config = self.output_config or OutputConfig()
+        form = config.format or self.output_format
         return super().translated() | {
+            "reasoning_effort": config.effort,
+            "response_format": None if form is None else form.chat_format,
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "temperature": self.temperature,

@@ -62,6 +62,9 @@ class HttpApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = asyncio.current_task()
         assert call is not None, "ASGI calls its application in a task"
+        path = scope["path"]
+        if path.endswith("/") and path not in self._routes:
+            scope = {**scope, "path": path.removesuffix("/")}
         reply = Reply(send, self._forms.get(scope["path"]))
         reply.headers |= self._cors.headers(scope)
         try:

@@ -25,8 +25,9 @@ async def _read(scope: Scope, receive: Receive, held: Body, max_bytes: int) -> b
     media_type = ";".join(header(scope, "content-type"))
     if media_type.partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, f"content-type is {media_type!r:.80}; application/json is accepted")
-    if header(scope, "content-encoding"):
-        raise HttpError(415, f"content-encoding is {header(scope, 'content-encoding')[0]!r:.80}; none is accepted")
+    coding = next((one for one in header(scope, "content-encoding") if one.strip().lower() != "identity"), None)
+    if coding is not None:
+        raise HttpError(415, f"content-encoding is {coding!r:.80}; none is accepted, or identity")
     declared = int((header(scope, "content-length") or ["0"])[0])
     _check_size(declared, max_bytes)
     held.hold(declared)

@@ -50,7 +50,7 @@ class ChatAnswers:
                 sampling = request.sampling
                 keeps_special = sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens
                 sampling.skip_special_tokens = False
-        opened = body.begins and await asyncio.to_thread(formats.opens_reasoning, body.chat_template_kwargs or {})
+        opened = body.begins and await asyncio.to_thread(formats.opens_reasoning, body.template_kwargs)
         return partial(formats.parser, calls, opened=opened, keep_special=keeps_special)
 
 

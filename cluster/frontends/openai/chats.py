@@ -36,13 +36,14 @@ class ChatBody(ToolFields, GenerationBody):
     top_logprobs: int | None = Field(default=None, description="an integer")
 
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
+    reasoning_effort: str | None = Field(default=None, description="text")
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     continue_final_message: bool = Field(default=False, description="true or false")
     include_reasoning: bool = Field(default=True, description="true or false")
 
     @model_validator(mode="after")
     def _of_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is of use only with logprobs: true")
         return self
 
@@ -56,14 +57,21 @@ class ChatBody(ToolFields, GenerationBody):
         chat.continue_final_message = self.continue_final_message
         if self.add_generation_prompt is not None:
             chat.add_generation_prompt = self.add_generation_prompt
-        if self.chat_template_kwargs:
-            chat.template_kwargs = json.dumps(self.chat_template_kwargs)
+        if self.template_kwargs:
+            chat.template_kwargs = json.dumps(self.template_kwargs)
         chat.tools = self.template_tools
         return requests
 
     def _guides(self) -> list[tuple[str, dict[str, Any]]]:
         forced = self.tool_guide
         return super()._guides() + ([] if forced is None else [("tool_choice", forced)])
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template. Some templates know reasoning_effort, and some whether to think."""
+        effort = self.reasoning_effort
+        made: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        return made | ({"enable_thinking": False} if effort == "none" else {}) | (self.chat_template_kwargs or {})
 
     @property
     def begins(self) -> bool:

@@ -64,8 +64,8 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _echoes(self) -> Self:
-        if self.echo and (self.stream or max(self.n or 1, self.best_of or 1) > 1):
-            raise ValueError("echo is true; with stream: true, n or best_of above 1 only false is accepted")
+        if self.echo and max(self.n or 1, self.best_of or 1) > 1:
+            raise ValueError("echo is true; with n or best_of above 1 only false is accepted")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise ValueError("echo is true; with truncate_prompt_tokens only false is accepted")
         return self
@@ -96,8 +96,9 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        asked = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
-        return max(asked, default=None)
+        least = 0 if self.max_tokens == 0 else None  # else nothing could be asked of the workers
+        echoed = (self.logprobs, least) if self.echo else ()
+        return max((one for one in (self.prompt_logprobs, *echoed) if one is not None), default=None)
 
 
 class CompletionAnswers:
@@ -120,16 +121,19 @@ class CompletionAnswer(Answer):
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
     _offset = 0  # characters of the tokens so far
+    _echoed = False
 
-    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+    def _choice(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
+        """An echoed prompt stands in the whole choice, or in its first chunk."""
         body = self._body
         assert isinstance(body, CompletionBody)
-        if not body.echo:
-            return super().choice(message)
+        if not body.echo or self._echoed:
+            return super()._choice(message, is_chunk)
+        self._echoed = True
         prompt = body.prompts[message.index]
         ids = None if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
         echoed = None if body.logprobs is None else self._echo(prompt, message.prompt_logprobs)
-        choice = super().choice(message)
+        choice = super()._choice(message, is_chunk)
         choice["text"] = (prompt if ids is None else self._text_of(ids)) + choice["text"]
         if echoed is not None:
             choice["logprobs"] = {name: echoed[name] + choice["logprobs"][name] for name in echoed}

@@ -50,6 +50,11 @@ class StreamOptions(Part):
     continuous_usage_stats: bool = Field(default=False, description="true or false")
 
 
+class Sliding(Part):
+    window: int = Field(description="an integer of at least 1")
+    sinks: int = Field(default=0, description="an integer of at least 0, less than window")
+
+
 class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     """The common part of completions and chats. The request validator checks limits."""
 
@@ -64,15 +69,15 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     max_tokens: int | None = Field(default=None, description="an integer of at least 1")
     cache_salt: str | None = Field(
         default=None,
-        min_length=1,
         max_length=MAX_CACHE_SALT,
-        description=f"a text of 1 to {MAX_CACHE_SALT} characters",
+        description=f"a text of at most {MAX_CACHE_SALT} characters",
     )
     logit_bias: LogitBias | None = Field(default=None, description="an object of token ids and numbers")
     bad_words_ids: IdLists | None = Field(default=None, description="a list of lists of token ids")
     n: int | None = Field(default=None, description=accepted_value("n"))
     best_of: int | None = Field(default=None, description=accepted_value("best_of"))
     prompt_logprobs: int | None = Field(default=None, description=accepted_value("prompt_logprobs"))
+    sliding: Sliding | None = Field(default=None, description="an object with window and sinks")
     return_token_ids: bool = Field(default=False, description="true or false")
     add_special_tokens: bool | None = Field(default=None, description="true or false")
     truncate_prompt_tokens: int | None = Field(default=None, description="an integer of at least 1, or -1")
@@ -85,7 +90,8 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        asks = self.stream_options is not None and any(self.stream_options.model_dump().values())
+        if asks and not self.stream:
             raise ValueError("stream_options is of use only with stream: true")
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
@@ -116,9 +122,12 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens, "guided": self.guided}
         sampling |= {"logit_bias": self.logit_bias, "bad_words_ids": self.bad_words_ids}
         sampling["prompt_logprobs"] = self.num_prompt_logprobs
+        sampling["sliding"] = None if self.sliding is None else self.sliding.model_dump()
         sampling |= {"add_special_tokens": self.add_special_tokens, "return_prompt_token_ids": self.tells_prompt}
         sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given = {name: value for name, value in sampling.items() if value is not None}
+        if -(2**63) <= given.get("seed", 0) < 0:  # a signed one
+            given["seed"] += 2**64
         prompts = self.prompts
         name = self.request_id if len(prompts) == 1 else None  # each prompt is a request of its own
         return [build_request(prompt, given, name, self.cache_salt or "") for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The fields of a body that say what its output follows, by OpenAI's and vLLM's names."""
+"""The fields of a body that say what its output follows, by OpenAI's, vLLM's and SGLang's names."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -57,6 +57,9 @@ class GuidedFields(Part):
     guided_regex: str | None = Field(default=None, description="text")
     guided_choice: Choice | None = Field(default=None, description=f"a list of 1 to {MAX_LISTED} texts")
     guided_grammar: str | None = Field(default=None, description="text")
+    json_schema: Schema | None = Field(default=None, description=SCHEMA)
+    regex: str | None = Field(default=None, description="text")
+    ebnf: str | None = Field(default=None, description="text")
 
     @model_validator(mode="after")
     def _one_guide(self) -> Self:
@@ -88,6 +91,9 @@ class GuidedFields(Part):
             "guided_regex": {"regex": self.guided_regex},
             "guided_choice": {"choice": self.guided_choice},
             "guided_grammar": {"grammar": self.guided_grammar},
+            "json_schema": {"json_schema": _text(self.json_schema)},
+            "regex": {"regex": self.regex},
+            "ebnf": {"grammar": self.ebnf},
         }
         found += [(name, guide) for name, guide in given.items() if None not in guide.values()]
         if newer is not None:

@@ -2,27 +2,47 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.part import Part, text_or_list
 from tandem.cluster.frontends.openai.tool_fields import ToolCalls
 from tandem.cluster.protocol import MAX_MESSAGES
 
 
 class TextPart(Part):
-    type: Literal["text"] = Field(description="'text'")
+    type: Literal["text", "input_text", "output_text"] = Field(description="'text'")
     text: str = Field(description="text")
 
 
-Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
+class RefusalPart(Part):
+    """An assistant's words, too."""
+
+    type: Literal["refusal"] = Field(description="'refusal'")
+    refusal: str = Field(description="text")
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _kind(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "a refusal" if kind == "refusal" else "a text part"
+
+
+AnyPart = Annotated[
+    Annotated[TextPart, Tag("a text part")] | Annotated[RefusalPart, Tag("a refusal")], Discriminator(_kind)
+]
+Parts = TypeAliasType("Parts", Annotated[list[AnyPart], FailFast()])
+Said = Annotated[Annotated[str, Tag("a text")] | Annotated[Parts, Tag("a list")], Discriminator(text_or_list)]
 
 
 class Message(Part):
     refused = frozenset({"audio", "function_call"})
 
     role: str = Field(description="text")
-    content: str | Parts = Field(description="text, or a list of parts of type text")
+    content: Said = Field(description="text, or a list of parts of type text")
     name: str | None = Field(default=None, description="text")
     tool_calls: ToolCalls | None = Field(default=None, description="a list of calls with id, type and function")
     tool_call_id: str | None = Field(default=None, description="text")
@@ -30,10 +50,14 @@ class Message(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _silent(cls, value: Any) -> Any:
-        """An assistant that says nothing has null, or no content."""
-        silent = isinstance(value, dict) and value.get("role") == "assistant" and value.get("content") is None
-        return value | {"content": ""} if silent else value
+    def _as_others_write_it(cls, value: Any) -> Any:
+        """An assistant or a tool that says nothing has null, or no content. Newer versions of vLLM call an assistant's
+        reasoning so."""
+        if not isinstance(value, dict):
+            return value
+        silent = value.get("role") in ("assistant", "tool") and value.get("content") is None
+        thought = {"reasoning_content": value["reasoning"]} if isinstance(value.get("reasoning"), str) else {}
+        return thought | value | ({"content": ""} if silent else {})
 
     @property
     def text(self) -> str:

@@ -33,34 +33,39 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "chat_template": (),
         "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
+        "custom_logit_processor": (),
         "documents": ([],),
+        "do_sample": (True,),
         "early_stopping": (False,),
         "echo": (False,),
-        "ebnf": (),
         "function_call": ("none",),
         "functions": ([],),
         "guided_whitespace_pattern": (),
         "include_reasoning": (True,),
         "input": (),
         "input_ids": (),
-        "json_schema": (),
         "kv_transfer_params": ({},),
         "length_penalty": (1.0,),
         "logits_processors": ([],),
         "logprob_token_ids": (),
+        "mcp_servers": ([],),
         "lora_path": (),
         "messages": (),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "no_repeat_ngram_size": (0,),
+        "no_stop_trim": (False,),
         "parallel_tool_calls": (True, False),
         "num_beams": (1,),
         "prediction": (),
         "priority": (0,),
         "prompt": (),
         "prompt_embeds": (),
-        "regex": (),
+        "prompt_token_ids": (),
         "repetition_detection": (),
+        "return_hidden_states": (False,),
+        "separate_reasoning": (True,),
+        "session_params": ({},),
         "stop_regex": ([],),
         "spaces_between_special_tokens": (True,),
         "structural_tag": (),
@@ -79,6 +84,18 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 """Fields of OpenAI, vLLM and SGLang that would change the answer and are not supported, with the values that ask for
 nothing. null always asks for nothing."""
+
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "num_return_sequences": "n",
+        "repeat_penalty": "repetition_penalty",
+        "sampling_seed": "seed",
+        "stop_sequences": "stop",
+    }
+)
+"""Other servers' names for fields that some body has."""
 
 NOTHING: Mapping[str, object] = MappingProxyType({"seed": -1})
 """Values of supported fields that stand for a missing field."""
@@ -125,7 +142,8 @@ def _check_unsupported(name: str, value: object) -> None:
 def _check_spelling(name: str, known: Collection[str]) -> None:
     """A field of almost the name of a known one is no field of another server, but a mistake."""
     shown = name[:LONGEST_NAME]
-    near = difflib.get_close_matches(shown.lower(), known, n=1, cutoff=NEAR)
+    other = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else []
+    near = other or difflib.get_close_matches(shown.lower(), known, n=1, cutoff=NEAR)
     if near:
         reason = f"unknown parameter {shown}; did you mean {near[0]}? known: {', '.join(known)}"
         raise HttpError(400, reason, param=shown, code="unknown_parameter")

@@ -15,6 +15,8 @@ from tandem.cluster.frontends.openai.other_fields import LONGEST_NAME, take_out
 from tandem.cluster.frontends.openai.part import MAX_FIELDS, Part
 from tandem.proto import inference_pb2
 
+BOM = b"\xef\xbb\xbf"  # with which some editors and languages begin UTF-8
+EXACT = 2**53  # below it each whole number is a float
 BodyT = TypeVar("BodyT", bound=AskingBody)
 PartT = TypeVar("PartT", bound=Part)
 
@@ -44,15 +46,22 @@ def read_body(kind: type[BodyT], data: bytes | bytearray) -> BodyT:
 def read_part(kind: type[PartT], data: bytes | bytearray) -> tuple[PartT, list[str]]:
     """A body of any kind, and the names of fields that are ignored. Raises as read_body()."""
     try:
-        values = from_json(data, allow_inf_nan=False)
+        values = from_json(data[len(BOM) :] if data.startswith(BOM) else data, allow_inf_nan=False)
     except ValueError as error:
         raise HttpError(400, f"the body cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise HttpError(400, f"the body is {reprlib.repr(values)}; a JSON object is accepted")
     if len(values) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(values)} fields; at most {MAX_FIELDS} are accepted")
+    values = {name: _whole(value) for name, value in values.items()}
     ignored = take_out(values, kind.model_fields)
     return checked(kind, values), ignored
+
+
+def _whole(value: Any) -> Any:
+    """Some languages write whole numbers as 8.0."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT
+    return int(value) if is_whole else value
 
 
 def checked(kind: type[PartT], values: dict[str, Any]) -> PartT:

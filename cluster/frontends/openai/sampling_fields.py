@@ -29,10 +29,16 @@ def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
 
 
 SAMPLING = [field for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.message_type is None]
-if TYPE_CHECKING:
-    SamplingFields = Part
-else:
-    SamplingFields = create_model(
-        "SamplingFields", __base__=Part, **{field.name: _sampling_field(field) for field in SAMPLING}
-    )
 """Sampling parameters of the protocol that are numbers or texts, or lists of them."""
+
+OF_SEVERAL = ("max_tokens", "n", "best_of", "logprobs", "prompt_logprobs")
+ONE_ANSWER = [field for field in SAMPLING if field.name not in OF_SEVERAL]
+"""Those of APIs whose calls have one answer, and other names for its length and its log-probabilities."""
+
+if TYPE_CHECKING:
+    SamplingFields = OneAnswerFields = Part
+else:
+    SamplingFields, OneAnswerFields = (
+        create_model(name, __base__=Part, **{field.name: _sampling_field(field) for field in fields})
+        for name, fields in (("SamplingFields", SAMPLING), ("OneAnswerFields", ONE_ANSWER))
+    )

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
@@ -17,6 +17,7 @@ from tandem.cluster.frontends.openai.generation_route import LONG_BODY
 from tandem.cluster.frontends.openai.messages import Messages
 from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.read_body import read_part
+from tandem.cluster.frontends.openai.tool_fields import ToolFields
 from tandem.cluster.protocol import MAX_MESSAGES, build_request
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.readers import Readers
@@ -30,7 +31,7 @@ Ids = TypeAliasType("Ids", Annotated[list[int], FailFast(), Field(max_length=MAX
 T = TypeVar("T")
 
 
-class TokenizeBody(Part):
+class TokenizeBody(ToolFields):
     """POST /tokenize."""
 
     model: str | None = Field(default=None, description="the served model's name")
@@ -38,6 +39,20 @@ class TokenizeBody(Part):
     messages: Messages | None = Field(default=None, description=f"a list of 1 to {MAX_MESSAGES} messages")
     return_token_strs: bool = Field(default=False, description="true or false")
     add_special_tokens: bool | None = Field(default=None, description="true or false")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
+    add_generation_prompt: bool | None = Field(default=None, description="true or false")
+    continue_final_message: bool = Field(default=False, description="true or false")
+
+    @property
+    def request(self) -> inference_pb2.GenerateRequest:
+        """One that has this prompt. Raises InvalidRequest and HttpError."""
+        options: dict[str, Any] = {"add_special_tokens": self.add_special_tokens}
+        if self.messages is None:
+            return build_request(self.prompt or "", _given(options), None)
+        options |= {"add_generation_prompt": self.add_generation_prompt, "tools": self.template_tools or None}
+        options |= {"template_kwargs": self.chat_template_kwargs or None}
+        options |= {"continue_final_message": self.continue_final_message or None}
+        return build_request([one.turn for one in self.messages], _given(options), None)
 
 
 class DetokenizeBody(Part):
@@ -129,12 +144,14 @@ def read_tokenize(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[bool
     check_model(body.model, names)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "prompt and messages are there, or neither is; give one of them", param="prompt")
-    chat = [one.turn for one in body.messages or ()]
     try:
-        options = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
-        return body.return_token_strs, build_request(chat if body.prompt is None else body.prompt, options, None, "")
+        return body.return_token_strs, body.request
     except InvalidRequest as error:
         raise HttpError(400, str(error)) from error
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def read_detokenize(data: bytes | bytearray, names: tuple[str, ...]) -> list[int]:

@@ -54,7 +54,7 @@ class Function(Part):
 class Tool(Part):
     refused = frozenset()
 
-    type: Literal["function"] = Field(description="'function'")
+    type: Literal["function"] = Field(default="function", description="'function'")
     function: Function = Field(description="an object with name, description and parameters")
 
 
@@ -68,7 +68,7 @@ class NamedFunction(Part):
 class NamedTool(Part):
     """A function that must be called."""
 
-    type: Literal["function"] = Field(description="'function'")
+    type: Literal["function"] = Field(default="function", description="'function'")
     function: NamedFunction = Field(description="an object with name")
 
 

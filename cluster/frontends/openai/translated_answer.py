@@ -25,7 +25,7 @@ class TranslatedAnswer(AnyAnswer):
         self._last = inference_pb2.GenerateResponse()  # once it has come
 
     def events(self, message: inference_pb2.GenerateResponse) -> str:
-        begin = [] if self._begun else self._begin_events(message.request_id)
+        begin = [] if self._begun else self._begin_events(message)
         return "".join(map(self._named, begin + self._add(message)))
 
     def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
@@ -48,7 +48,8 @@ class TranslatedAnswer(AnyAnswer):
         return f"event: {event['type']}\ndata: {encode(event)}\n\n"
 
     @abstractmethod
-    def _begin_events(self, request_id: str) -> list[Event]: ...
+    def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:
+        """Before the first message's parts."""
 
     @abstractmethod
     def _part_events(self, part: Part) -> list[Event]: ...

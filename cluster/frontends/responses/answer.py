@@ -123,8 +123,8 @@ class ResponsesAnswer(TranslatedAnswer):
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
         return self._ended(request_id, usage)
 
-    def _begin_events(self, request_id: str) -> list[Event]:
-        response = self._response(request_id, "in_progress", [])
+    def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:
+        response = self._response(message.request_id, "in_progress", [])
         return [{"type": f"response.{word}", "response": response} for word in ("created", "in_progress")]
 
     def _part_events(self, part: Part) -> list[Event]:
@@ -169,12 +169,12 @@ class ResponsesAnswer(TranslatedAnswer):
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": given.get("temperature", 1.0),
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": given.get("tool_choice", "auto"),
             "tools": given.get("tools", []),
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "top_p": given.get("top_p", 1.0),
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "metadata": body.metadata or {},
         }

@@ -7,11 +7,24 @@ from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.sampling_fields import MAX_LISTED, ONE_ANSWER, OneAnswerFields
 from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
 from tandem.cluster.frontends.openai.translated_body import TranslatedBody
 from tandem.cluster.frontends.responses.items import Input, messages_of
 
 MAX_METADATA = 16  # pairs, as OpenAI takes them
+LOGPROBS = "message.output_text.logprobs"
+SAME = (
+    "logit_bias",
+    "structured_outputs",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "cache_salt",
+    "request_id",
+    "stream",
+)
+"""Fields, beside sampling parameters, that a chat has by the same names."""
+Included = TypeAliasType("Included", Annotated[list[str], FailFast(), Field(max_length=MAX_LISTED)])
 
 
 class ResponseTool(Part):
@@ -68,7 +81,7 @@ class TextOptions(Part):
 
 
 class ReasoningOptions(Part):
-    """They change nothing: the chat template says how the model thinks."""
+    """effort goes to the chat template."""
 
     refused = frozenset()
 
@@ -83,7 +96,7 @@ Choice = Annotated[
 ]
 
 
-class ResponsesBody(TranslatedBody):
+class ResponsesBody(TranslatedBody, OneAnswerFields):
     """POST /v1/responses. Nothing is stored: each request brings all of its input."""
 
     renamed = MappingProxyType(
@@ -99,8 +112,10 @@ class ResponsesBody(TranslatedBody):
     input: Input = Field(description="text, or a list of items")
     instructions: str | None = Field(default=None, description="text")
     max_output_tokens: int | None = Field(default=None, description="an integer of at least 1")
-    temperature: float | None = Field(default=None, description="a number")
-    top_p: float | None = Field(default=None, description="a number")
+    logit_bias: dict[str, Any] | None = Field(default=None, description="an object of token ids and numbers")
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="an object with json, regex, choice, grammar or json_object"
+    )
     text: TextOptions | None = Field(default=None, description="an object with format")
     tools: ResponseTools | None = Field(
         default=None, description=f"a list of at most {MAX_TOOLS} objects with type 'function' and name"
@@ -121,7 +136,14 @@ class ResponsesBody(TranslatedBody):
     conversation: None = Field(default=None, description="null: no response is stored here")
     prompt: None = Field(default=None, description="null: no prompt is stored here")
     background: Literal[False] = Field(default=False, description="false")
-    truncation: Literal["disabled"] | None = Field(default=None, description="'disabled'")
+    truncation: Literal["disabled", "auto"] | None = Field(default=None, description="'disabled' or 'auto'")
+    include: Included | None = Field(default=None, description="a list of texts")
+
+    @model_validator(mode="after")
+    def _gives_no_logprobs(self) -> Self:
+        if LOGPROBS in (self.include or ()):
+            raise ValueError(f"include has {LOGPROBS!r}; /v1/chat/completions gives log-probabilities")
+        return self
 
     def translated(self) -> dict[str, Any]:
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -133,17 +155,13 @@ class ResponsesBody(TranslatedBody):
         if isinstance(choice, NamedResponseTool):
             choice = {"type": "function", "function": {"name": choice.name}}
         form = None if self.text is None else self.text.format
-        return {
+        same = (*(field.name for field in ONE_ANSWER), *SAME)
+        return {name: getattr(self, name) for name in same} | {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "response_format": None if form is None else form.chat_format,
             "tools": None if self.tools is None else [tool.chat_tool for tool in self.tools],
             "tool_choice": choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "cache_salt": self.cache_salt,
-            "request_id": self.request_id,
-            "stream": self.stream,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
         }

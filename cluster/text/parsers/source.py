@@ -31,14 +31,14 @@ class Source:
 
     def __init__(self) -> None:
         self._text = ""
-        self._place = 0
+        self._offset = 0
         self._since: list[str] | None = None
         self.ended = False
 
     def push(self, text: str) -> None:
         """Adds text that has come."""
-        self._text = self._text[self._place :] + text
-        self._place = 0
+        self._text = self._text[self._offset :] + text
+        self._offset = 0
 
     def remember(self) -> None:
         """From here on what is read is kept for forget()."""
@@ -53,11 +53,11 @@ class Source:
         """Gives the text before the first of the marks to the sink as it comes, and reads the mark, which it returns.
         None at the end of the text."""
         while True:
-            rest = self._text[self._place :]
-            found = [(place, mark) for mark in marks if (place := rest.find(mark)) >= 0]
+            rest = self._text[self._offset :]
+            found = [(offset, mark) for mark in marks if (offset := rest.find(mark)) >= 0]
             if found:
-                place, mark = min(found)
-                sink(self._read(place))
+                offset, mark = min(found)
+                sink(self._read(offset))
                 self._read(len(mark))
                 return mark
             held = 0 if self.ended else _begun(rest, marks)
@@ -70,8 +70,8 @@ class Source:
     def spaces(self) -> Waiting[None]:
         """Reads spaces and line ends."""
         while True:
-            found = SPACES.match(self._text, self._place)
-            self._read(found.end() - self._place if found else 0)
+            found = SPACES.match(self._text, self._offset)
+            self._read(found.end() - self._offset if found else 0)
             if self._rest or self.ended:
                 return
             yield
@@ -79,7 +79,7 @@ class Source:
     def starts(self, *marks: str) -> Waiting[str | None]:
         """Reads one of the marks where the text goes on with it, and returns it. None where it goes on otherwise."""
         while True:
-            rest = self._text[self._place :]
+            rest = self._text[self._offset :]
             for mark in marks:
                 if rest.startswith(mark):
                     return self._read(len(mark))
@@ -91,7 +91,7 @@ class Source:
         """The next character, which stays. Empty at the end."""
         while not self._rest and not self.ended:
             yield
-        return self._text[self._place : self._place + 1]
+        return self._text[self._offset : self._offset + 1]
 
     def need(self, mark: str) -> Waiting[None]:
         """Reads the mark, behind spaces. Malformed where the text goes on otherwise."""
@@ -127,8 +127,8 @@ class Source:
         """A number, true, false or null."""
         word: list[str] = []
         while True:
-            found = NUMBER_END.search(self._text, self._place)
-            word.append(self._read((found.start() if found else len(self._text)) - self._place))
+            found = NUMBER_END.search(self._text, self._offset)
+            word.append(self._read((found.start() if found else len(self._text)) - self._offset))
             if found or self.ended:
                 break
             yield
@@ -143,8 +143,8 @@ class Source:
         """An object or a list."""
         open_brackets: list[str] = []
         while True:
-            found = PLAIN.match(self._text, self._place)
-            sink(self._read(found.end() - self._place if found else 0))
+            found = PLAIN.match(self._text, self._offset)
+            sink(self._read(found.end() - self._offset if found else 0))
             mark = yield from self.peek()
             if mark == "":
                 raise Malformed("broken off")
@@ -163,13 +163,13 @@ class Source:
     def _string(self, sink: Sink) -> Waiting[None]:
         sink(self._read(1))
         while True:
-            place = self._place
-            while place < len(self._text) and self._text[place] != '"':
-                place += 2 if self._text[place] == "\\" else 1
-            whole = min(place, len(self._text))
-            if place > len(self._text):
+            offset = self._offset
+            while offset < len(self._text) and self._text[offset] != '"':
+                offset += 2 if self._text[offset] == "\\" else 1
+            whole = min(offset, len(self._text))
+            if offset > len(self._text):
                 whole = len(self._text) - 1  # a backslash whose character has not come
-            sink(self._read(whole - self._place))
+            sink(self._read(whole - self._offset))
             if self._rest.startswith('"'):
                 sink(self._read(1))
                 return
@@ -179,11 +179,11 @@ class Source:
 
     @property
     def _rest(self) -> str:
-        return self._text[self._place :]
+        return self._text[self._offset :]
 
     def _read(self, count: int) -> str:
-        text = self._text[self._place : self._place + count]
-        self._place += len(text)
+        text = self._text[self._offset : self._offset + count]
+        self._offset += len(text)
         if self._since is not None:
             self._since.append(text)
         return text

@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         ([0], [3], 3, 3, r"shapes \[\(3,\), \(3,\)\]"),
         ([0], [3], 2, 1, r"shapes \[\(2,\), \(1,\)\]"),
         ([0], [0], 0, 0, "append_lengths has 0"),
-        ([0, 4], [1, 1], 2, 0, "a sequence that slides; graph buffers take only others"),
+        ([0, 4], [1, 1], 2, 0, "a sequence that slides; graph buffers with limits.sliding"),
         ([9], [1], 1, 0, "9"),
     ):
         batch = Batch(sequences, counts, push=False)

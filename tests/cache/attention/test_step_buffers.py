@@ -258,7 +258,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     cache.add_sequence(4)
     cache.enable_sliding_window(4, 8, 2)
     cache.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(9)),) * 2), 1)
-    messages = "slides; graph buffers take only others", "is being sent; graph buffers push nothing"
+    messages = "slides; graph buffers with limits.sliding", "is being sent; graph buffers push nothing"
     for sequence, message in zip((4, 0), messages, strict=True):
         with pytest.raises(InvalidArgument, match=f"seq_ids has a sequence that {message}"):
             cache.begin(Batch([1, sequence]), batch, [np.zeros(2, np.int64)])
@@ -275,6 +275,34 @@ def test_what_the_step_before_sees_stays() -> None:
     for length in range(9, 30):
         cache.begin(Batch([0]), batch, [])
         assert cache.first_position(0) == max((length - 1) // size * size - (window - 1), 0) // size * size
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_sequences_slide_in_graph_buffers(after: bool) -> None:
+    """Beside one that does not. Sequence 0 begins to slide with what it holds, 5 is a fork with a shared sink."""
+    fixed, plain = make_cache(), make_cache()
+    for cache in (fixed, plain):
+        cache.enable_sliding_window(0, 9, 2, evict_after=after)
+        cache.fork_sequence(3, 5, 8)
+        cache.enable_sliding_window(5, 10, 6, evict_after=after)
+        cache.add_sequence(6)
+        cache.enable_sliding_window(6, 8, 3, evict_after=after)
+    (batch,) = fixed.graph_buffers([Limits.of_step(5, 4, 1, sliding=True)])
+    for step in range(24):
+        sequences = [(6, 0, 1, 5), (0, 5, 6), (1, 6)][step % 3] if step < 12 else (5, 0, 6)
+        inputs = draw(len(sequences), seed=50 + step)
+        fixed.begin(Batch(sequences), batch, [np.array(sequences)])
+        expected = run_forward(plain, list(sequences), [1] * len(sequences), inputs)
+        attention, rows = batch.attention(), padded(inputs, batch.size)
+        actual = run(attention.attend, rows)
+        for layer, ours, theirs in zip(sorted(rows), actual, expected, strict=True):
+            torch.testing.assert_close(ours[: len(sequences)], theirs)
+            read = attention.read(layer, rows[layer][0])  # of what has just been stored
+            assert torch.equal(read[: len(sequences)], ours[: len(sequences)])
+        assert fixed.num_free_pages <= plain.num_free_pages  # what the step before sees is there for another step
+    for cache in (fixed, plain):
+        cache.clear()
+    assert fixed.num_free_pages == plain.num_free_pages == 40
 
 
 def test_arrays_are_packed_as_counted() -> None:

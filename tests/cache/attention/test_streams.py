@@ -15,6 +15,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
+from tandem.cache.plan.spans import Sliding
 from tests.cache.naive import (
     HEAD_DIM,
     MAX_LENGTH,
@@ -52,13 +53,22 @@ class NaiveStream:
     values: list[Tensor]
     length: int = 0
     kept: list[int] = field(default_factory=list)
+    evict_after: bool = False
+    rotated: int = 0
+    """Of positions before it the cache stores K rotated."""
 
     @classmethod
-    def of(cls, layout: KVLayout, window: int, sink: int) -> "NaiveStream":
+    def of(cls, layout: KVLayout, window: int, sink: int, *, evict_after: bool = False) -> "NaiveStream":
         empty = [torch.empty(0, heads, HEAD_DIM) for _, heads in sorted(heads_of(layout).items())]
-        return cls(window, sink, list(empty), list(empty))
+        return cls(window, sink, list(empty), list(empty), evict_after=evict_after)
+
+    def fork(self, length: int, window: int, sink: int, *, rotated: int) -> "NaiveStream":
+        """Of the first positions, which are there."""
+        keys, values = ([x[:length] for x in of] for of in (self.keys, self.values))
+        return NaiveStream(window, sink, keys, values, length, self.kept[:length], rotated=rotated)
 
     def evict(self, append: int) -> None:
+        append = 0 if self.evict_after else append
         excess = min(len(self.kept) + append - self.window, len(self.kept) - self.sink)
         if excess > 0:
             left = [*range(self.sink), *range(self.sink + excess, len(self.kept))]
@@ -96,8 +106,10 @@ def check_contents(cache: PagedKVCache, sequence: int, naive: NaiveStream) -> No
     begin = recent[0] if recent else naive.length
     for first, end in ((0, min(naive.sink, naive.length)), (begin, naive.length)):
         indices = [naive.kept.index(position) for position in range(first, end)]
+        turned = max(min(naive.rotated, end) - first, 0)
         for layer, (k, v) in enumerate(cache.gather_kv(sequence, first, end)):
-            assert torch.equal(k, naive.keys[layer][indices])
+            assert_close(k[:turned], rotated(naive.keys[layer][indices[:turned]], first))
+            assert torch.equal(k[turned:], naive.keys[layer][indices[turned:]])
             assert torch.equal(v, naive.values[layer][indices])
     if begin > naive.sink:
         with pytest.raises(InvalidArgument, match=rf"positions {naive.sink} … {begin - 1} have left the window"):
@@ -105,16 +117,24 @@ def check_contents(cache: PagedKVCache, sequence: int, naive: NaiveStream) -> No
 
 
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
-@pytest.mark.parametrize(("window", "sink"), [(12, 4), (9, 0), (8, 3), (21, 7), (2, 1)])
-def test_appends_pops_and_neighbours(window: int, sink: int, kernels: KernelFactory) -> None:
-    """Beside a sequence that keeps all; chunks longer than the window among them."""
+@pytest.mark.parametrize(
+    ("window", "sink", "after", "held"),
+    [(12, 4, False, 0), (9, 0, True, 30), (8, 3, False, 2), (8, 3, True, 0), (21, 7, False, 40), (2, 1, False, 9)],
+)
+def test_appends_pops_and_neighbours(window: int, sink: int, after: bool, held: int, kernels: KernelFactory) -> None:
+    """Beside a sequence that keeps all; chunks longer than the window among them. `held` positions are there before."""
     random = Random(window)
     cache, plain = cache_of(LAYOUT, 48, kernels=kernels), NaiveCache(LAYOUT, sinks=SINKS)
-    stream = NaiveStream.of(LAYOUT, window, sink)
+    stream = NaiveStream.of(LAYOUT, MAX_LENGTH, sink)
     for sequence in (0, 1):
         cache.add_sequence(sequence)
     plain.add(1)
-    cache.enable_sliding_window(0, window, sink)
+    if held:
+        inputs = draw_inputs(LAYOUT, held, seed=99)
+        run(cache, [0], [held], inputs, SINKS)
+        stream.run(held, inputs, SINKS)
+    cache.enable_sliding_window(0, window, sink, evict_after=after)
+    stream.window, stream.evict_after, stream.rotated = window, after, held
     for step in range(30):
         count = random.choice([1, 1, 1, 2, 5, 17])
         inputs = draw_inputs(LAYOUT, count + 1, seed=step)
@@ -132,6 +152,7 @@ def test_appends_pops_and_neighbours(window: int, sink: int, kernels: KernelFact
             popped = random.randint(0, min(most, 6))
             cache.pop(0, popped)
             stream.pop(popped)
+            stream.rotated = min(stream.rotated, stream.length)
             check_contents(cache, 0, stream)
     cache.clear()
     assert cache.num_free_pages == 48
@@ -225,6 +246,96 @@ def test_forks_share_the_sink_and_slide_too() -> None:
     assert cache.num_free_pages == 32
 
 
+def test_a_prefix_that_others_share_is_the_sink_of_a_fork() -> None:
+    """It stays as the parent stores it, and costs no page."""
+    cache, system = cache_of(LAYOUT, 32), NaiveStream.of(LAYOUT, MAX_LENGTH, 0)
+    cache.add_sequence(0)
+    inputs = draw_inputs(LAYOUT, 8, seed=0)
+    run(cache, [0], [8], inputs)
+    system.run(8, inputs)
+    streams = {child: system.fork(8, 13, sink, rotated=8) for child, sink in ((1, 8), (2, 6))}
+    used = 32 - cache.num_free_pages
+    for child, stream in streams.items():
+        cache.fork_sequence(0, child)
+        cache.enable_sliding_window(child, 13, stream.sink)
+    assert 32 - cache.num_free_pages == used
+    for step in range(12):
+        inputs, counts = draw_inputs(LAYOUT, 4, seed=10 + step), (1, 3) if step % 2 else (1, 1)
+        parts = inputs.between(0, 1), inputs.between(1, sum(counts))
+        outputs = run(cache, [1, 2], list(counts), inputs.between(0, sum(counts)))
+        expected = [
+            stream.run(*part) for stream, part in zip(streams.values(), zip(counts, parts, strict=True), strict=True)
+        ]
+        for actual, first, second in zip(outputs, *expected, strict=True):
+            assert_close(actual, torch.cat((first, second)))
+        for child, stream in streams.items():
+            check_contents(cache, child, stream)
+    check_contents(cache, 0, NaiveStream(64, 0, system.keys, system.values, 8, list(range(8)), rotated=8))
+    cache.clear()
+    assert cache.num_free_pages == 32
+
+
+def test_a_child_that_does_not_slide_grows_as_others_do() -> None:
+    cache, stream = cache_of(LAYOUT, 32), NaiveStream.of(LAYOUT, 14, 6)
+    cache.add_sequence(0)
+    cache.enable_sliding_window(0, 14, 6)
+    for step, count in enumerate((9, 8, 1)):
+        inputs = draw_inputs(LAYOUT, count, seed=step)
+        run(cache, [0], [count], inputs)
+        stream.run(count, inputs)
+    cache.fork_sequence(0, 1, 6, slides=False)
+    child = stream.fork(6, MAX_LENGTH, 0, rotated=0)
+    for step in range(8):
+        inputs = draw_inputs(LAYOUT, 1 + step, seed=20 + step)
+        for actual, expected in zip(run(cache, [1], [1 + step], inputs), child.run(1 + step, inputs), strict=True):
+            assert_close(actual, expected)
+    check_contents(cache, 1, child)
+    with pytest.raises(InvalidArgument, match=r"sequence 1 would have 73 positions; 0 … 64 fit"):
+        cache.prepare_receive(1, 31)
+    cache.enable_sliding_window(1, 20, 3)
+    grandchild = child.fork(42, 20, 3, rotated=0)
+    inputs = draw_inputs(LAYOUT, 2, seed=50)
+    for actual, expected in zip(run(cache, [1], [2], inputs), grandchild.run(2, inputs), strict=True):
+        assert_close(actual, expected)
+    cache.fork_sequence(1, 2, 0, slides=False)
+    assert cache.match_prefix(2, [1] * 9) == 0  # nothing of it is stored before RoPE: it is a plain one
+
+
+@pytest.mark.parametrize("matched", [0, 8])
+def test_a_plain_sequence_is_sent_to_one_that_slides(matched: int) -> None:
+    """Only what the window will show, and the receiver may have a prefix of it, which it shares."""
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    writer = PeerWriter(0, pools)
+    sender, receiver = (cache_of(LAYOUT, pools=own, writer=writer) for own in pools)
+    inputs, stream = draw_inputs(LAYOUT, 30, seed=3), NaiveStream.of(LAYOUT, MAX_LENGTH, 2)
+    stream.run(30, inputs)
+    if matched:
+        receiver.add_sequence(9)
+        run(receiver, [9], [8], inputs.between(0, 8))
+        receiver.publish_prefix(9, list(range(8)))
+    receiver.add_sequence(0)
+    assert receiver.match_prefix(0, list(range(30))) == matched
+    receiver.enable_sliding_window(0, 12, 2)
+    sender.add_sequence(0)
+    run(sender, [0], [11], inputs.between(0, 11))
+    sender.mark_send(0, matched, receiver.prepare_receive(0, 30 - matched, rotated=True), 1)
+    for begin in range(11, 30, 5):
+        run(sender, [0], [min(5, 30 - begin)], inputs.between(begin, min(begin + 5, 30)))
+    assert sender.sends_done(0)
+    receiver.finish_receive(0)
+    stream.window, stream.rotated = 12, 30
+    stream.evict(0)
+    check_contents(receiver, 0, stream)
+    written = sum(n for _, group, n in writer.slot_writes if group == 0)
+    written += sum(n for _, group, layer, n in writer.token_writes if (group, layer) == (0, 0))
+    assert written == (10 if matched else 12)
+    for step in range(20):
+        own = draw_inputs(LAYOUT, 1, seed=1000 + step)
+        for actual, expected in zip(run(receiver, [0], [1], own), stream.run(1, own), strict=True):
+            assert_close(actual, expected)
+    check_contents(receiver, 0, stream)
+
+
 @pytest.mark.parametrize("sink", [0, 3, 4, 6])
 @pytest.mark.parametrize(("held", "total", "cached"), [(0, 40, 0), (0, 40, 33), (2, 9, 5), (15, 30, 8), (5, 16, 15)])
 def test_a_stream_is_transferred(sink: int, held: int, total: int, cached: int) -> None:
@@ -276,23 +387,23 @@ def test_wrong_use_is_refused() -> None:
     cache = cache_of(LAYOUT)
     cache.add_sequence(0)
     for window, sink, message in (
-        (0, 0, "window is 0; 1 … 58 are accepted"),
-        (59, 0, "window is 59"),
+        (0, 0, "window is 0; 1 … 57 are accepted"),
+        (58, 0, "window is 58"),
         (8, 8, "sink is 8; 0 … 7"),
         (8, -1, "sink is -1"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             cache.enable_sliding_window(0, window, sink)
-    run(cache, [0], [2], draw_inputs(LAYOUT, 2, seed=0))
-    with pytest.raises(InvalidArgument, match="only an empty one can begin to slide"):
+    run(cache, [0], [60], draw_inputs(LAYOUT, 60, seed=0))
+    with pytest.raises(InvalidArgument, match=r"60 positions are rotated before .* window of 8 behind 2; at most 58"):
         cache.enable_sliding_window(0, 8, 2)
+    cache.pop(0, 2)
+    cache.enable_sliding_window(0, 8, 2)
     cache.add_sequence(2)
-    cache.enable_sliding_window(2, 4, 0)
-    for step in range(9):
-        run(cache, [2], [1], draw_inputs(LAYOUT, 1, seed=step))
-    cache.pop(2, 4)
-    with pytest.raises(InvalidArgument, match="sequence 2 holds positions"):  # none is there, but there were five
-        cache.enable_sliding_window(2, 8, 2)
+    cache.enable_sliding_window(2, 8, 2)
+    run(cache, [2], [1], draw_inputs(LAYOUT, 1, seed=1))
+    with pytest.raises(InvalidArgument, match="of sequence 2 only 0 of 1 positions are rotated"):
+        cache.prepare_receive(2, 1, rotated=True)
     cache.add_sequence(1)
     cache.enable_sliding_window(1, 8, 2)
     for call in (lambda: cache.match_prefix(1, [1] * 9), lambda: cache.publish_prefix(1, [])):
@@ -332,20 +443,20 @@ def test_pages_that_a_stream_receives_into_drain_when_it_goes() -> None:
 
 
 def test_a_stream_is_sent_to_one_that_slides_alike_only() -> None:
-    """Where nothing is evicted yet the maps look alike, but one side stores K rotated and the other does not."""
+    """Where nothing is evicted yet the maps look alike, but K is stored and tokens are computed otherwise."""
     pools = [pools_of(LAYOUT, 32) for _ in range(2)]
     sender, receiver = (cache_of(LAYOUT, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
-    ways = [None, (16, 4), (16, 2), (15, 4)]
+    ways = [None, Sliding(16, 4), Sliding(16, 2), Sliding(15, 4), Sliding(16, 4, evict_after=True)]
     for of in (sender, receiver):
         for sequence, way in enumerate(ways):
             of.add_sequence(sequence)
             if way is not None:
-                of.enable_sliding_window(sequence, *way)
+                of.enable_sliding_window(sequence, way.window, way.sink, evict_after=way.evict_after)
     maps = [receiver.prepare_receive(sequence, 8) for sequence in range(len(ways))]
     for own, way in enumerate(ways):
         for other, theirs in enumerate(ways):
             if way != theirs:
-                accepted = re.escape(f"(window, sink) are {theirs}; the sender's, {way}, are accepted")
+                accepted = re.escape(f"is of a sequence with {theirs}; the sender's {way} is accepted")
                 with pytest.raises(InvalidArgument, match=accepted):
                     sender.mark_send(own, 0, maps[other], 1)
         sender.mark_send(own, 0, maps[own], 1)

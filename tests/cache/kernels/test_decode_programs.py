@@ -15,7 +15,7 @@ TYPES = dict.fromkeys(("slots", "kv_indices", "schedule", "counters", "preceding
 TYPES |= {"partial": "*fp32", "scale": "fp32", "softcap": "fp32", "eps": "fp32", "entries": "i32"}
 OF_FP8 = {"pool": "*fp8e4nv", "factors": "*fp32", "inverse": "*fp32"}
 FIXED = {"KV_HEADS": 8, "GROUP": 4, "ROWS": 16, "FEW_ROWS": 4, "PAGE_SIZE": 16, "MOST_SPLITS": 32}
-FIXED |= {"RUNS": False, "WINDOW": 0}
+FIXED |= {"READ": False, "RUNS": False, "WINDOW": 0}
 FIXED |= {"CAPPED": False, "SINKS": False, "NORM": True, "ROUND": True, "ROTATE": True, "PTX": True, "PDL": True}
 CASES = {
     "64": (64, FEW[64], False),

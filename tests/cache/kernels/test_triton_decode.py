@@ -239,6 +239,21 @@ def test_step(case: Case) -> None:
     assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))  # nothing else was written
 
 
+@pytest.mark.parametrize("name", ["plain", "all at once", "8 bits, shares", "drafts, a window", "drafts, 8 bits"])
+def test_a_layer_that_reads_another_sees_what_its_step_has_stored(name: str) -> None:
+    case = CASES[name]
+    step = Step(case)
+    plan = DecodePlan.make(step.tables(), case.q_heads, case.kv_heads, case.head_dim)
+    plan = with_entries(plan, case.entries, case.programs)
+    appended, stored = step.run(plan), step.pool.clone()
+    scoring = Scoring(0.3, case.window, case.softcap)
+    options = (scoring, step.sinks, step.norm, step.fp8)
+    found = decode(step.pool, LAYER, step.q, None, None, step.rotation, plan, *options)
+    rows = [row for row, length in enumerate(case.lengths) if length]
+    assert torch.equal(found[rows], appended[rows])
+    assert torch.equal(step.pool.view(torch.uint8), stored.view(torch.uint8))
+
+
 def with_entries(plan: DecodePlan, entries: int, programs: int) -> DecodePlan:
     """Of no more entries than it has, but one for each row at least."""
     entries = max(min(plan.schedule.shape[0], entries), plan.tables.slots.shape[0])

@@ -8,6 +8,7 @@ import torch
 
 from tandem.cache.attention.forward import Batch
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.spans import Sliding
 from tests.cache.island import Island
 from tests.cache.naive import cache_of, draw_inputs, layout_of, run_layer
 
@@ -52,7 +53,7 @@ def test_a_second_sliding_window_is_refused_and_changes_nothing() -> None:
     cache.enable_sliding_window(0, 8, 2)
     with pytest.raises(InvalidArgument, match="sequence 0 slides already"):
         cache.enable_sliding_window(0, 9, 3)
-    assert cache._table.sliding.sliding(cache._table.row(0)) == (8, 2)
+    assert cache._table.sliding.sliding(cache._table.row(0)) == Sliding(8, 2)
 
 
 def test_a_batch_without_lengths_is_a_step() -> None:

@@ -18,6 +18,9 @@ ANYTHING = SHARING | {
     "landings of streams",
     "pops of streams",
     "sends of streams",
+    "forks that do not slide",
+    "sends to streams",
+    "streams of what was held",
     "streams that slid",
 }
 

@@ -1,8 +1,10 @@
-"""anthropic: messages whole, streamed and asynchronous, tools, counted tokens, and errors by their types."""
+"""anthropic: messages whole, streamed and asynchronous, objects, tools, counted tokens, and errors by their types."""
 
 import asyncio
+from typing import Literal
 
 import anthropic
+from pydantic import BaseModel
 from steps import API_KEY, CHAT, HTTP, MODEL, check, refused, run
 
 client = anthropic.Anthropic(base_url=HTTP, api_key=API_KEY, max_retries=0)
@@ -20,6 +22,13 @@ TOOL = {
 }
 FORCED = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "degrees"}}
 ANY = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+
+
+class Answer(BaseModel):
+    """An answer."""
+
+    size: Literal["small", "large"]
+    is_fast: bool
 
 
 def a_message() -> None:
@@ -58,6 +67,15 @@ def a_stop_sequence() -> None:
     check(whole.stop_reason == "stop_sequence" and whole.stop_sequence == "e", "why it ended", whole)
 
 
+def an_object() -> None:
+    asked = ASKED | {"max_tokens": 600}
+    said = client.messages.parse(**asked, output_format=Answer)
+    check(isinstance(said.parsed_output, Answer), "an object of the class", said)
+    with client.messages.stream(**asked, output_format=Answer) as stream:
+        final = stream.get_final_message()
+    check(final.parsed_output == said.parsed_output, "a stream says the same", final, said)
+
+
 def a_tool() -> None:
     for forced in (FORCED, ANY):
         whole = client.messages.create(**ASKED | {"max_tokens": 600}, **forced)
@@ -88,4 +106,4 @@ def errors_by_type() -> None:
 
 
 if __name__ == "__main__":
-    run(a_message, a_stream, an_asynchronous_call, a_stop_sequence, a_tool, counted_tokens, errors_by_type)
+    run(a_message, a_stream, an_asynchronous_call, a_stop_sequence, an_object, a_tool, counted_tokens, errors_by_type)

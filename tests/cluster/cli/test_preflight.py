@@ -170,3 +170,17 @@ def test_a_folder_that_cannot_be_written(model: Path, monkeypatch: pytest.Monkey
     closed.mkdir(mode=0o500)
     monkeypatch.setenv("RAY_TMPDIR", str(closed))
     assert f"{closed} cannot be written" in refused(config_of(model), StartFailed)
+
+
+def test_a_folder_for_logs_has_room_and_is_one(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processes would open their logs after minutes of a start."""
+    monkeypatch.setattr(preflight.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    logs = tmp_path / "logs"
+    config = config_of(model, **{"logging.folder": str(logs)})
+    assert not check_host(config, own_ray=False)
+    logs.touch()
+    advice = "; set logging.folder to another one; null leaves logs to Ray"
+    assert refused(config, StartFailed) == f"logging.folder: {logs} is no folder{advice}"
+    logs.unlink()
+    free(monkeypatch, str(tmp_path), 5 << 20)
+    assert f"logging.folder: {logs} has 5 MiB free; at least 64 are needed: set" in refused(config, StartFailed)

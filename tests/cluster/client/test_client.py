@@ -158,6 +158,33 @@ def test_a_call_that_a_leaving_gateway_has_not_looked_at_is_sent_again(generate:
     assert len(gateway.requests) == 2
 
 
+class Dying(FakeGateway):
+    """The connection of its first call breaks behind the first token, which some versions of gRPC call UNKNOWN."""
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        answer = super().Generate(request, context)
+        if not self.requests:
+            yield next(answer)
+            context.abort(grpc.StatusCode.UNKNOWN, "Stream removed")
+        yield from answer
+
+
+@both
+def test_a_broken_connection_is_unavailable_whatever_grpc_calls_it(generate: Generate) -> None:
+    gateway = Dying()
+    with serving(gateway) as address:
+        assert generate(address, "x")[-1].finish_reason == "stop"
+    assert list(gateway.requests[1].resume.token_ids) == [0]
+    with (
+        serving(Dying()) as address,
+        Client(address, resume_seconds=0) as client,
+        pytest.raises(Unavailable, match=f"^{address}: no gateway answers there: Stream removed"),
+    ):
+        list(client.generate("x"))
+
+
 @both
 def test_the_advice_of_a_full_gateway_must_fit_into_the_time_left(generate: Generate) -> None:
     gateway = FullGateway()

@@ -14,10 +14,12 @@ from tandem.proto import inference_pb2
 from tests.cluster.fake_gateway import FakeGateway, serving
 
 CHAT = [{"role": "user", "content": "Hello"}]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 TEMPLATE = {
     "template_kwargs": {"enable_thinking": False},
     "add_generation_prompt": False,
     "continue_final_message": True,
+    "tools": TOOLS,
 }
 Ask = Callable[[str, Any, Mapping[str, Any]], None]
 
@@ -66,7 +68,15 @@ def test_chats_take_what_their_template_does(ask: Ask) -> None:
     request = sent(ask, CHAT, TEMPLATE | {"max_tokens": 5})
     assert json.loads(request.chat.template_kwargs) == TEMPLATE["template_kwargs"]
     assert (request.chat.add_generation_prompt, request.chat.continue_final_message) == (False, True)
+    assert json.loads(request.chat.tools) == TOOLS
     assert request.sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize("ask", [by_llm, by_llm_chat, by_async_llm])
+def test_a_cluster_as_an_object_takes_a_salt_and_parts(ask: Ask) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    request = sent(ask, parts, {"cache_salt": "mine"})
+    assert (request.cache_salt, request.chat.messages[0].content) == ("mine", "a\nb")
 
 
 def test_what_is_not_said_is_not_sent() -> None:
@@ -94,6 +104,8 @@ def test_template_kwargs_may_be_json() -> None:
         ([5, 6], {"template_kwargs": {}}, "template_kwargs is of use only with a chat"),
         (CHAT, {"template_kwargs": {"a": object()}}, "template_kwargs is .*; it must be a mapping that JSON can hold"),
         (CHAT, {"template_kwargs": 5}, "template_kwargs is 5; it must be a mapping that JSON can hold"),
+        (CHAT, {"tools": {"type": "function"}}, "tools is .*; it must be a list of functions"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {}, "prompt is .*'text'; Unicode text"),
         (CHAT, {"continue_final_message": "yes"}, "continue_final_message is 'yes'; it must be true or false"),
         ("Hello", {"truncate_prompt_tokens": 1 << 31}, r"truncate_prompt_tokens is 2147483648; it must be an integer"),
         (

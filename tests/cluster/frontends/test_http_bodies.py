@@ -80,6 +80,8 @@ def test_chats() -> None:
         ("length_penalty", 0.5, "1.0"),
         ("suffix", "x", '""'),
         ("truncation_side", "right", '"left"'),
+        ("no_stop_trim", True, "false"),
+        ("custom_logit_processor", "x", "null"),
         ("audio", {}, "null"),
     ],
 )
@@ -129,6 +131,8 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         (CompletionBody, {"prompt": "x", "max_token": 5}, "max_token", "did you mean max_tokens"),
         (CompletionBody, {"prompt": "x", "temperatur": 5}, "temperatur", "did you mean temperature"),
         (ChatBody, {"messages": [TURN], "maxTokens": 5}, "maxTokens", "did you mean max_tokens"),
+        (ChatBody, {"messages": [TURN], "max_new_tokens": 5}, "max_new_tokens", "did you mean max_tokens"),
+        (CompletionBody, {"prompt": "x", "stop_sequences": ["a"]}, "stop_sequences", "did you mean stop"),
         (ChatBody, {"messages": [TURN], "request_id": "x" * 129}, "request_id", "a text of at most 128 characters"),
         (CompletionBody, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "has the key 'a'; token ids are"),
         (CompletionBody, {"prompt": "x", "logit_bias": {"5": "b"}}, "logit_bias[5]", "'b'; it must be an object of"),
@@ -160,7 +164,12 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
             "messages[0].audio",
             "audio is not supported",
         ),
-        (CompletionBody, {"prompt": "x", "stream_options": {}}, "stream_options", "only with stream: true"),
+        (
+            CompletionBody,
+            {"prompt": "x", "stream_options": {"include_usage": True}},
+            "stream_options",
+            "only with stream: true",
+        ),
         (
             CompletionBody,
             {"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
@@ -186,8 +195,8 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         (
             ChatBody,
             {"messages": [{**TURN, "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content",
-            "it must be text, or a list of parts of type text",
+            "messages[0].content[0].type",
+            "type is 'image_url'; it must be 'text'",
         ),
         (ChatBody, {"messages": [TURN], "top_logprobs": 2}, "top_logprobs", "only with logprobs: true"),
         (ChatBody, {"messages": [TURN], "logprobs": 2}, "logprobs", "logprobs is 2; it must be true or false"),
@@ -249,7 +258,7 @@ def test_what_is_no_object(data: bytes) -> None:
     ("kind", "body", "param", "message"),
     [
         (CompletionBody, {"prompt": "x", "max_tokens": -1}, "max_tokens", r"max_tokens is -1; .* \[0, 2\^32\)"),
-        (CompletionBody, {"prompt": "x", "seed": -2}, "seed", "seed is -2"),
+        (CompletionBody, {"prompt": "x", "seed": -(2**70)}, "seed", "seed is -"),
         (CompletionBody, {"prompt": "x", "top_k": 1 << 40}, "top_k", "top_k is "),
         (CompletionBody, {"prompt": [-1]}, "prompt", "prompt is "),
         (ChatBody, {"messages": [TURN], "logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1"),
@@ -278,6 +287,7 @@ def test_a_refusal_that_names_no_field_is_passed_on() -> None:
 NEUTRAL = {"priority": 0, "seed": -1, "length_penalty": 1, "early_stopping": False, "use_beam_search": False}
 NEUTRAL |= {"min_tokens": None, "spaces_between_special_tokens": True, "store": True, "verbosity": "low"}
 NEUTRAL |= {"reasoning_effort": "high", "service_tier": "flex", "metadata": {"a": "b"}, "parallel_tool_calls": True}
+NEUTRAL |= {"cache_salt": "", "separate_reasoning": True}
 NEUTRAL |= {"response_format": {"type": "text"}, "stream": True, "stream_options": {"include_obfuscation": False}}
 
 
@@ -355,6 +365,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "default": N
         ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
         ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"ebnf": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
         ({"structured_outputs": {"grammar": "g"}}, "grammar", "g"),

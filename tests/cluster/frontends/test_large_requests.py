@@ -65,7 +65,7 @@ def told(opened: OpenGateway, data: bytes) -> tuple[grpc.StatusCode, str]:
         (field(4, b"\x0a\x00" * 20_000), "chat has 20000 messages; at most 16384 are accepted"),
         (field(3, field(1, b"\1" * 2 * MIB)), "token_ids.ids has more than 1048576 numbers; so many are accepted"),
         (field(3, field(1, b"\1" * 70_000)), "the prompt has 70000 tokens; "),
-        (field(7, bytes(4 * MIB)), "the prompt has 1048576 tokens; "),
+        (field(7, bytes(3 * MIB)), "the prompt has 786432 tokens; "),
         (field(7, bytes(4)) + field(6, field(1, b"\1" * 1000)), "resume.token_ids has 1000 ids; at most 255 are"),
         (field(7, bytes(4)) + field(5, field(8, b"") * 200), "sampling.stop has 200 "),
     ],
@@ -84,6 +84,12 @@ def test_counts_are_bounded(opened: OpenGateway, monkeypatch: pytest.MonkeyPatch
     assert details.startswith(reason)
 
 
+def test_a_message_is_no_larger_than_a_small_model_needs(opened: OpenGateway) -> None:
+    code, details = told(opened, field(7, bytes(4 * MIB)))
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "Received message larger than max" in details
+
+
 def test_a_large_body_is_read_in_another_process(opened: OpenGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer and its refusals are those of a small one."""
     small: dict[str, Any] = {"prompt": "abc", "max_tokens": 2, "return_token_ids": True, "logprobs": 0}
@@ -93,7 +99,14 @@ def test_a_large_body_is_read_in_another_process(opened: OpenGateway, monkeypatc
         raise AssertionError("a large body was read in the gateway")
 
     expected = answer(opened.http, COMPLETIONS, **small)
-    wrong = {"max_tokens": "x"}, {"prompt": []}, {"model": "y"}, {"temperatur": 1}, {"seed": -2}, {"stop": "a" * 300}
+    wrong = (
+        {"max_tokens": "x"},
+        {"prompt": []},
+        {"model": "y"},
+        {"temperatur": 1},
+        {"seed": -(2**70)},
+        {"stop": "a" * 300},
+    )
     errors = [error(opened, small | one) for one in wrong]
     monkeypatch.setattr("tandem.cluster.frontends.openai.generation_route.read_requests.__code__", not_here.__code__)
     assert answer(opened.http, COMPLETIONS, **large)["choices"] == expected["choices"]

@@ -39,6 +39,8 @@ def test_events_build_the_whole_answer(gateway: OpenGateway, model: Script) -> N
     assert (first["type"], first["message"]["content"], stop["type"]) == ("message_start", [], "message_stop")
     assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert delta["usage"] == whole["usage"]
+    counted = whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
+    assert first["message"]["usage"]["input_tokens"] == counted > 0
     texts: list[str] = []
     for event in events:
         if event["type"] == "content_block_start":

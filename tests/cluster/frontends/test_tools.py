@@ -142,7 +142,7 @@ def test_the_template_gets_earlier_calls_and_answers(gateway: OpenGateway, model
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": [{}]}, "tools[0].type", "is missing; it must be 'function'"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", "is 'custom'; it must be 'function'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "it must be a text"),
         ({"tools": [TOOL, TOOL]}, "tools", "tools has 'weather' twice"),
         ({"tools": [TOOL] * 129}, "tools", "it must be a list of at most 128 objects"),

@@ -3,9 +3,17 @@
 import pytest
 
 from tandem.cluster.errors import Overloaded
-from tandem.cluster.requests.body_budget import SMALL_BODY, BodyBudget
+from tandem.cluster.requests.body_budget import SMALL_BODY, BodyBudget, largest_body
 
 MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("configured", "context", "mib"),
+    [(None, 256, 4), (None, 1 << 17, 4), (None, 200_000, 7), (None, 1 << 24, 16), (1, 1 << 17, 1), (64, 256, 64)],
+)
+def test_the_largest_body_goes_by_the_context(configured: int | None, context: int, mib: int) -> None:
+    assert largest_body(configured, context) == mib * MIB
 
 
 def test_what_is_over_the_budget_is_refused_until_something_is_released() -> None:

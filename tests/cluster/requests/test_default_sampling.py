@@ -83,7 +83,7 @@ def test_without_advice_nothing_changes(tmp_path: Path, advice: dict[str, Any]) 
         ("top_k", 0.5, "an integer"),
         ("top_k", 1 << 40, "at most"),
         ("min_p", 2, r"in \[0, 1\]"),
-        ("repetition_penalty", 0, r"in \(0, 100\]"),
+        ("repetition_penalty", 0, r"in \[0\.01, 100\]"),
         ("repetition_penalty", True, "a finite number"),
     ],
 )

@@ -60,8 +60,10 @@ def with_gateway(model: Path, worker: FakeWorker, body: Body, max_model_len: int
     asyncio.run(run())
 
 
-async def ask(client: AsyncClient, *, with_logprobs: bool = False) -> list[GenerateUpdate]:
+async def ask(client: AsyncClient, *, with_logprobs: bool = False, window: int = 0) -> list[GenerateUpdate]:
     sampling: Sampling = {"max_tokens": len(TOKENS), "temperature": 0}
+    if window:
+        sampling["sliding"] = {"window": window, "sinks": 1}
     if with_logprobs:
         sampling["logprobs"] = 0
     stream = client.generate(PROMPT, timeout=100, **sampling)
@@ -100,6 +102,21 @@ def test_a_lost_decode_goes_on_after_the_tokens_sent(model: Path, status: str) -
         assert len(set(worker.ended)) == 1
 
     with_gateway(model, FakeWorker(say, {"StartGenerate": ["go on", "go on", status]}), body)
+
+
+@pytest.mark.parametrize(("window", "goes_on"), [(6, True), (5, False)])
+def test_a_request_that_slides_goes_on_until_its_window_is_full(model: Path, window: int, goes_on: bool) -> None:
+    """3 tokens of the prompt and 3 sent: what a window of 5 let go of cannot be computed again."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        if goes_on:
+            assert tokens_of(await ask(client, window=window)) == TOKENS
+            return
+        with pytest.raises(AttemptsExhausted, match=r"once its window is full; 3 tokens were sent; .*"):
+            await ask(client, window=window)
+        assert worker.prompts == [PROMPT]
+
+    with_gateway(model, FakeWorker(say, {"StartGenerate": ["go on", "go on", "UNAVAILABLE"]}), body)
 
 
 def test_workers_get_longer_messages_than_clients_may_send(tmp_path: Path) -> None:

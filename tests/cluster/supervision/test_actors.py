@@ -12,8 +12,8 @@ import pytest
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
 from tandem.cluster.supervision import actors
-from tandem.cluster.supervision.actors import WorkerActor
-from tandem.cluster.supervision.process_settings import worker_configs
+from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
+from tandem.cluster.supervision.process_settings import gateway_settings, worker_configs
 from tandem.transfer.errors import PeerGone
 from tandem.workers import worker as worker_module
 from tandem.workers.runner.model_runner import ModelRunner
@@ -90,3 +90,13 @@ def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.Mo
     assert before == 0
     assert weights / 2 < loaded <= weights
     assert loaded <= cached <= made < made_again == warm
+
+
+def test_a_gateway_process_keeps_memory_for_the_next_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeping does is tested in a process of its own, tests/cluster/processes/test_heap.py."""
+    kept: list[bool] = []
+    monkeypatch.setattr(actors, "keep_freed_memory", lambda: kept.append(True))
+    make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)
+    actor = GatewayActor(gateway_settings(load_config(None, {"model.path": str(tmp_path / "model")}), 64, 16))
+    actor._events.stop()
+    assert kept == [True]

@@ -1,10 +1,12 @@
 """What a cluster finds out before it starts anything."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
@@ -13,6 +15,8 @@ from tandem.cluster.processes.placement import Where
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.workers.config import WorkerConfig
 from tests.cluster.fake_processes import FakeProcesses
+from tests.support.checkpoints import make_model
+from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.waiting import until
 
 
@@ -60,6 +64,65 @@ def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
         assert gateway.argument.num_pages == 77  # type: ignore[attr-defined]
     finally:
         cluster.stop()
+
+
+def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
+    target, other = tmp_path / "model", tmp_path / "other"
+    make_checkpoint(target)
+    make_checkpoint(other)
+    values = {"model.path": str(target), "speculation.method": "draft_model", "speculation.draft": str(other)}
+    processes = FakeProcesses()
+
+    def refused(pattern: str) -> None:
+        with pytest.raises(ConfigError, match=pattern):
+            Cluster(load_config(None, values), processes).start()
+
+    fields = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(fields | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
+    refused(r"^speculation\.draft: .* RoPE of type dynamic.* another type is accepted")
+    (other / "config.json").write_text(json.dumps(fields | {"vocab_size": 7}))
+    refused(r"^speculation\.draft: .*tensor .* has shape")
+    (other / "config.json").unlink()
+    refused(r"^speculation\.draft: .*config\.json")
+    (other / "config.json").write_text(json.dumps(fields))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(
+        dict(tokenizer["added_tokens"][-1], id=len(tokenizer["model"]["vocab"]) + 9, content="<|other|>")
+    )
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(r"^speculation\.draft is .*other; a model with the tokenizer of model\.path is accepted")
+    assert not processes.specs
+
+
+def test_heads_that_do_not_fit(tmp_path: Path) -> None:
+    target, mtp, head = tmp_path / "target", tmp_path / "mtp", tmp_path / "head"
+    make_checkpoint(target)
+    save_mtp(mtp)
+    save_eagle3(head, whole_vocab=False)
+    processes = FakeProcesses()
+
+    def refused(pattern: str, model: Path, method: str, draft: Path | None = None) -> None:
+        values = {"model.path": str(model), "speculation.method": method}
+        if draft is not None:
+            values["speculation.draft"] = str(draft)
+        with pytest.raises(ConfigError, match=pattern):
+            Cluster(load_config(None, values), processes).start()
+
+    refused(r"^speculation\.method: .* LlamaForCausalLM has 0 layers .* with 1 .* is accepted", target, "mtp")
+    tensors = load_file(mtp / "model.safetensors")
+    del tensors["model.layers.2.eh_proj.weight"]
+    save_file(tensors, mtp / "model.safetensors")
+    refused(r"^speculation\.method: the checkpoint lacks model\.layers\.2\.eh_proj\.weight", mtp, "mtp")
+    refused(r"^speculation\.draft: .*head: vocab_size is 199; that of the target", target, "eagle3", head)
+    refused(r"^speculation\.draft: .*architectures.* an EAGLE-3 head", target, "eagle3", target)
+    deep = tmp_path / "deep"
+    make_model("llama").save_pretrained(deep)
+    refused(r"^speculation\.draft: .* has 2 layers, and a head takes", deep, "eagle3", head)
+    make_model("llama", num_hidden_layers=8).save_pretrained(deep)
+    tensors = load_file(head / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, head / "model.safetensors")
+    refused(r"^speculation\.draft: the checkpoint lacks fc\.weight", deep, "eagle3", head)
+    assert not processes.specs
 
 
 class TwoHosts(FakeProcesses):

@@ -19,6 +19,8 @@ LENGTH = 4
 class ScriptedDrafter:
     """Drafts what the script says, up to a wrong token and beyond; nothing where `idle` says so."""
 
+    computes = False
+
     def __init__(self, right: float, idle: float = 0.0, seed: int = 1) -> None:
         self._draws, self._right, self._idle = random.Random(seed), right, idle
 

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 
@@ -10,11 +12,11 @@ from tandem.workers.handoff.retired import IsPast, RetiredSequences
 class Device:
     """Forwards are done one by one."""
 
-    def __init__(self, drops_past: bool = False) -> None:
+    def __init__(self, *, drops_past: bool = False, slides: bool = False) -> None:
         self.launched = self.done = 0
         self.removed: list[int] = []
         layout = SimpleNamespace(drops_past=drops_past)
-        cache: Any = SimpleNamespace(layout=layout, remove_sequence=self.removed.append)
+        cache: Any = SimpleNamespace(layout=layout, remove_sequence=self.removed.append, any_slides=lambda: slides)
         self.retired = RetiredSequences(cast(PagedKVCache, cache), self.mark)
 
     def mark(self) -> IsPast | None:
@@ -45,8 +47,9 @@ def test_a_sequence_goes_at_once_when_nothing_runs() -> None:
     assert device.removed == [1]
 
 
-def test_peers_wait_for_forwards_that_read_pages_behind_a_window() -> None:
-    device = Device(drops_past=True)
+@pytest.mark.parametrize("reason", ["drops_past", "slides"])
+def test_peers_wait_for_forwards_that_read_pages_behind_a_window(reason: str) -> None:
+    device = Device(**{reason: True})
     assert device.retired.windows_past() is None
     device.launched = 1
     past = device.retired.windows_past()

@@ -52,15 +52,17 @@ def test_logits_equal_transformers(folder: Path, oracle: PreTrainedModel) -> Non
 
 
 def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(folder: Path, oracle: PreTrainedModel) -> None:
-    """The mean, for a router's choice between two like experts may flip with any rounding."""
+    """The mean, for a router's choice between two like experts may flip with any rounding. So may an index's between
+    positions, on which all later layers depend: there the mean over some prompts."""
     decoder, attention = load(folder, "bfloat16")
-    prompt = random_prompt(50, 0)
-    with torch.inference_mode():
-        exact, theirs = (
-            model(torch.tensor([prompt])).logits[0].float() for model in (oracle, load_oracle(folder, torch.bfloat16))
-        )
-    ours = forward(decoder, attention, [(Sequence(50), prompt)], list(range(50)))
-    assert float((ours - exact).abs().mean()) < ERROR_RATIO * float((theirs - exact).abs().mean())
+    rounded, ours, theirs = load_oracle(folder, torch.bfloat16), 0.0, 0.0
+    for seed in range(4 if decoder.config.latent is not None and decoder.config.latent.index is not None else 1):
+        prompt = random_prompt(50, seed)
+        with torch.inference_mode():
+            exact, other = (model(torch.tensor([prompt])).logits[0].float() for model in (oracle, rounded))
+        logits = forward(decoder, attention, [(Sequence(50), prompt)], list(range(50)))
+        ours, theirs = ours + float((logits - exact).abs().mean()), theirs + float((other - exact).abs().mean())
+    assert ours < ERROR_RATIO * theirs
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def naive_slice(name: str, whole: Tensor, rank: int) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "phi3", "gpt_oss", "mixtral", "deepseek_v2", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "phi3", "gpt_oss", "mixtral", "deepseek_v2", "gemma4"])
 def test_each_rank_loads_its_part_of_every_weight(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_file, "PART_BYTES", 1 << 10)  # more than one part each
     make_model(family, **EXPERTS.get(family, {})).save_pretrained(tmp_path)

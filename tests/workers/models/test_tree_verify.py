@@ -14,7 +14,9 @@ FLOAT32 = 1e-4  # relative and absolute
 NODES, ROUNDS = 12, 3
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "gemma2", "gemma3", "gpt_oss", "qwen2-window"])
+@pytest.mark.parametrize(
+    "case", ["llama", "mistral-window", "gemma2", "gemma3", "gpt_oss", "qwen2-window", "deepseek_v32"]
+)
 @torch.inference_mode()
 def test_logits_of_a_tree_are_those_of_its_paths(case: str, tmp_path: Path) -> None:
     """Texts that outgrow the windows of 24 tokens, chains and bushes beside a sequence that decodes."""

@@ -14,7 +14,8 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import random_prompt
 from tests.support.tolerances import assert_close
 
-FAMILIES = ["qwen3", "gemma3", "gpt_oss", "deepseek_v3"]  # K and V, windows, sinks, latents
+# K and V, windows and readers, sinks, latents, index keys
+FAMILIES = ["qwen3", "gemma4", "gpt_oss", "deepseek_v3", "glm_moe_dsa"]
 CACHED = {0: 0, 1: 21, 2: 40, 3: 33, 4: 16}  # positions before the forward: a new prompt, a later chunk, three decodes
 MORE = {0: 30, 1: 19, 2: 1, 3: 4, 4: 1}  # of sequence 3 a token and three that were drafted
 TREE = [-1, 0, 0, 1]

@@ -16,7 +16,7 @@ from tests.support.oracle import random_prompt
 from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv, run_in_place
 
 LENGTHS = (1, 31, 32, 33, 64, 65, 127, 128, 129, 200)
-FAMILIES = ["qwen3", "gemma3", "gpt_oss", "qwen3_moe", "llama4"]  # two have windows, one of these sinks; one has chunks
+FAMILIES = ["qwen3", "gemma4", "gpt_oss", "qwen3_moe", "llama4"]  # two have windows, one of these sinks; one has chunks
 TOLERANCE = 1e-4
 
 

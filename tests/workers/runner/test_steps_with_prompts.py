@@ -12,7 +12,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.prompt_programs import run_in_place
 from tests.support.steps_with_prompts import DRAWN, Beside
 
-FAMILIES = ["qwen3", "gemma3", "gpt_oss", "qwen3_moe", "llama4"]
+FAMILIES = ["qwen3", "gemma4", "gpt_oss", "qwen3_moe", "llama4"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

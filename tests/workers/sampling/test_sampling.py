@@ -1,12 +1,19 @@
 """Draws against a naive row-by-row reference, and what they promise: to depend on (seed, position) alone."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.pending_samples import Samples
@@ -32,6 +39,18 @@ def naive_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarra
         dropped[-1] = False
         scaled[ascending[dropped]] = -np.inf
     return softmax(scaled)
+
+
+def transformers_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """float64 [vocab], as transformers' processors filter in that order."""
+    chain = LogitsProcessorList([TemperatureLogitsWarper(params.temperature), MinPLogitsWarper(params.min_p)])
+    if params.top_k > 0:
+        chain.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        chain.append(TopPLogitsWarper(params.top_p))
+    ids, scores = torch.zeros(1, 1, dtype=torch.long), torch.from_numpy(logits.astype(np.float64))[None]
+    filtered: Any = chain(cast(Any, ids), cast(Any, scores))
+    return filtered[0].softmax(-1).numpy()
 
 
 def softmax(values: np.ndarray) -> np.ndarray:
@@ -88,6 +107,13 @@ def test_equals_the_naive_reference(params: list[SamplingParams], seed: int, pos
     assert sample(logits, params, positions) == expected
 
 
+@given(PARAMS.filter(lambda params: params.temperature > 0), st.integers(0, 2**32))
+def test_the_reference_equals_transformers(params: SamplingParams, seed: int) -> None:
+    logits = random_logits(1, seed)[0]
+    expected = transformers_probabilities(logits, params)
+    assert naive_probabilities(logits, params) == pytest.approx(expected, abs=1e-12)
+
+
 @given(st.lists(PARAMS, min_size=2, max_size=8))
 def test_a_draw_does_not_depend_on_the_rest_of_the_batch(params: list[SamplingParams]) -> None:
     logits = random_logits(len(params))
@@ -102,12 +128,12 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch(params: list[SamplingPa
     [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.7, "min_p": 0.01}],
 )
 def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
-    """Chi-square over the tokens, fixed seeds; the bound is that of a significance of about 1e-6."""
+    """That of transformers: chi-square over the tokens, fixed seeds; the bound is that of a significance of 1e-6."""
     draws, vocab = 20_000, 12
     params = SamplingParams(seed=7, **options)
     logits = random_logits(1, seed=5, vocab=vocab)
     tokens = sample(np.repeat(logits, draws, 0), [params] * draws, list(range(draws)))
-    expected = naive_probabilities(logits[0], params) * draws
+    expected = transformers_probabilities(logits[0], params) * draws
     counts = np.bincount(tokens, minlength=vocab)
     assert not counts[expected == 0].any()
     kept = expected > 0

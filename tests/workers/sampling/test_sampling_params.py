@@ -2,6 +2,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
@@ -11,6 +12,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 100.0, "top_p": 1.0, "top_k": -1, "min_p": 1.0, "seed": 2**64 - 1, "logprobs": 0},
     {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 100.0, "min_tokens": 16},
+    {"repetition_penalty": float(np.float32(0.01))},
     {"logit_bias": ((0, -100.0), (99, 100.0)), "bad_words": ("x" * 256,) * 63, "bad_words_ids": ((99,) * 16,)},
     {"allowed_token_ids": tuple(range(100))},
     {"max_tokens": 0, "prompt_logprobs": 20},
@@ -37,7 +39,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 17}, "min_tokens is 17; it must be in [0, max_tokens], which is 16"),
     ({"presence_penalty": math.nan}, "presence_penalty is nan; it must be in [-2, 2]"),
     ({"frequency_penalty": 2.1}, "frequency_penalty is 2.1; it must be in [-2, 2]"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be in (0, 100]"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be in [0.01, 100]"),
+    ({"repetition_penalty": 1.4e-45}, "repetition_penalty is 1.4e-45; it must be in [0.01, 100]"),
     ({"logit_bias": ((1, math.inf),)}, "logit_bias[1] is inf; it must be in [-100, 100]"),
     ({"logit_bias": ((100, 1.0),)}, "logit_bias is 100; it must be inside the vocabulary, [0, 100)"),
     ({"logit_bias": ((1, 1.0),) * 1025}, "logit_bias has 1025 tokens; it must be at most 1024"),

@@ -1,7 +1,9 @@
 """DeepSeek-V2: latent attention; shared and routed experts behind a few dense layers, chosen within groups.
 
 DeepSeek-V3: sigmoid scores, a learned correction of the choice, and groups ranked by their two best. Layers for
-multi-token prediction, which follow the others in a checkpoint, are not read.
+multi-token prediction, which follow the others in a checkpoint, are read where they draft.
+
+DeepSeek-V3.2 and GLM-MoE-DSA: as V3, but queries choose the positions that they attend to, by an indexer.
 """
 
 import dataclasses
@@ -9,14 +11,17 @@ from collections.abc import Callable
 
 from tandem.cache.plan.rope import yarn_magnitude
 from tandem.workers.checkpoint.errors import UnsupportedFeature
-from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.models.config import MAX_LAYERS, ModelConfig, read_dense_config
+from tandem.workers.models.indexer.fields import read_index
 from tandem.workers.models.latent import LatentConfig, read_latent
 from tandem.workers.models.moe import GATED_NAMES, MoeConfig, read_moe
 from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.routing import GroupLimit, Routing
 
 METHODS = ("greedy", "group_limited_greedy")
+INDEXED = "indexed_attention"
+MLP_KINDS = ("dense", "sparse")
 
 
 def read_deepseek_v2(fields: Fields) -> ModelConfig:
@@ -35,15 +40,53 @@ def read_deepseek_v2(fields: Fields) -> ModelConfig:
 
 
 def read_deepseek_v3(fields: Fields) -> ModelConfig:
+    latent = read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
+    return _read_v3(fields, latent, num_dense=3)
+
+
+def read_deepseek_v32(fields: Fields) -> ModelConfig:
+    return _read_with_indexer(fields, num_heads=64, groups=(8, 4), interleaved=False, shares=False)
+
+
+def read_glm_moe_dsa(fields: Fields) -> ModelConfig:
+    config = _read_with_indexer(fields, num_heads=32, groups=(1, 1), interleaved=True, shares=True)
+    return dataclasses.replace(config, rms_norm_eps=fields.number("rms_norm_eps", 1e-5))
+
+
+def _read_with_indexer(
+    fields: Fields, *, num_heads: int, groups: tuple[int, int], interleaved: bool, shares: bool
+) -> ModelConfig:
+    """groups: n_group and topk_group when absent. For the others see read_index. The index keys are rotated as the
+    latents' are, whose neighbours are rotated, but for `interleaved`."""
+    _refuse_others(fields, mlp_bias=False)
+    kinds = fields.raw("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != INDEXED for kind in kinds)):
+        raise UnsupportedFeature(f"{fields.source}: layer_types is {SHOWN.repr(kinds)}; only {INDEXED} is served")
+    latent = read_latent(fields, interleaved=True)
+    if latent.q_rank is None:
+        raise UnsupportedFeature(f"{fields.source}: q_lora_rank is null; an indexer takes what q's first map makes")
+    index = read_index(fields, latent.rotated, num_heads=num_heads, interleaved=interleaved, shares=shares)
+    latent = dataclasses.replace(latent, index=index)
+    return _read_v3(fields, latent, num_dense=3, groups=groups, kinds="mlp_layer_types")
+
+
+def _read_v3(
+    fields: Fields,
+    latent: LatentConfig,
+    num_dense: int,
+    groups: tuple[int | None, int | None] = (None, None),
+    kinds: str | None = None,
+) -> ModelConfig:
+    """groups: n_group and topk_group when absent; None: they are required. kinds: the field that names dense and sparse
+    layers."""
     _refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc")
 
     def route(moe: MoeConfig) -> Routing:
-        groups, scale = _read_group_limit(fields, moe, counted=2), fields.number("routed_scaling_factor", 2.5)
-        return dataclasses.replace(moe.routing, sigmoid=True, groups=groups, corrected=True, scale=scale)
+        limit, scale = _read_group_limit(fields, moe, 2, groups), fields.number("routed_scaling_factor", 2.5)
+        return dataclasses.replace(moe.routing, sigmoid=True, groups=limit, corrected=True, scale=scale)
 
-    latent = read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
     normalize = fields.boolean("norm_topk_prob", True)
-    config = _read_both(fields, latent, route, normalize=normalize, num_shared=1, num_dense=3)
+    config = _read_both(fields, latent, route, normalize=normalize, num_shared=1, num_dense=num_dense, kinds=kinds)
     extra = fields.integer("num_nextn_predict_layers", 1, maximum=MAX_LAYERS)
     return dataclasses.replace(config, num_extra_layers=extra)
 
@@ -56,21 +99,23 @@ def _read_both(
     normalize: bool = False,
     num_shared: int = 2,
     num_dense: int = 0,
+    kinds: str | None = None,
 ) -> ModelConfig:
     """route: the routing of what read_moe has read. num_shared, num_dense: of shared experts and of layers without
-    experts, when absent, as in transformers."""
+    experts, when absent, as in transformers. kinds: see _read_v3."""
     _refuse_others(fields, moe_layer_freq=1)
     config = read_dense_config(
         fields,
         num_kv_heads=fields.integer("num_attention_heads", minimum=1),
         head_dim=latent.query_dim,
         rope=lambda of, _: read_rope(of, latent.rotated),
+        layer_types=latent.index is None,
     )
     moe = read_moe(
         fields,
         GATED_NAMES,
         normalize=normalize,
-        layers=frozenset(range(fields.integer("first_k_dense_replace", num_dense), config.num_layers)),
+        layers=_read_sparse_layers(fields, config.num_layers, num_dense, kinds),
         intermediate_size="moe_intermediate_size",
         count="n_routed_experts",
     )
@@ -86,9 +131,25 @@ def _read_both(
     return dataclasses.replace(config, latent=latent, moe=moe, attn_scale=scale, o_bias=latent.bias)
 
 
-def _read_group_limit(fields: Fields, moe: MoeConfig, counted: int) -> GroupLimit:
+def _read_sparse_layers(fields: Fields, num_layers: int, num_dense: int, kinds: str | None) -> frozenset[int]:
+    """The layers with experts: those that the field `kinds` calls sparse, where it is there, or those behind the first
+    dense ones."""
+    if kinds is None or kinds not in fields:
+        return frozenset(range(fields.integer("first_k_dense_replace", num_dense), num_layers))
+    named = fields.raw(kinds)
+    if not isinstance(named, list) or len(named) < num_layers or any(kind not in MLP_KINDS for kind in named):
+        raise fields.invalid(kinds, f"dense or sparse for each of {num_layers} layers, num_hidden_layers")
+    return frozenset(layer for layer in range(num_layers) if named[layer] == "sparse")
+
+
+def _read_group_limit(
+    fields: Fields, moe: MoeConfig, counted: int, absent: tuple[int | None, int | None] = (None, None)
+) -> GroupLimit:
     """n_group and topk_group, which must leave each token as many experts as it takes. Raises InvalidConfig."""
-    num_groups, kept = fields.integer("n_group", minimum=1), fields.integer("topk_group", minimum=1)
+    num_groups, kept = (
+        fields.integer("n_group", absent[0], minimum=1),
+        fields.integer("topk_group", absent[1], minimum=1),
+    )
     size = moe.num_experts // num_groups
     if moe.num_experts % num_groups or size < counted:
         raise fields.invalid(

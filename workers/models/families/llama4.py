@@ -48,12 +48,17 @@ def read_llama4(fields: Fields) -> ModelConfig:
 
 
 def read_llama4_of_images(fields: Fields) -> ModelConfig:
+    config = read_llama4(fields_of_text(fields))
+    skipped = ("vision_model.", "multi_modal_projector.")
+    return dataclasses.replace(config, weight_prefix=("language_model.", ""), skipped_weights=skipped)
+
+
+def fields_of_text(fields: Fields) -> Fields:
+    """Those of text_config, and of the whole model those that it may lack."""
     text = fields.section("text_config")
     values = {name: text.raw(name) for name in text.names()}
     values |= {name: fields.raw(name) for name in OF_WHOLE if name in fields}
-    config = read_llama4(Fields(values, text.source))
-    skipped = ("vision_model.", "multi_modal_projector.")
-    return dataclasses.replace(config, weight_prefix="language_model.", skipped_weights=skipped)
+    return Fields(values, text.source)
 
 
 def _read_chunked(fields: Fields, num_layers: int) -> ChunkedConfig:

@@ -1,0 +1,102 @@
+"""Kernels of a pool of index keys on a CUDA device, eager and in graph buffers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.backend import AppendThenChoose
+from tandem.cache.kernels.base import Capabilities, DeviceTables, Limits, PeerPool
+from tandem.cache.kernels.index_keys import SCORE_BYTES, Choosers
+from tandem.cache.kernels.triton.append import AppendTargets
+from tandem.cache.kernels.triton.gather import gather
+from tandem.cache.kernels.triton.index_scores import SeenPages, score_positions
+from tandem.cache.kernels.triton.latent_append import append_latents
+from tandem.cache.kernels.triton.pushing import AppendPlan, push_to_peers
+from tandem.cache.kernels.triton.top_k import choose_top
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.tables import PageTables, Send, TokenLayout
+
+
+@dataclass(frozen=True, eq=False)
+class IndexPlan(AppendPlan):
+    """Of the n choosers: tokens, int64 [n], theirs among the packed ones, None where all are; what they see; and tiles,
+    (begin, end, longest), of which scores are in memory together. Graph buffers have tables, too."""
+
+    tokens: Tensor | None
+    seen: SeenPages
+    tiles: tuple[tuple[int, int, int], ...]
+    tables: DeviceTables | None = None
+
+
+class TritonIndexKernels(AppendThenChoose):
+    """See IndexBackend. In graph buffers all tokens choose, also among few positions."""
+
+    capabilities = Capabilities(trees=False, pushes=True, step_graphs=True)
+
+    def __init__(self, pool: Tensor, rank: int, top_k: int) -> None:
+        super().__init__(pool)
+        self._pool, self._rank, self._top_k = pool, rank, top_k
+
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> IndexPlan:
+        if buffers is not None:
+            return buffers
+        choosers, device = Choosers.of(tokens, tables, self._top_k), self._pool.device
+        arrays = [tables.slot_mapping, choosers.tokens, choosers.lengths, choosers.firsts, tables.kv_indices]
+        slots, rows, *seen = upload(arrays, device)
+        return IndexPlan(AppendTargets(slots, None), rows, SeenPages(*seen), tuple(cut_tiles(choosers.lengths)))
+
+    def buffers(self, limits: Limits, tables: DeviceTables) -> IndexPlan:
+        size = limits.num_tokens
+        longest = tables.kv_indices.shape[0] // size * self._pool.shape[4]
+        seen = SeenPages(torch.ones_like(tables.kv_last_page_len), tables.kv_indptr[:-1], tables.kv_indices)
+        return IndexPlan(AppendTargets(tables.slots, None), None, seen, ((0, size, longest),), tables)
+
+    def begin_captured(self, buffers: IndexPlan, by_layers: bool = False) -> None:
+        """Queues what makes the lengths of the rows."""
+        tables = buffers.tables
+        assert tables is not None  # they are graph buffers
+        full = (tables.kv_indptr[1:] - tables.kv_indptr[:-1] - 1) * self._pool.shape[4]
+        torch.add(full, tables.kv_last_page_len, out=buffers.seen.lengths)
+
+    def push_with_append(
+        self, own: IndexPlan, sends: Sequence[Send], peer_pool: PeerPool
+    ) -> tuple[IndexPlan, tuple[Send, ...]]:
+        return push_to_peers(own, sends, peer_pool, self._pool.device)
+
+    def append(
+        self, layer: int, q: Tensor, still: Tensor, rotated: Tensor, rotation: Rotation | None, own: IndexPlan
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotates q in place."""
+        return q, append_latents(self._pool, layer, q, still, rotated, rotation, own.targets, keep=own.keep)
+
+    def choose(self, layer: int, q: Tensor, weights: Tensor, own: IndexPlan) -> Tensor:
+        if own.tokens is not None:
+            q, weights = q.index_select(0, own.tokens), weights.index_select(0, own.tokens)
+        chosen = [q.new_empty((0, self._top_k), dtype=torch.int32)] if not own.tiles else []
+        for begin, end, longest in own.tiles:
+            seen = own.seen.between(begin, end)
+            scores = score_positions(self._pool, layer, q[begin:end], weights[begin:end], seen, longest)
+            chosen.append(choose_top(scores, seen.lengths, self._top_k))
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        entries = gather(self._pool, layer, upload([slots], self._pool.device)[0])[:, 0]
+        return entries, entries[:, :, : self._rank]
+
+
+def cut_tiles(lengths: Int32Array, most: int = SCORE_BYTES // 4) -> list[tuple[int, int, int]]:
+    """(begin, end, longest) of neighbouring tokens that see `lengths` (int32 [n]) positions each: as many in a tile as
+    have at most `most` scores together, all as wide as the longest; at least one."""
+    tiles, begin, longest = [], 0, 0
+    for token, length in enumerate(lengths.tolist()):
+        wider = max(longest, length)
+        if token > begin and (token - begin + 1) * wider > most:
+            tiles.append((begin, token, longest))
+            begin, wider = token, length
+        longest = wider
+    return [*tiles, (begin, lengths.size, longest)] if lengths.size else []

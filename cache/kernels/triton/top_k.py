@@ -1,0 +1,96 @@
+"""The positions of the highest scores: a Triton kernel, which gives what choose() of torch/index.py does.
+
+Radix select (Alabi et al., 2012): the k-th highest is found digit by digit, by counts of how many scores have which.
+Then one pass writes, in order, the positions of those above it, and of its equals the first.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.kernels.triton.dependent_launch import launch_options
+
+SCORES_AT_ONCE = 2048
+DIGIT = tl.constexpr(256)  # values of a digit of 8 bits
+
+
+def choose_top(scores: Tensor, lengths: Tensor, top_k: int) -> Tensor:
+    """int32 [n, top_k]: in order, the positions of the highest of the first lengths[i] scores of row i, of equal ones
+    the first; then -1, where there are fewer.
+
+    scores: float32 [n, m], rows contiguous; lengths: int32 [n].
+    """
+    num_rows = scores.shape[0]
+    chosen = torch.empty((num_rows, top_k), dtype=torch.int32, device=scores.device)
+    kernel: Any = _choose[(num_rows,)]
+    kernel(
+        *(scores, lengths, chosen, scores.stride(0), top_k, SCORES_AT_ONCE),
+        num_warps=8,
+        **launch_options(scores.device),
+    )
+    return chosen
+
+
+@triton.jit
+def _in_order(scores, position, inside):
+    """uint32, in the order of the scores: the sign is turned, and of negative ones all bits. -0 is 0."""
+    score = tl.load(scores + position, mask=inside, other=0.0)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _find_least(scores, length, top_k, BLOCK: tl.constexpr):
+    """The top_k-th highest of the first `length` scores, as _in_order() has it, and how many of its equals to take."""
+    value = tl.arange(0, DIGIT)
+    least, wanted = tl.full((), 0, tl.uint32), top_k
+    for digit in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+        shift: tl.constexpr = 24 - 8 * digit
+        counts = tl.zeros((DIGIT,), tl.int32)
+        for begin in range(0, length, BLOCK):
+            position = begin + tl.arange(0, BLOCK)
+            inside = position < length
+            key = _in_order(scores, position, inside)
+            if digit > 0:
+                inside = inside & ((key >> (shift + 8)) == (least >> (shift + 8)))
+            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), DIGIT, mask=inside)
+        as_high = tl.cumsum(counts, 0, reverse=True)  # of this value or a higher one
+        found = tl.max(tl.where(as_high >= wanted, value, 0), 0)
+        wanted -= tl.sum(tl.where(value > found, counts, 0), 0)
+        least = least | (found.to(tl.uint32) << shift)
+    return least, wanted
+
+
+@triton.jit(do_not_specialize=["scores_row", "top_k"])
+def _choose(
+    scores, lengths, chosen, scores_row, top_k, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A program has one row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + row)
+    scores += row * scores_row
+    chosen += row * top_k
+    if length <= top_k:
+        for begin in range(0, top_k, BLOCK):
+            position = begin + tl.arange(0, BLOCK)
+            tl.store(chosen + position, tl.where(position < length, position, -1), mask=position < top_k)
+    else:
+        least, wanted = _find_least(scores, length, top_k, BLOCK)
+        num_taken, num_equal = 0, 0
+        for begin in range(0, length, BLOCK):
+            position = begin + tl.arange(0, BLOCK)
+            inside = position < length
+            key = _in_order(scores, position, inside)
+            equal = tl.where(inside & (key == least), 1, 0)
+            first = (equal > 0) & (num_equal + tl.cumsum(equal, 0) <= wanted)
+            taken = tl.where((inside & (key > least)) | first, 1, 0)
+            tl.store(chosen + num_taken + tl.cumsum(taken, 0) - 1, position, mask=taken > 0)
+            num_taken += tl.sum(taken, 0)
+            num_equal += tl.sum(equal, 0)

@@ -1,0 +1,95 @@
+"""How long requests may be, by the model's context and what its workers keep."""
+
+from dataclasses import dataclass
+
+from tandem.cluster.errors import InvalidRequest
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.sampling.sampling_params import SlidingWindow
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a request may ask of the served model."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int  # positions that one decode worker's pages hold
+    rope_switch: int | None = None  # see ModelConfig
+    page_size: int = 16
+    max_sliding_tokens: int = 1 << 20  # of prompt and output of a request that slides
+    cannot_slide: str = ""  # why no request may slide; empty where it may
+
+    @classmethod
+    def of_model(
+        cls, model: ModelConfig, max_model_len: int, num_pages: int, page_size: int, max_sliding_tokens: int
+    ) -> "ModelLimits":
+        """num_pages: of a decode worker's pool."""
+        return cls(
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            pool_tokens=num_pages * page_size,
+            rope_switch=model.rope_switch,
+            page_size=page_size,
+            max_sliding_tokens=max_sliding_tokens,
+            cannot_slide=model.cannot_slide,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest request."""
+        return min(self.max_model_len, self.pool_tokens)
+
+    def longest_before(self, sliding: SlidingWindow) -> int:
+        """The longest prompt of a request that slides. Its positions are rotated before, and q as far behind them as
+        one of them stays in the window."""
+        window, sinks = sliding
+        return min(self.longest - 1, max(sinks, self.max_model_len - (window - sinks)))
+
+    def check_sliding(self, prompt: int, max_tokens: int, sliding: SlidingWindow) -> None:
+        """InvalidRequest where a request cannot slide so behind its prompt."""
+        if self.cannot_slide:
+            raise InvalidRequest(f"sampling.sliding is set; {self.cannot_slide}, so that no request can slide")
+        widest = self.longest - 2 * self.page_size + 1
+        if sliding.window > widest:
+            raise InvalidRequest(
+                f"sampling.sliding.window is {sliding.window}; at most {widest} are accepted, for which the model's "
+                "context and the page pool have room"
+            )
+        longest, most = self.longest_before(sliding), self.max_sliding_tokens
+        if prompt > longest:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; before a window of {sliding.window} with {sliding.sinks} sinks at "
+                f"most {longest} are accepted"
+            )
+        if prompt + max_tokens > most:
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; gateway.max_sliding_tokens, "
+                f"{most}, leaves at most {most - prompt}"
+            )
+
+    def room(self, prompt: int, sliding: SlidingWindow | None = None) -> int:
+        """The most output tokens after a prompt of so many; 0 or less where it is too long itself."""
+        if sliding is not None:
+            return self.max_sliding_tokens - prompt
+        room = self.longest - prompt
+        switch = self.rope_switch
+        return room if switch is None or prompt > switch else min(room, switch - prompt + 1)
+
+    def check_length(self, prompt: int, max_tokens: int) -> None:
+        """InvalidRequest where prompt and output are too long together."""
+        limit = self.longest
+        which = "the model's context" if limit == self.max_model_len else "the decode worker's page pool"
+        if prompt >= limit:
+            raise InvalidRequest(f"the prompt has {prompt} tokens; {which} takes at most {limit - 1} and one output")
+        if prompt + max_tokens > limit:
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; "
+                f"{which} of {limit} leaves at most {limit - prompt}"
+            )
+        switch = self.rope_switch
+        if switch is not None and prompt <= switch < prompt + max_tokens - 1:  # the last token is never fed back
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; the model rotates positions "
+                f"otherwise in sequences beyond {switch} tokens, and none may grow over that: at most "
+                f"{switch - prompt + 1}, or a prompt of more than {switch} tokens"
+            )

@@ -1,0 +1,82 @@
+"""Checkpoints with heads that draft, all random."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.checkpoints import save_checkpoint
+
+VOCAB, DRAFT_VOCAB = 199, 60
+
+
+def save_mtp(folder: Path) -> Path:
+    """A DeepSeek-V3 of two layers, and one for multi-token prediction."""
+    save_checkpoint("deepseek_v3", folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn(like: Tensor, scale: float = 1.0) -> Tensor:
+        return torch.randn(like.shape, generator=generator) * scale
+
+    for name, tensor in list(tensors.items()):
+        if name.startswith("model.layers.1."):
+            tensors[name.replace(".1.", ".2.", 1)] = 1 + drawn(tensor, 0.2) if tensor.dim() == 1 else drawn(tensor, 0.1)
+    norm = tensors["model.norm.weight"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"model.layers.2.{name}.weight"] = 1 + drawn(norm, 0.2)
+    tensors["model.layers.2.eh_proj.weight"] = drawn(torch.empty(norm.numel(), 2 * norm.numel()), 0.2)
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def save_eagle3(folder: Path, *, whole_vocab: bool) -> dict[str, Tensor]:
+    """A head for llama-shaped targets of `COMMON`; its tensors."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(6)
+    hidden, inner, rows = 64, 48, {"q": 64, "k": 32, "v": 32}
+    drafts = VOCAB if whole_vocab else DRAFT_VOCAB
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * 0.15
+
+    tensors = {f"midlayer.self_attn.{name}_proj.weight": drawn(count, 2 * hidden) for name, count in rows.items()}
+    tensors |= {
+        "midlayer.self_attn.o_proj.weight": drawn(hidden, 64),
+        "midlayer.mlp.gate_proj.weight": drawn(inner, hidden),
+        "midlayer.mlp.up_proj.weight": drawn(inner, hidden),
+        "midlayer.mlp.down_proj.weight": drawn(hidden, inner),
+        "fc.weight": drawn(hidden, 3 * hidden),
+        "lm_head.weight": drawn(drafts, hidden),
+    }
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    tensors |= {f"{name}.weight": 1 + drawn(hidden) for name in norms}
+    if whole_vocab:
+        tensors["embed_tokens.weight"] = drawn(VOCAB, hidden) * 5
+    else:
+        ids = torch.randperm(VOCAB, generator=generator)[:drafts].sort().values
+        tensors["d2t"] = ids - torch.arange(drafts)
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    fields = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": drafts,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 3000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+    return tensors

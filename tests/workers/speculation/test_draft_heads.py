@@ -1,0 +1,200 @@
+"""Heads draft what naive versions of them draft, after every step, and change no token."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.speculation.draft_length import DraftLength
+from tandem.workers.speculation.drafter import DraftAsk
+from tandem.workers.speculation.model_drafter import ModelDrafter
+from tests.cache.table_kernels import TableKernels
+from tests.support.checkpoints import make_model
+from tests.support.draft_heads import save_eagle3, save_mtp
+from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.prompt_programs import run_in_place
+from tests.workers.loop_pair import LoopPair
+
+LENGTH, NUM_TOKENS = 3, 16
+Naive = Callable[[Sequence[int], int], list[int]]
+"""The tokens, so many, that a naive head drafts behind a context."""
+
+
+@torch.inference_mode()
+def draft_mtp(model: Any, mtp: MtpModel, context: Sequence[int], count: int) -> list[int]:
+    """The layer over all of the context at once, then over it and its own drafts."""
+    ids = torch.tensor([context])
+    hidden = model.model(ids[:, :-1]).last_hidden_state
+    drafts: list[int] = []
+    for _ in range(count):
+        following = torch.tensor([[*context[1:], *drafts]])
+        positions = torch.arange(following.shape[1])[None]
+        out: Any = mtp.forward_layer(0, hidden, positions, None, input_ids=following)
+        drafts.append(int(model.lm_head(out[0, -1]).argmax()))
+        hidden = torch.cat((hidden, out[:, -1:]), 1)
+    return drafts
+
+
+@torch.inference_mode()
+def draft_eagle3(model: Any, tensors: dict[str, Tensor], context: Sequence[int], count: int) -> list[int]:
+    """As the paper has it, over all of the context at once, then over it and its own drafts."""
+    ids = torch.tensor([context])
+    states = model(ids[:, :-1], output_hidden_states=True).hidden_states
+    low, middle, high = 2, len(model.model.layers) // 2, len(model.model.layers) - 3
+    hidden = torch.cat((states[low], states[middle], states[high]), 2)[0] @ tensors["fc.weight"].T
+    embedding: Any = tensors.get("embed_tokens.weight", model.model.embed_tokens.weight)
+    drafts: list[int] = []
+    for _ in range(count):
+        following = torch.tensor([*context[1:], *drafts])
+        out = eagle3_layer(tensors, hidden, embedding[following])
+        choice = int((norm(out[-1:], tensors["norm.weight"]) @ tensors["lm_head.weight"].T).argmax())
+        drafts.append(choice + (int(tensors["d2t"][choice]) if "d2t" in tensors else 0))
+        hidden = torch.cat((hidden, out[-1:]))
+    return drafts
+
+
+def eagle3_layer(tensors: dict[str, Tensor], hidden: Tensor, embedded: Tensor) -> Tensor:
+    """out [T, H] of hidden and embedded [T, H]."""
+    of = {name.removeprefix("midlayer.").removesuffix(".weight"): tensor for name, tensor in tensors.items()}
+    x = torch.cat((norm(embedded, of["input_layernorm"]), norm(hidden, of["hidden_norm"])), 1)
+    count = x.shape[0]
+    q, k, v = ((x @ of[f"self_attn.{name}_proj"].T).view(count, -1, 16).transpose(0, 1) for name in "qkv")
+    angles = torch.arange(count)[:, None] / 3000.0 ** (torch.arange(0, 16, 2) / 16)
+    cos, sin = (torch.cat((half, half), 1) for half in (angles.cos(), angles.sin()))
+    q, k = (one * cos + torch.cat((-one[..., 8:], one[..., :8]), -1) * sin for one in (q, k))
+    attended = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), is_causal=True)
+    hidden = hidden + attended.transpose(0, 1).flatten(1) @ of["self_attn.o_proj"].T
+    x = norm(hidden, of["post_attention_layernorm"])
+    return hidden + (F.silu(x @ of["mlp.gate_proj"].T) * (x @ of["mlp.up_proj"].T)) @ of["mlp.down_proj"].T
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+class Watched(ModelDrafter):
+    """Notes what the head drafts, and hands on, at random, that or what the target will say."""
+
+    def __init__(self, runner: ModelRunner, due: dict[tuple[int, ...], list[int]]) -> None:
+        """due: outputs by prompts."""
+        super().__init__(runner)
+        self._due = due
+        self._draws = random.Random(3)
+        self.drafted: dict[tuple[int, ...], list[int]] = {}  # by context
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
+        drafts = super().propose(asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            if draft.size:
+                self.drafted[tuple(ask.context.tolist())] = draft.tolist()
+        return [self._handed_on(ask, draft) for ask, draft in zip(asks, drafts, strict=True)]
+
+    def _handed_on(self, ask: DraftAsk, draft: Int64Array) -> Int64Array:
+        context = ask.context.tolist()
+        for prompt, output in self._due.items():
+            whole = [*prompt, *output]
+            if whole[: len(context)] == context and self._draws.random() < 0.5:
+                right = whole[len(context) : len(context) + self._draws.randrange(1, ask.most + 1)]
+                return np.array([*right, 3][: ask.most])
+        return draft
+
+
+@pytest.fixture(scope="module")
+def mtp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mtp(tmp_path_factory.mktemp("mtp"))
+
+
+@pytest.fixture
+def always_drafting() -> Iterator[None]:
+    with mock.patch.object(DraftLength, "next", lambda self, num_output: self._most):
+        yield
+
+
+def check(target: Path, speculation: SpeculationSettings, naive: Naive, *, in_graphs: bool = False) -> None:
+    """Several rows at once: tokens, and each draft."""
+    oracle = load_oracle(target)
+    prompts = [random_prompt(length, seed=length) for length in (3, 9, 16)]  # a chunk each
+    due = {tuple(prompt): greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts}
+    watched: list[Watched] = []
+
+    def make(runner: ModelRunner) -> Watched:
+        watched.append(Watched(runner, due))
+        return watched[-1]
+
+    options: dict[str, Any] = {"kernels": TableKernels} if in_graphs else {}
+    loops = LoopPair(target, num_pages=64, speculation=speculation, drafter=make, **options)
+    for runner in loops.runners if in_graphs else ():
+        runner.capture_steps(8, run_in_place)
+        runner.capture_prompts(32, run_in_place)
+        runner.capture_verification(32, run_in_place)
+        assert runner.overlaps
+    first = {}
+    for index, prompt in enumerate(prompts):
+        reservation = loops.prepare(str(index), prompt, NUM_TOKENS)
+        first[index] = loops.prefill.submit(str(index), prompt, loops.params(NUM_TOKENS), reservation)
+        loops.start(str(index), reservation, NUM_TOKENS)
+        loops.run_prefill()
+    loops.run_decode()
+    for index, prompt in enumerate(prompts):
+        assert [first[index].result(0).first_token, *loops.tokens(str(index))] == due[tuple(prompt)]
+    assert loops.decode_counters.accepted_tokens > 8
+    drafted = watched[1].drafted
+    assert len(drafted) > 12
+    for context, draft in drafted.items():
+        assert draft == naive(context, len(draft)), f"behind {len(context)} tokens"
+    assert max(map(len, drafted.values())) == LENGTH
+    loops.assert_free()
+
+
+@pytest.mark.usefixtures("always_drafting")
+def test_mtp_drafts_what_its_layer_says(mtp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\..*"])
+    oracle = load_oracle(mtp_folder)
+    mtp = MtpModel.from_pretrained(oracle)
+    check(mtp_folder, SpeculationSettings("mtp", LENGTH, 32), partial(draft_mtp, oracle, mtp))
+
+
+def test_the_naive_layer_drafts_what_transformers_does(mtp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\..*"])
+    oracle, prompt = load_oracle(mtp_folder), random_prompt(9, seed=9)
+    mtp, given, theirs = MtpModel.from_pretrained(oracle), {}, MTPCandidateGenerator.get_candidates
+
+    def noted(self: MTPCandidateGenerator, input_ids: Any, *args: Any, **options: Any) -> Any:
+        ids, logits = theirs(self, input_ids, *args, **options)
+        given[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
+    ids = torch.tensor([prompt])
+    out: Any = oracle.generate(ids, max_new_tokens=10, do_sample=False, use_mtp=True)  # type: ignore[operator]
+    assert out[0, 9:].tolist() == greedy(oracle, prompt, 10)
+    drafts = {context: draft for context, draft in given.items() if draft}
+    assert len(drafts) > 5
+    for context, draft in drafts.items():
+        assert draft == draft_mtp(oracle, mtp, context, 1)
+
+
+@pytest.mark.usefixtures("always_drafting")
+@pytest.mark.parametrize("whole_vocab", [True, False], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize("in_graphs", [True, False], ids=["in graphs", "eager"])
+def test_eagle3_drafts_what_its_head_says(tmp_path: Path, whole_vocab: bool, in_graphs: bool) -> None:
+    target = tmp_path / "target"
+    make_model("llama", num_hidden_layers=8).save_pretrained(target)
+    tensors = save_eagle3(tmp_path / "head", whole_vocab=whole_vocab)
+    naive = partial(draft_eagle3, load_oracle(target), tensors)
+    speculation = SpeculationSettings("eagle3", LENGTH, 32, draft=str(tmp_path / "head"))
+    check(target, speculation, naive, in_graphs=in_graphs)

@@ -1,0 +1,134 @@
+"""What pages of unlike shards of a model have in common: the layers and heads that both hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.cache.plan.errors import InvalidArgument
+
+if TYPE_CHECKING:  # as in wire_map
+    from tandem.cache.plan.kv_scales import KVScales
+    from tandem.cache.plan.layout import KVLayout, LayerGroup
+
+
+@dataclass(frozen=True)
+class Region:
+    """Layers and heads of a page of one PE, and where they stand in a peer's page of the same group: as many each."""
+
+    layers: slice
+    heads: slice
+    peer_layers: slice
+    peer_heads: slice
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers.stop - self.layers.start
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads.stop - self.heads.start
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_layers == 0 or self.num_heads == 0
+
+    @property
+    def reversed(self) -> "Region":
+        """As the peer sees it."""
+        return Region(self.peer_layers, self.peer_heads, self.layers, self.heads)
+
+    def peer_layer(self, layer: int) -> int | None:
+        """Where a layer of the own group stands in the peer's; None where the peer does not hold it."""
+        if self.is_empty or not self.layers.start <= layer < self.layers.stop:
+            return None
+        return layer - self.layers.start + self.peer_layers.start
+
+
+EMPTY = Region(slice(0, 0), slice(0, 0), slice(0, 0), slice(0, 0))
+Regions = list[Region | None]
+"""Per layer group; None where the pages of both are alike as a whole."""
+
+
+def regions_between(own: "KVLayout", peer: "KVLayout") -> Regions:
+    """Of each group. InvalidArgument unless both are shards of one layout."""
+    if own == peer:
+        return [None] * len(own.groups)
+    _check_alike(own, peer)
+    regions: Regions = [_region(own, peer, group) for group in range(len(own.groups))]
+    if own.scales is not None and peer.scales is not None:
+        _check_scales(own, peer, regions, own.scales, peer.scales)
+    return regions
+
+
+def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
+    pairs: list[tuple[str, object, object]] = [
+        (name, getattr(own, name), getattr(peer, name)) for name in ("page_size", "dtype", "stored_dtype", "readers")
+    ]
+    pairs.append(("number of layer groups", len(own.groups), len(peer.groups)))
+    for index, groups in enumerate(zip(own.groups, peer.groups, strict=False)):
+        for name in ("head_dim", "keeps", "latent_rank"):
+            mine, theirs = (getattr(group, name) for group in groups)
+            pairs.append((f"{name} of group {index}", mine, theirs))
+        pairs.append(
+            (f"KV heads of group {index}, of all ranks,", _num_heads(own, groups[0]), _num_heads(peer, groups[1]))
+        )
+    for name, mine, theirs in pairs:
+        if mine != theirs:
+            raise InvalidArgument(f"{name} is {theirs} at the peer; {mine} is accepted, for shards of one layout")
+
+
+def _num_heads(layout: "KVLayout", group: "LayerGroup") -> int:
+    """Of all ranks. Each rank holds all of a latent."""
+    return group.num_kv_heads * (layout.shard.size if group.latent_rank is None else 1)
+
+
+def _region(own: "KVLayout", peer: "KVLayout", group: int) -> Region:
+    mine, theirs = (
+        [layout.shard.first_layer + layer for layer in layout.groups[group].layers] for layout in (own, peer)
+    )
+    elsewhere = {peer.shard.first_layer + layer for layer in range(peer.num_layers)}.difference(theirs)
+    misplaced = [layer for layer in mine if layer in elsewhere]
+    if misplaced:
+        raise InvalidArgument(f"layer {misplaced[0]} stands in group {group} here, and in another at the peer")
+    common = [layer for layer in mine if layer in theirs]
+    heads, peer_heads = _common_heads(own, peer, group)
+    if not common or heads.stop <= heads.start:
+        return EMPTY
+    begin, peer_begin = mine.index(common[0]), theirs.index(common[0])
+    if mine[begin : begin + len(common)] != common or theirs[peer_begin : peer_begin + len(common)] != common:
+        raise InvalidArgument(f"group {group} holds layers {mine} here and {theirs} at the peer, in unlike order")
+    return Region(slice(begin, begin + len(common)), heads, slice(peer_begin, peer_begin + len(common)), peer_heads)
+
+
+def _common_heads(own: "KVLayout", peer: "KVLayout", group: int) -> tuple[slice, slice]:
+    mine, theirs = (
+        0 if layout.groups[group].latent_rank is not None else layout.shard.rank * layout.groups[group].num_kv_heads
+        for layout in (own, peer)
+    )
+    begin = max(mine, theirs)
+    end = min(mine + own.groups[group].num_kv_heads, theirs + peer.groups[group].num_kv_heads)
+    return slice(begin - mine, end - mine), slice(begin - theirs, end - theirs)
+
+
+def _check_scales(
+    own: "KVLayout", peer: "KVLayout", regions: Sequence[Region | None], mine: "KVScales", their: "KVScales"
+) -> None:
+    """InvalidArgument unless both store the layers and heads that they share alike."""
+    for group, region in enumerate(regions):
+        if region is None or region.is_empty:
+            continue
+        of_own, of_peer = own.groups[group], peer.groups[group]
+        pairs = zip(of_own.layers[region.layers], of_peer.layers[region.peer_layers], strict=True)
+        for layer, peer_layer in pairs:
+            for name in ("k", "v"):
+                here, there = getattr(mine, name)[layer], getattr(their, name)[peer_layer]
+                held = _of_heads(here, of_own)[region.heads], _of_heads(there, of_peer)[region.peer_heads]
+                if held[0] != held[1]:
+                    raise InvalidArgument(
+                        f"{name} scales of layer {own.shard.first_layer + layer} are {held[1]} at the peer; {held[0]} "
+                        "are accepted"
+                    )
+
+
+def _of_heads(scales: tuple[float, ...], group: "LayerGroup") -> tuple[float, ...]:
+    return scales * group.num_kv_heads if len(scales) == 1 else scales

@@ -1,0 +1,38 @@
+"""The model that drafts for another: which it is, and whether both fit."""
+
+from pathlib import Path
+
+from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.drafters.eagle3 import eagle3_config
+from tandem.workers.models.drafters.mtp import mtp_config
+from tandem.workers.models.registry import load_config
+
+
+def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -> ModelConfig | None:
+    """The drafter whose layers stand behind those of `target`; None where drafts come from elsewhere.
+
+    It computes in the target's dtype. Raises ModelError.
+    """
+    if speculation.method == "mtp":
+        return mtp_config(target)
+    if speculation.method == "eagle3":
+        return eagle3_config(Path(speculation.draft), target)
+    if speculation.method != "draft_model":
+        return None
+    drafter = load_config(Path(speculation.draft), str(target.dtype).removeprefix("torch."))
+    check_drafter(speculation.draft, drafter)
+    return drafter
+
+
+def check_drafter(folder: str, drafter: ModelConfig) -> None:
+    """UnsupportedFeature unless `drafter`, of that folder, can draft."""
+    if drafter.rope.by_length:
+        raise UnsupportedFeature(
+            f"{folder} has RoPE of type {drafter.rope.rope_type}, which depends on a sequence's length; a drafter with "
+            "another type is accepted"
+        )
+    indexed = drafter.latent is not None and drafter.latent.index is not None
+    if indexed or (drafter.chunked is not None and drafter.chunked.temperature is not None):
+        raise UnsupportedFeature(f"{folder} is {drafter.architecture}, which does not serve as a drafter")

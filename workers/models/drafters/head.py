@@ -1,0 +1,108 @@
+"""A layer that drafts from what its target has computed: one of multi-token prediction, or an EAGLE-3 head."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.workers.models.attention import CachedAttention
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.drafters.layers import LayersBehind
+
+
+class DraftHead(Protocol):
+    """One decoder layer with its own entrance and exit. It keeps an entry for each position of the target: of what the
+    target has computed there, and of the token that follows."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose inputs it takes, one behind the other; none: what the target's head takes."""
+        ...
+
+    def enter(self, features: Tensor) -> Tensor:
+        """What __call__ takes, [T, H], of the target's features."""
+        ...
+
+    def __call__(self, hidden: Tensor, next_ids: Tensor, cached: CachedAttention) -> Tensor:
+        """[T, H], of the same kind as `hidden`, which may be overwritten. next_ids: int64 [T], the tokens that follow
+        those of the positions."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the tokens behind next_ids, [n, the target's vocabulary], for rows that __call__ gave."""
+        ...
+
+
+class HeadedDecoder:
+    """A target, and the head whose layer stands behind the target's own.
+
+    Each forward computes both. Of a step the head computes its part when the step's tokens are sampled: follow(). Of
+    prompts the next token is the prompt's, or the best one where the prompt ends. Where a chunk ends within a prompt,
+    or beside another one, that entry of the head is made with a wrong token, which costs a little acceptance.
+    """
+
+    def __init__(self, target: DenseDecoder, head: DraftHead) -> None:
+        self.config = target.config
+        self.head = head
+        self.layers = range(target.config.num_layers, target.config.num_layers + 1)
+        self._target = target
+        self._features: Tensor | None = None  # of the step that follow() ends
+
+    @property
+    def device(self) -> torch.device:
+        return self._target.device
+
+    def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
+        """The target's logits, see DenseDecoder.forward. last_rows None: of a step, which follow() ends."""
+        hidden, features = self._compute(token_ids, cached, last_rows)
+        logits = self._target.logits(hidden)
+        if last_rows is None:
+            self._features = features
+        else:
+            self._store(features, _next_ids(token_ids, last_rows, logits), cached)
+        return logits
+
+    def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor) -> Tensor:
+        """See DenseDecoder.hidden."""
+        hidden, features = self._compute(token_ids, cached, rows)
+        self._store(features, token_ids.roll(-1), cached)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See DenseDecoder.logits."""
+        return self._target.logits(hidden)
+
+    def follow(self, next_ids: Tensor, cached: CachedAttention) -> Tensor:
+        """What the head gives [T, H] for each row of the forward of a step. next_ids: int64 [T], sampled behind it; one
+        that is no token, of logits that are not finite, is taken for the last."""
+        features, self._features = self._features, None
+        assert features is not None, "a step comes first"
+        return self._store(features, self._known(next_ids), cached)
+
+    def draft(self, hidden: Tensor, next_ids: Tensor, cached: CachedAttention) -> Tensor:
+        """A step of the head alone, from what it gave for the position before, [n, H]; the same of the next."""
+        return self.head(hidden.clone(), self._known(next_ids), LayersBehind(cached, self.layers.start))
+
+    def _store(self, features: Tensor, next_ids: Tensor, cached: CachedAttention) -> Tensor:
+        return self.head(self.head.enter(features), next_ids, LayersBehind(cached, self.layers.start))
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        return token_ids.clamp(max=self.config.vocab_size - 1)
+
+    def _compute(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the target's head takes of `rows`, and features of all rows."""
+        if self.head.taps:
+            hidden, tapped = self._target.tapped(token_ids, cached, rows, self.head.taps)
+            return hidden, torch.cat(tapped, 1)
+        hidden, _ = self._target.tapped(token_ids, cached, None, ())
+        return hidden if rows is None else hidden.index_select(0, rows), hidden
+
+
+def _next_ids(token_ids: Tensor, last_rows: Tensor, logits: Tensor) -> Tensor:
+    """For each row of a forward the token of the next one; of last_rows, but the first, the best by their logits. Graph
+    buffers pad last_rows with the first row."""
+    count = token_ids.shape[0]
+    next_ids = torch.cat((token_ids.roll(-1), token_ids[:1]))
+    if last_rows.shape[0]:
+        next_ids.index_copy_(0, torch.where(last_rows == 0, count, last_rows), logits.argmax(1))
+    return next_ids[:count]

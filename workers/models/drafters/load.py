@@ -1,0 +1,52 @@
+"""From a checkpoint to a decoder that drafts, too."""
+
+from pathlib import Path
+
+import torch
+
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
+from tandem.workers.models.drafters.eagle3 import Eagle3Head, Eagle3Parameters
+from tandem.workers.models.drafters.head import HeadedDecoder
+from tandem.workers.models.drafters.mtp import MtpHead, MtpParameters
+from tandem.workers.models.weights import ReportBytes, check_weights, load_decoder
+
+META = torch.device("meta")
+
+
+def load_drafter(
+    folder: Path,
+    speculation: SpeculationSettings,
+    target: DenseDecoder,
+    drafter: ModelConfig,
+    *,
+    load_format: str = "safetensors",
+    report: ReportBytes | None = None,
+) -> DraftedDecoder | HeadedDecoder:
+    """folder: of the target. drafter: what load_drafter_config() gives for it. Raises as load_parameters."""
+    draft, device, model = Path(speculation.draft), target.device, target.config
+    if speculation.method == "draft_model":
+        own = load_decoder(draft, drafter, load_format=load_format, device=device, report=report)
+        return DraftedDecoder(target, own)
+    if speculation.method == "mtp":
+        mtp = MtpParameters(drafter, device)
+        mtp.load(folder, drafter, model.num_layers, load_format, report)
+        return HeadedDecoder(target, MtpHead(drafter, mtp, target))
+    eagle3 = Eagle3Parameters(drafter, device)
+    eagle3.load(draft, drafter, model, load_format, report)
+    return HeadedDecoder(target, Eagle3Head(drafter, eagle3, target))
+
+
+def check_drafter_weights(
+    folder: Path, speculation: SpeculationSettings, target: ModelConfig, drafter: ModelConfig
+) -> None:
+    """Raises what load_drafter() would raise for these files as they are, from their headers and sizes alone."""
+    draft = Path(speculation.draft)
+    if speculation.method == "draft_model":
+        check_weights(draft, drafter)
+    elif speculation.method == "mtp":
+        MtpParameters(drafter, META).load(folder, drafter, target.num_layers, "safetensors", None)
+    else:
+        Eagle3Parameters(drafter, META).load(draft, drafter, target, "safetensors", None)

@@ -1,0 +1,213 @@
+"""Drafts by a model, or by a head of the target: a step of its layers alone for each token."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.attention.forward import Batch
+from tandem.cache.attention.graph_buffers import GraphBuffers
+from tandem.cache.kernels.upload import upload
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.models.drafters.drafted_decoder import DraftSteps
+from tandem.workers.models.drafters.head import HeadedDecoder
+from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.eager_sampler import EagerSampler
+from tandem.workers.runner.forward_graphs import Capture
+from tandem.workers.runner.logits_processor import LogitsProcessor
+from tandem.workers.runner.step_inputs import ON_HOST
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
+from tandem.workers.sampling.sample_batch import SampleBatch
+
+
+class Drafts(ABC):
+    """Its steps append to the sequences, and their positions are popped again: the verify step that follows computes
+    them in all layers.
+
+    Tokens are drawn with the parameters and numbers of the target's own, so that a drafter with the target's logits
+    drafts the target's tokens.
+    """
+
+    def __init__(self, cache: PagedKVCache, device: torch.device, processor: LogitsProcessor) -> None:
+        self._cache = cache
+        self._device = device
+        self._sampler = EagerSampler(device, processor)
+
+    def draft(
+        self,
+        sequence_ids: Sequence[int],
+        tokens: Int64Array,
+        counts: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+    ) -> list[Int64Array]:
+        """counts[i] ≥ 1 tokens behind tokens[i], the last of sequence i, which is not stored yet; int64 arrays [n].
+        Waits for the device.
+
+        positions: of the first drafted tokens. sampling: without LogitRules. No step is in flight.
+        """
+        order = np.argsort(-counts, kind="stable")
+        ids = [sequence_ids[row] for row in order]
+        tokens, counts, sampling, positions = tokens[order], counts[order], sampling.take(order), positions[order]
+        pending: list[PendingSamples] = []
+        grown = np.zeros(order.size, np.int64)
+        try:
+            for step in range(int(counts[0])):
+                rows = np.arange(np.count_nonzero(counts > step))  # those with the longest drafts come first
+                own = sampling.take(rows)
+                pending.append(self._step(step, ids[: rows.size], tokens[rows], own, positions[rows] + step, grown))
+            sampled = [one.wait().token_ids for one in pending]
+        finally:
+            for sequence, count in zip(ids, grown.tolist(), strict=True):
+                self._cache.pop(sequence, count)
+        drafts: list[Int64Array] = [np.empty(0, np.int64)] * order.size
+        for row, place in enumerate(order.tolist()):
+            draft = np.array([tokens[row] for tokens in sampled[: counts[row]]], np.int64)
+            finite = np.cumprod(draft != NOT_FINITE, dtype=np.int64)
+            drafts[place] = draft[: finite.sum()]
+        return drafts
+
+    @abstractmethod
+    def _step(
+        self,
+        step: int,
+        ids: Sequence[int],
+        tokens: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+        grown: Int64Array,
+    ) -> PendingSamples:
+        """The step of this number. tokens: of the first one. Counts in grown[i] what sequence i has grown by."""
+
+    def _inputs(self, step: int, tokens: Int64Array) -> Tensor:
+        """What the step before has sampled; of the first one `tokens`."""
+        if step:
+            return self._sampler.sampled[: tokens.size].clone()
+        return upload([tokens], self._device)[0]
+
+
+class ModelDrafts(Drafts):
+    """By a model of its own: a step of its layers for each token."""
+
+    def __init__(self, steps: DraftSteps, cache: PagedKVCache, processor: LogitsProcessor) -> None:
+        super().__init__(cache, steps.device, processor)
+        self._steps = steps
+        self._processor = processor
+        self._graphs: DecodeGraphs | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Of q in the drafter's layers."""
+        return self._steps.config.num_heads
+
+    def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
+        """From now on steps replay CUDA graphs, one for each of `buffers`: see DecodeGraphs."""
+        self._graphs = DecodeGraphs(self._steps, self._cache, buffers, (), capture, self._processor)
+
+    @torch.inference_mode()
+    def _step(
+        self,
+        step: int,
+        ids: Sequence[int],
+        tokens: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+        grown: Int64Array,
+    ) -> PendingSamples:
+        count = len(ids)
+        if self._graphs is not None and count <= self._graphs.largest:
+            sources = np.arange(count) if step else np.full(count, ON_HOST)
+            grown[:count] += 1
+            return self._graphs.step(ids, tokens, sources, sampling, positions, scratch=step)
+        forward = self._cache.begin(Batch(ids, push=False, scratch=step))
+        grown[:count] += 1
+        logits = self._steps.forward(self._inputs(step, tokens), forward.attention, None)
+        self._cache.commit(forward, self._steps.layers)
+        return self._sampler.sample(logits, sampling, positions)
+
+
+class HeadDrafts(Drafts):
+    """By a DraftHead. The target's step has computed what the first token follows from; then the head goes on by
+    itself."""
+
+    def __init__(self, model: HeadedDecoder, cache: PagedKVCache, processor: LogitsProcessor) -> None:
+        super().__init__(cache, model.device, processor)
+        self._model = model
+        self._noted: Noted | None = None
+        self._hidden = torch.empty(0)  # what the head gave in the step before, [n, H]
+
+    def note(self, noted: "Noted | None") -> None:
+        """The last step of the target; None: one of which the head's part is not there."""
+        self._noted = noted
+
+    def draft(
+        self,
+        sequence_ids: Sequence[int],
+        tokens: Int64Array,
+        counts: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+    ) -> list[Int64Array]:
+        """See Drafts.draft. Nothing for sequences that the last step did not have."""
+        drafts: list[Int64Array] = [np.empty(0, np.int64)] * len(sequence_ids)
+        if self._noted is None:
+            return drafts
+        rows = self._noted.rows(sequence_ids, positions)
+        known = np.flatnonzero(rows >= 0)
+        if not known.size:
+            return drafts
+        known = known[np.argsort(-counts[known], kind="stable")]
+        self._hidden = self._noted.outputs[upload([rows[known]], self._device)[0]]
+        ids = [sequence_ids[row] for row in known]
+        found = super().draft(ids, tokens[known], counts[known], sampling.take(known), positions[known])
+        for row, draft in zip(known.tolist(), found, strict=True):
+            drafts[row] = draft
+        return drafts
+
+    @torch.inference_mode()
+    def _step(
+        self,
+        step: int,
+        ids: Sequence[int],
+        tokens: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+        grown: Int64Array,
+    ) -> PendingSamples:
+        count = len(ids)
+        if step:
+            forward = self._cache.begin(Batch(ids, push=False, scratch=step - 1))
+            grown[:count] += 1
+            self._hidden = self._model.draft(self._hidden[:count], self._inputs(step, tokens), forward.attention)
+            self._cache.commit(forward, self._model.layers)
+        return self._sampler.sample(self._model.head.logits(self._hidden[:count]), sampling, positions)
+
+
+class Noted(NamedTuple):
+    """What a head gave in a step of the target, of n sequences: outputs [T or more, H], for rows of one sequence after
+    another. positions: int64 [n], of the first token that was sampled for each. appends: int64 [n], rows of each; None:
+    one."""
+
+    outputs: Tensor
+    sequence_ids: Sequence[int] | Int64Array
+    positions: Int64Array
+    appends: Int64Array | None = None
+
+    def rows(self, sequence_ids: Sequence[int], positions: Int64Array) -> Int64Array:
+        """For each sequence the row behind which a token at its position is drafted, -1 where there is none. All
+        int64 [m]."""
+        appends = np.ones_like(self.positions) if self.appends is None else self.appends
+        begins = np.cumsum(appends) - appends
+        places = {int(sequence): place for place, sequence in enumerate(self.sequence_ids)}
+        rows = np.full(positions.size, -1)
+        for index, sequence in enumerate(sequence_ids):
+            place = places.get(int(sequence))
+            offset = -1 if place is None else int(positions[index] - 1 - self.positions[place])
+            if place is not None and 0 <= offset < appends[place]:
+                rows[index] = begins[place] + offset
+        return rows

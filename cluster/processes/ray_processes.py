@@ -154,7 +154,8 @@ class RayProcesses(Processes):
                 except StartFailed:
                     if time.monotonic() >= deadline:
                         raise
-            self._groups.append(group)
+            if not (where.here or where.address):  # gateways, whose hosts are given, do not count for the spread
+                self._groups.append(group)
         return group
 
     def _choose_hosts(self, bundles: Sequence[dict[str, float]], where: Where, deadline: float) -> list[str]:

@@ -185,14 +185,16 @@ def _forks(process_host: int, name: str) -> bool:
     return any(process_name(pid).startswith(name) for pid, _ in descendants(process_host))
 
 
-def nobody_answers(cluster: Cluster, folder: Path) -> None:
-    """But the gateways, and they only over TLS; without a token they serve nobody."""
+def nobody_answers(cluster: Cluster, folder: Path) -> int:
+    """But the gateways, and they only over TLS; without a token they serve nobody. How many ports beside the workers'
+    do not answer."""
     workers = {worker for _, workers in cluster.islands().values() for worker in workers}
     listening = [cluster.hosts.listening(host, OURS) for host in range(3)]
     private = {address for addresses in listening for address in addresses} - set(cluster.addresses)
-    assert private > workers  # there are ports for pages, or for gateways of other hosts
+    assert private >= workers
     heard = cluster.heard_by_strangers(folder, [*cluster.addresses, *private])
     assert heard == [[False, True]] * len(cluster.addresses) + [[False, False]] * len(private)
+    return len(private - workers)
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +318,7 @@ def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
 
 
 def test_nothing_but_the_gateways_answers_a_stranger(cluster: Cluster, tmp_path: Path) -> None:
-    nobody_answers(cluster, tmp_path)
+    assert nobody_answers(cluster, tmp_path) == 3  # of each gateway, for those of other hosts
 
 
 def test_no_prompt_crosses_the_network_in_the_open(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
@@ -344,6 +346,7 @@ def test_without_rays_gcs_serving_goes_on_and_what_is_lost_is_started_once_it_is
     cluster: Cluster, small_model: Path, tmp_path: Path
 ) -> None:
     """A process host is Ray's, and needs the GCS. A worker is forked by its process host, and does not."""
+    cluster.scale("--islands", "3")  # one on each host
     before, made = cluster.info(), cluster.hosts
     (away,) = (host for host, _ in cluster.islands().values() if host == made.addresses[1])
     (process_host,) = (pid for pid in made.pids(1) if process_name(pid) == "ray::ProcessHos" and _forks(pid, "decode"))
@@ -356,7 +359,6 @@ def test_without_rays_gcs_serving_goes_on_and_what_is_lost_is_started_once_it_is
         (decode, *_) = (pid for pid in made.pids(0) if process_name(pid).startswith("decode (PE"))
         os.kill(decode, signal.SIGKILL)
     assert len(said["tokens"]) == 1500
-    assert all(cluster.answers(tmp_path, prompts) == expected for _ in range(2))
     assert "nothing is started until it is back" in cluster.refused("scale", "--islands", "4")
     os.kill(process_host, signal.SIGKILL)
     assert cluster.answers(tmp_path, prompts) == expected

@@ -49,19 +49,18 @@ def _find_least(scores, length, top_k, BLOCK: tl.constexpr):
     value = tl.arange(0, DIGIT)
     least, wanted = tl.full((), 0, tl.uint32), top_k
     for digit in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
-        shift: tl.constexpr = 24 - 8 * digit
         counts = tl.zeros((DIGIT,), tl.int32)
         for begin in range(0, length, BLOCK):
             position = begin + tl.arange(0, BLOCK)
             inside = position < length
             key = _in_order(scores, position, inside)
             if digit > 0:
-                inside = inside & ((key >> (shift + 8)) == (least >> (shift + 8)))
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), DIGIT, mask=inside)
+                inside = inside & ((key >> (32 - 8 * digit)) == (least >> (32 - 8 * digit)))
+            counts += tl.histogram(((key >> (24 - 8 * digit)) & 255).to(tl.int32), DIGIT, mask=inside)
         as_high = tl.cumsum(counts, 0, reverse=True)  # of this value or a higher one
         found = tl.max(tl.where(as_high >= wanted, value, 0), 0)
         wanted -= tl.sum(tl.where(value > found, counts, 0), 0)
-        least = least | (found.to(tl.uint32) << shift)  # pyright: ignore[reportAttributeAccessIssue]
+        least = least | (found.to(tl.uint32) << (24 - 8 * digit))
     return least, wanted
 
 
@@ -92,5 +91,5 @@ def _choose(
             first = (equal > 0) & (num_equal + tl.cumsum(equal, 0) <= wanted)
             taken = tl.where((inside & (key > least)) | first, 1, 0)
             tl.store(chosen + num_taken + tl.cumsum(taken, 0) - 1, position, mask=taken > 0)
-            num_taken += tl.sum(taken, 0)  # pyright: ignore[reportOperatorIssue]
-            num_equal += tl.sum(equal, 0)  # pyright: ignore[reportOperatorIssue]
+            num_taken += tl.sum(taken, 0)
+            num_equal += tl.sum(equal, 0)

@@ -66,6 +66,16 @@ def test_the_same_over_http(island: Island, expected: list[list[int]]) -> None:
     assert [token for chunk in streamed for one in chunk["choices"] for token in one["token_ids"]] == expected[1]
 
 
+def test_several_answers_and_prompts_slide_each_by_itself(island: Island, expected: list[list[int]]) -> None:
+    """With log-probabilities of the prompts."""
+    body: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "sliding": SLIDING}
+    prompts = [PROMPTS[3], PROMPTS[4]]
+    found = answer(island.http, "/v1/completions", prompt=prompts, n=2, max_tokens=OUTPUT, prompt_logprobs=1, **body)
+    choices = found["choices"]
+    assert [choice["token_ids"] for choice in choices] == [expected[3]] * 2 + [expected[4]] * 2
+    assert [len(choices[index]["prompt_logprobs"]) for index in (0, 2)] == [len(prompt) for prompt in prompts]
+
+
 def test_a_window_that_nothing_leaves_changes_nothing(island: Island, small_model: Path) -> None:
     """Beside a request without one."""
     plain = greedy(load_oracle(small_model), PROMPTS[3], 30)

@@ -60,7 +60,7 @@ def _find_least(scores, length, top_k, BLOCK: tl.constexpr):
         as_high = tl.cumsum(counts, 0, reverse=True)  # of this value or a higher one
         found = tl.max(tl.where(as_high >= wanted, value, 0), 0)
         wanted -= tl.sum(tl.where(value > found, counts, 0), 0)
-        least = least | (found.to(tl.uint32) << (24 - 8 * digit))
+        least = least | (found.to(tl.uint32) << (24 - 8 * digit))  # pyright: ignore[reportAttributeAccessIssue]
     return least, wanted
 
 
@@ -91,5 +91,5 @@ def _choose(
             first = (equal > 0) & (num_equal + tl.cumsum(equal, 0) <= wanted)
             taken = tl.where((inside & (key > least)) | first, 1, 0)
             tl.store(chosen + num_taken + tl.cumsum(taken, 0) - 1, position, mask=taken > 0)
-            num_taken += tl.sum(taken, 0)
-            num_equal += tl.sum(equal, 0)
+            num_taken += tl.sum(taken, 0)  # pyright: ignore[reportOperatorIssue]
+            num_equal += tl.sum(equal, 0)  # pyright: ignore[reportOperatorIssue]

@@ -1,10 +1,13 @@
 """How long requests may be, by the model's context and what its workers keep."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tandem.cluster.errors import InvalidRequest
-from tandem.workers.models.config import ModelConfig
 from tandem.workers.sampling.sampling_params import SlidingWindow
+
+if TYPE_CHECKING:
+    from tandem.workers.models.config import ModelConfig  # imports torch, which readers do without
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class ModelLimits:
 
     @classmethod
     def of_model(
-        cls, model: ModelConfig, max_model_len: int, num_pages: int, page_size: int, max_sliding_tokens: int
+        cls, model: "ModelConfig", max_model_len: int, num_pages: int, page_size: int, max_sliding_tokens: int
     ) -> "ModelLimits":
         """num_pages: of a decode worker's pool."""
         return cls(

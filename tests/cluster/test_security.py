@@ -146,7 +146,7 @@ def test_every_route_is_denied_but_health(guarded: Island) -> None:
             ("GET", "/"),
             ("POST", "/v1/completions"),
             ("POST", "/v1/chat/completions"),
-            ("POST", "/health/"),
+            ("GET", "/health/more"),
         ):
             for headers in ([], [("authorization", TOKEN)], [("authorization", f"Bearer {TOKEN}x")], [right, right]):
                 answer = client.request(method, path, headers=headers)

@@ -154,7 +154,7 @@ def test_the_rotation_has_the_dtype_of_q_and_k() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_type": "proportional"}, "rope_type is 'proportional'; it must be one of none, default"),
+        ({"rope_type": "ntk"}, "rope_type is 'ntk'; it must be one of none, default"),
         ({"rotary_dim": 7}, "rotary_dim is 7; it must be even"),
         ({"theta": 0.0}, "theta is 0.0"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor is nan"),

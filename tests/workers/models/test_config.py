@@ -251,7 +251,7 @@ def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
             "attn_logit_softcapping is 50.0; it must be null",
         ),
         ({**LLAMA, "architectures": ["Gemma2ForCausalLM"], "hidden_activation": "relu"}, "hidden_activation is 'relu'"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "proportional"}}, "rope_type is 'proportional'; only default, linear"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "ntk"}}, "rope_type is 'ntk'; only default, linear"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; this family takes only 1"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs between layers"),
     ],

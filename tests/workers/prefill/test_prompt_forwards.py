@@ -1,6 +1,5 @@
 """How the KV of prompts goes to its receiver: page to page for a lone prompt, else with its forwards."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, PropertyMock
@@ -10,12 +9,10 @@ import pytest
 from torch import Tensor
 
 from tandem.cache.attention.forward import Forward
-from tandem.workers.runner.model_cache import make_cache
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tests.cache.table_kernels import TableKernels
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
-from tests.workers import loop_pair
 from tests.workers.loop_pair import CHUNK, DECODE, PAGE, PREFILL, LoopPair
 from tests.workers.prefill.test_speculative_prefill import speculate
 
@@ -90,9 +87,8 @@ def test_a_prompt_that_is_no_longer_alone_is_sent_with_its_forwards(pair: LoopPa
     assert positions_sent(pair) == 4 * CHUNK - 5
 
 
-def test_prompts_that_share_a_graph_are_sent_page_to_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_pair, "make_cache", partial(make_cache, kernels=TableKernels))
-    pair = LoopPair(folder)
+def test_prompts_that_share_a_graph_are_sent_page_to_page(folder: Path) -> None:
+    pair = LoopPair(folder, kernels=TableKernels)
     pair.prefill._runner.capture_prompts(CHUNK, run_in_place)
     prompts = {"announced": random_prompt(CHUNK + 7, 0), "comes": random_prompt(5, 1), "waits": random_prompt(9, 2)}
     speculate(pair, "announced", prompts["announced"])

@@ -153,12 +153,12 @@ class Decodes:
         request.begin(first.token_id)
         reason = request.rule.reason(first.token_id, 1)
         run = TokenRun((first.token_id,), (first.logprobs,), reason)
-        self._fanout.publish([TokenUpdate(request.token_stream, run, prefilled)])
         if reason == FinishReason.RUNNING:
             self._reservations.narrow(request)
             self._joining.append(request)
         else:
             self._end(request, writer_quiet=True)
+        self._fanout.publish([TokenUpdate(request.token_stream, run, prefilled)])
 
     def failed(self, request: DecodeRequest, error: WorkerError) -> None:
         """The forward of its prompt failed."""

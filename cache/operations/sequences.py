@@ -225,6 +225,10 @@ class SequenceCalls(Parts):
         """How many positions of a sequence are its encoder's, padding included: 0 without one."""
         return self._table.border(self._table.row(sequence))
 
+    def encoder_len(self, sequence: int) -> int:
+        """How many positions its encoder has without padding; 0 without one."""
+        return int(self._table.encoder_lens[self._table.row(sequence)])
+
     @property
     def is_empty(self) -> bool:
         """Whether there is no sequence; pages may still drain or hold prefixes."""

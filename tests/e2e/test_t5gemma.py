@@ -1,17 +1,26 @@
 """T5Gemma through both doors against transformers, greedy and in float32, and what is refused by name."""
 
-from collections.abc import Iterator
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.cluster.client import Client
 from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.requests import rebalancer
+from tandem.cluster.routing.policy import WorkerLoad
+from tandem.cluster.routing.rebalance import Move
+from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of
 from tests.support.encoder_models import WINDOW, greedy_behind, save_t5gemma
 from tests.support.http_client import COMPLETIONS, answer, post, refused
 from tests.support.island import Island, running_island
 from tests.support.oracle import random_prompt
+from tests.support.waiting import until
 
 COUNT = WINDOW + 8
 LENGTHS = (1, 7, 8, 25, 61)  # pages have 8 positions
@@ -132,3 +141,57 @@ def test_workers_that_compute_what_they_decode(folder: Path, oracle: Any) -> Non
         assert complete_all(island.address, prompts, max_tokens=COUNT, **GREEDY) == expected
         updates = complete_all_updates(island.address, prompts, max_tokens=COUNT, **GREEDY)
         assert [tokens_of(one) for one in updates] == expected
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_requests_that_move_lose_no_token(
+    folder: Path, oracle: Any, sharing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With shared prefixes both prompts go page to page, else they are computed again."""
+    prompts, count = [random_prompt(length, seed=length) for length in (8, 19, 40, 61)], 120
+    expected = [greedy_behind(oracle, prompt, count) for prompt in prompts]
+    looks = itertools.count()
+
+    def all_move(workers: Sequence[WorkerLoad], token_seconds: float) -> list[Move]:
+        source, target = workers if next(looks) % 2 else workers[::-1]
+        return [Move(source, target, len(prompts))]
+
+    monkeypatch.setattr(rebalancer, "moves", all_move)
+    monkeypatch.setattr(rebalancer, "PERIOD_SECONDS", 0.05)
+    with running_island(folder, {"scheduler.roles": "adaptive", "cache.prefix_sharing": sharing}) as island:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            ran = list(pool.map(lambda one: complete(island.address, one, max_tokens=count, **GREEDY), prompts))
+        assert [tokens_of(updates) for updates in ran] == expected
+        timings = [updates[-1].timings for updates in ran]
+        assert sum(one.moves for one in timings if one is not None) >= 2
+
+
+@pytest.mark.parametrize("roles", ["split", "adaptive"])
+def test_cancelled_requests_leave_nothing(folder: Path, oracle: Any, roles: str) -> None:
+    chance = random.Random(7)
+    with running_island(folder, {"scheduler.roles": roles}) as island:
+
+        def cancel_soon(number: int) -> None:
+            with Client(island.address) as client:
+                stream = client.generate(random_prompt(1 + number, number), timeout=60, max_tokens=100, **GREEDY)
+                for _ in range(chance.randrange(4)):
+                    next(stream)
+                stream.close()
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(cancel_soon, range(40)))
+        prompt = random_prompt(30, 99)
+        assert complete_all(island.address, [prompt], max_tokens=9, **GREEDY) == [greedy_behind(oracle, prompt, 9)]
+        until(lambda: all(one.cache.is_empty for one in island.workers))
+        assert all(one.cache.num_free_pages == one.cache.num_pages for one in island.workers)
+
+
+def test_a_model_without_an_encoder_refuses_both_prompts(tmp_path: Path) -> None:
+    with running_island(save_checkpoint("llama", tmp_path), {"gateway.http_port": 0}) as island:
+        for name in ("encoder_prompt", "decoder_prompt"):
+            with pytest.raises(InvalidRequest, match=f"{name} is set; this model has no encoder"):
+                complete(island.address, [5, 6], max_tokens=2, **{name: [7]})
+            body = {"model": _model(island), "max_tokens": 2, **({} if name == "encoder_prompt" else {"prompt": [5]})}
+            error = refused(post(island.http, COMPLETIONS, {**body, name: [7]}), 400)
+            assert error["param"] == name
+            assert "this model has no encoder" in error["message"]

@@ -348,8 +348,8 @@ class ModelRunner:
         rows = len(sequence_ids)
         batch = Batch(
             [*sequence_ids, *prompts.sequence_ids],
-            np.array([1] * rows + [chunk.size for chunk in prompts.chunks]),
-            np.concatenate((inputs.positions, prompts.lengths)),
+            np.array([1] * rows + [chunk.size for chunk in prompts.chunks], np.int64),
+            np.concatenate((inputs.positions, np.array(prompts.lengths, np.int64))),
             push=False,
         )
         token_ids = np.concatenate((inputs.tokens, *prompts.chunks))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,10 @@ from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
+from tandem.workers.runner.encoder_prompts import PromptChunks
+from tandem.workers.runner.step_inputs import StepInputs
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.encoder_models import START, EncoderRunner, greedy_behind, save_t5gemma
 from tests.support.oracle import random_prompt
@@ -77,3 +82,20 @@ def test_what_is_not_served_is_named(tmp_path: Path) -> None:
     rewrite(tmp_path, "encoder", attention_bias=False, rope_parameters={"rope_type": "dynamic", "factor": 2.0})
     with pytest.raises(UnsupportedFeature, match="rope_type is 'dynamic', by length"):
         load_config(tmp_path)
+
+
+def test_an_encoders_prompt_alone_beside_decode_rows(tmp_path: Path) -> None:
+    """Its chunk ends where the decoder's prompt begins: the rows step, and no prompt ends."""
+    model = save_t5gemma(tmp_path)
+    runner = EncoderRunner(tmp_path)
+    (first,) = runner.prefill(PROMPTS[:1]).argmax(1).tolist()
+    expected = greedy_behind(model, PROMPTS[0][0], 2, PROMPTS[0][1][1:])
+    runner.cache.add_sequence(1, 16)
+    sampling = SampleBatch.from_params([SamplingParams(temperature=0)])
+    position = np.array([runner.cache.num_tokens(0) + 1])
+    inputs = StepInputs(np.array([first]), np.array([-1]), sampling, position)
+    chunks = PromptChunks([1], [np.array(PROMPTS[1][0])], [17])
+    pending, logits = runner.runner.step_with_prompts([0], inputs, chunks)
+    assert [first, *pending.wait().token_ids.tolist()] == expected
+    assert logits.shape[0] == 0
+    assert runner.cache.num_tokens(1) == 16

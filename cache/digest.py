@@ -19,10 +19,14 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: 
     order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
     """
     total: Tensor | int = 0
-    size = cache.layout.page_size
+    size, border = cache.layout.page_size, cache.border(sequence)
     for index, group in enumerate(cache.layout.groups):
-        seen = max(begin, group.keeps.first_page_index(end, size) * size)
-        parts = [range(seen, end)]
+        seen, stop = max(begin, group.keeps.first_page_index(end, size) * size), end
+        if group.keeps.given:
+            stop = min(end, border)
+        else:
+            seen = max(seen, border)
+        parts = [range(seen, stop)]
         if slides is not None and end > slides[0]:
             parts = [range(seen, slides[1]), range(max(seen, end - (slides[0] - slides[1])), end)]
         pieces = (

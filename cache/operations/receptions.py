@@ -40,6 +40,11 @@ class Receptions:
         table, size = self.table, self.table.page_size
         row = table.row(sequence)
         begin = table.num_positions(row)
+        if begin + length < table.border(row):
+            raise InvalidArgument(
+                f"length is {length}; an encoder's positions come whole, so at least {table.border(row) - begin} are "
+                "accepted"
+            )
         rows = np.array([row])
         with self.sliding.slid(rows, np.array([length]), receive=True) as gone:
             stored = int(table.lengths[row])  # a sequence that slid holds its positions at lower indices now
@@ -65,13 +70,14 @@ class Receptions:
         for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):
             page_index, offset = divmod(length, self.table.page_size)
             for group, pool in zip(self.table.groups, self.memory, strict=True):
-                if offset and group.begins[row] <= page_index:
+                if offset and group.begins[row] <= page_index < group.ends[row]:
                     pool[int(group.pages[row, page_index]), ..., offset:, :].zero_()
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
         groups, size = self.table.groups, self.table.page_size
         if self.table.sliding.windows[row] == 0:
-            return tuple(runs_of(group.pages[row], begin, end, size, int(group.begins[row])) for group in groups)
+            held = [(group.pages[row], int(group.begins[row]), int(group.ends[row])) for group in groups]
+            return tuple(runs_of(pages, begin, end, size, first, last) for pages, first, last in held)
         indices = self.table.sliding.find(row, begin, end)
         wanted = indices >= 0
         slots = (np.where(wanted, slots_of(group.pages, row, np.maximum(indices, 0), size), SKIP) for group in groups)

@@ -1,6 +1,6 @@
 """The pages of one layer group as its sequences grow, fork and shrink: first what a change needs, then the change."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,14 @@ def lay_out_appends(
     partial, opened = (used & table.shortened[rows]).nonzero()[0], (ends > page_indexes + used).nonzero()[0]
     wanted = np.maximum(ends, table.reserved_ends[rows])
     return Appends(rows, lengths, queries, page_indexes, ends, wanted, partial, opened)
+
+
+def _before_borders(appends: Appends, borders: Int64Array) -> Appends:
+    """What they are to a group that keeps positions before the rows' borders (page indexes, int64 [B]): all of these
+    are written at once, so that no page is partly used."""
+    nobody = appends.partial[:0]
+    ends, wanted = np.minimum(appends.ends, borders), np.minimum(appends.wanted, borders)
+    return replace(appends, ends=ends, wanted=wanted, partial=nobody, opened=nobody)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,15 +98,29 @@ class GroupPages:
     allocator: PageAllocator
     memory: PageOperations
 
-    def first_page_index(self, query: int) -> int:
-        """Where what is kept for a query at position `query` begins."""
-        return self.keeps.first_page_index(query, self.table.page_size)
+    def open(self, row: int) -> None:
+        """An empty row begins where its first page will be: behind the border, unless the group keeps that side."""
+        if not self.keeps.given:
+            self.table.begins[row] = self.table.ends[row] = self.table.borders[row]
+
+    def first_page_index(self, query: int, border: int = 0) -> int:
+        """Where what is kept for a query at position `query`, of a row with that border, begins."""
+        return 0 if self.keeps.given else max(self.keeps.first_page_index(query, self.table.page_size), border)
+
+    def pages_needed(self, num_tokens: int, longest_append: int, border: int) -> int:
+        """The most pages that a row with that border holds at once; see Span.most_pages."""
+        if self.keeps.given:
+            return border
+        size = self.table.page_size
+        return self.keeps.most_pages(max(num_tokens - border * size, 0), longest_append, size)
 
     # Many rows
 
     def plan_growth(self, appends: Appends) -> PageGrowth:
         """What it takes to append."""
         table, rows = self.table, appends.rows
+        if self.keeps.given:
+            appends = _before_borders(appends, table.borders[rows])
         starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
         begins, gone = None, NO_PAGES
         if self.keeps.drops_past:
@@ -157,6 +179,9 @@ class GroupPages:
         budget None: that of the reservation it has.
         """
         begin, held = int(self.table.begins[row]), int(self.table.ends[row])
+        if self.keeps.given:
+            border = int(self.table.borders[row])
+            length, reserved_ends = min(length, border * self.table.page_size), min(reserved_ends, border)
         budget = int(self.table.budgets[row]) if budget is None else budget
         tail = max(length // self.table.page_size, begin)
         before = self._shared(row, begin, tail)
@@ -183,12 +208,15 @@ class GroupPages:
 
     def shared_by_fork(self, parent: int, length: int) -> Int32Array:
         """The full pages of a row that a fork of its first `length` positions shares."""
-        return self.table.held(parent, self.first_page_index(length), length // self.table.page_size)
+        border = int(self.table.borders[parent])
+        return self.table.held(parent, self.first_page_index(length, border), length // self.table.page_size)
 
     def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
         """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""
-        first, full = self.first_page_index(length), length // self.table.page_size
-        table = self.table
+        table, border = self.table, int(self.table.borders[parent])
+        first, full = self.first_page_index(length, border), length // table.page_size
+        if self.keeps.given:
+            full = min(full, border)
         if copies.size:
             self.memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
         table.pages[child, first:full] = table.pages[parent, first:full]
@@ -196,7 +224,8 @@ class GroupPages:
         table.begins[child], table.ends[child] = first, full + copies.size
 
     def share(self, row: int, end: int, pages: Int32Array) -> None:
-        """Gives an empty row full pages, up to page index `end`."""
+        """Gives an empty row full pages, up to page index `end`, or its border where the group keeps what is before."""
+        end = min(end, int(self.table.borders[row])) if self.keeps.given else end
         begin = end - pages.size
         self.table.pages[row, begin:end] = pages
         self.table.begins[row], self.table.ends[row] = begin, end

@@ -12,8 +12,10 @@ class GroupTable:
     ends[i] - 1: earlier ones have left the group's window, and those past the sequence's end are reserved.
     """
 
-    def __init__(self, max_sequences: int, max_pages: int, page_size: int) -> None:
+    def __init__(self, max_sequences: int, max_pages: int, page_size: int, borders: Int64Array | None = None) -> None:
+        """borders: see SequenceTable, which owns it; None: no row has one."""
         self.page_size = page_size
+        self.borders = np.zeros(max_sequences, np.int64) if borders is None else borders
         self.pages = np.zeros((max_sequences, max_pages), np.int32)
         self.begins = np.zeros(max_sequences, np.int64)
         self.ends = np.zeros(max_sequences, np.int64)

@@ -31,11 +31,17 @@ class SequencePages:
         ]
         self._page_size = table.page_size
         self._dropping = [group for group in self._groups if group.keeps.drops_past]
+        self._growing = [group for group in self._groups if not group.keeps.given]
 
-    def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
-        """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
-        size = self._page_size
-        return tuple(group.keeps.most_pages(num_tokens, longest_append, size) for group in self._groups)
+    def open(self, row: int) -> None:
+        """A row was added, which is empty."""
+        for group in self._groups if self._table.borders[row] else ():
+            group.open(row)
+
+    def needed(self, num_tokens: int, longest_append: int, border: int = 0) -> tuple[int, ...]:
+        """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once. border:
+        see SequenceTable."""
+        return tuple(group.pages_needed(num_tokens, longest_append, border) for group in self._groups)
 
     def first_position(self, row: int) -> int:
         """The first position that every group holds."""
@@ -43,9 +49,15 @@ class SequencePages:
 
     def check_held(self, what: str, row: int, length: int) -> None:
         """InvalidArgument unless every group holds what a query at position `length` sees."""
+        border = int(self._table.borders[row])
+        if length < border * self._page_size:
+            raise InvalidArgument(
+                f"{what} would have {length} positions; an encoder's come whole: at least {border * self._page_size} "
+                "are accepted"
+            )
         for index, group in enumerate(self._groups):
             begin = int(group.table.begins[row])
-            if group.first_page_index(length) < begin:
+            if group.first_page_index(length, border) < begin:
                 lengths = range(int(self._table.lengths[row]) + 1)
                 least = bisect_left(lengths, begin, key=group.first_page_index)
                 raise InvalidArgument(
@@ -99,9 +111,9 @@ class SequencePages:
         """Clears the pages that rows (int64 [B], each full to a page's end) begin next, where all are reserved; else
         False. clear: whether they are cleared."""
         page_indexes = self._table.lengths[rows] // self._page_size
-        if not all(group.holds(rows, page_indexes) for group in self._groups):
+        if not all(group.holds(rows, page_indexes) for group in self._growing):
             return False
-        for group in self._groups if clear and rows.size else ():
+        for group in self._growing if clear and rows.size else ():
             group.clear(rows, page_indexes)
         return True
 
@@ -133,7 +145,8 @@ class SequencePages:
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
         """Makes sure that a row can always grow to num_tokens positions; OutOfPages changes nothing."""
-        budgets, reserved = self.needed(num_tokens, longest_append), -(-num_tokens // self._page_size)
+        reserved = -(-num_tokens // self._page_size)
+        budgets = self.needed(num_tokens, longest_append, int(self._table.borders[row]))
         length = int(self._table.lengths[row])
         owned = [
             group.plan_ownership(row, length, reserved, budget)
@@ -160,24 +173,28 @@ class SequencePages:
         """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""
         if length:
             self.check_held("the fork", parent, length)
-        copied = 1 if length % self._page_size else 0
+        copied = 1 if length % self._page_size else 0  # by groups that grow
+        copies = [0 if group.keeps.given else copied for group in self._groups]
         shared = tuple(group.shared_by_fork(parent, length) for group in self._groups)
         self._pools.retain(shared)
         reserved = int(self._table.reserved_ends[parent])
         owned = [group.plan_ownership(parent, int(self._table.lengths[parent]), reserved) for group in self._groups]
         try:
-            pages = self._pools.allocate([copied + change.num_pages for change in owned])
+            counts = zip(copies, owned, strict=True)
+            pages = self._pools.allocate([count + change.num_pages for count, change in counts])
         except OutOfPages:
             self._pools.release(shared)
             raise
-        for group, change, ids in zip(self._groups, owned, pages, strict=True):
-            group.fork(parent, child, length, ids[:copied])
-            group.own(parent, change, ids[copied:])
+        for group, count, change, ids in zip(self._groups, copies, owned, pages, strict=True):
+            group.fork(parent, child, length, ids[:count])
+            group.own(parent, change, ids[count:])
         self._table.lengths[child] = length
         self._table.unclean[child] = self._table.unclean[parent]
 
     def share(self, row: int, num_pages: int, pages: PageIds) -> None:
         """Gives an empty row num_pages full pages: per group the last of them, which others hold."""
+        if not num_pages:
+            return
         self._pools.retain(pages)
         for group, ids in zip(self._groups, pages, strict=True):
             group.share(row, num_pages, ids)

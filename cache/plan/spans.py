@@ -19,6 +19,8 @@ class Span(ABC):
 
     drops_past = False
     """Whether entries leave the span as a sequence grows, so that their pages are let go of."""
+    given = False
+    """Whether the entries are those of an encoder: see Given."""
 
     @property
     def window(self) -> int | None:
@@ -115,6 +117,23 @@ class Chunk(Span):
     def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
         reached = self.size - 1 + max(longest_append, 1)  # from the start of the chunk that the first query ends
         return min(-(-num_tokens // page_size), -(-reached // page_size))
+
+
+@dataclass(frozen=True)
+class Given(Span):
+    """The entries of an encoder, before the border of their sequence: every query behind the border needs all of them.
+
+    A sequence of a layout with such groups begins with its encoder's positions, padded to whole pages: see
+    PagedKVCache.encode. Its other groups keep what is behind the border. So each position has an entry in one kind.
+    """
+
+    given = True
+
+    def first_needed(self, queries: Int64Array) -> Int64Array:
+        return np.zeros_like(queries)
+
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+        return -(-num_tokens // page_size)
 
 
 ALL = All()

@@ -99,11 +99,13 @@ class Decodes:
         salt: bytes = b"",
         whole: bool = False,
         sliding: SlidingWindow | None = None,
+        encoder_len: int = 0,
     ) -> Reservation:
         """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
         if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
-        return self._reservations.prepare(request_id, token_ids, max_tokens, writer_pe, salt, whole, sliding)
+        prepare = self._reservations.prepare
+        return prepare(request_id, token_ids, max_tokens, writer_pe, salt, whole, sliding, encoder_len)
 
     def start(
         self,
@@ -161,7 +163,6 @@ class Decodes:
         self._fanout.publish([TokenUpdate(request.token_stream, run, prefilled)])
 
     def failed(self, request: DecodeRequest, error: WorkerError) -> None:
-        """The forward of its prompt failed."""
         self._fail(request, error)
 
     @property
@@ -302,8 +303,7 @@ class Decodes:
             raise LogitsNotFinite(request.request_id, len(request.prompt))
         request.begin(token)
         reason = request.rule.reason(token, 1)
-        if reason != FinishReason.RUNNING:
-            self._publish_prompts([request])
+        self._publish_prompts([] if reason == FinishReason.RUNNING else [request])
         return reason
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:

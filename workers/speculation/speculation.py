@@ -107,12 +107,12 @@ class Speculation:
 
     def settle(self, step: Verification, runs: Sequence[TokenRun], cache: PagedKVCache) -> None:
         """Takes back the positions of drafted tokens that do not count."""
+        surplus: dict[int, int] = {}
         for request, draft, run in zip(step.requests, step.drafts, runs, strict=True):
             if request.ended:
                 continue
-            surplus = draft.size + 1 - len(run.token_ids)
-            if surplus:
-                cache.pop(request.sequence_id, surplus)
+            if draft.size + 1 > len(run.token_ids):
+                surplus[request.sequence_id] = draft.size + 1 - len(run.token_ids)
             if not draft.size:
                 continue
             accepted = len(run.token_ids) - 1
@@ -122,6 +122,8 @@ class Speculation:
             if request.token_stream is not None:
                 request.token_stream.drafted += draft.size
                 request.token_stream.accepted += accepted
+        if surplus:
+            cache.pop_each(tuple(surplus), list(surplus.values()))
 
     def forget(self, request: DecodeRequest) -> None:
         """The request has ended. Idempotent."""

@@ -89,7 +89,7 @@ class Replays:
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         assert isinstance(compute, partial)
-        graphs, buffers = compute.func.__self__, compute.args[0]
+        graphs, buffers = cast(Any, compute.func).__self__, compute.args[0]
         tokens, _, tickets = (one.numpy() for one in buffers.inputs[:3])
         words, logits = graphs._posts.words.numpy(), torch.zeros(buffers.size, 1)
 

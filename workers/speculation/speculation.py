@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -101,7 +102,10 @@ class Speculation:
         StepInFlight."""
         step = rows.next_step()
         assert step is not None, "drafts are of rows"
-        inputs = [np.append(token, draft) for token, draft in zip(step.tokens, drafts, strict=True)]
+        parts = [part for index, draft in enumerate(drafts) for part in (step.tokens[index : index + 1], draft)]
+        ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()
+        tokens = np.concatenate(parts)
+        inputs = [tokens[begin:end] for begin, end in pairwise([0, *ends])]
         pending = runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
         return Verification(rows.requests, drafts, pending, prompt_tokens)
 

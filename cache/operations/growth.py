@@ -64,7 +64,7 @@ class Growth:
         self.sliding.check_unsent(seq_ids, rows, appends, self.marks)
         self.pages.check_unsent(seq_ids, rows, self.marks)
         trees = self.trees.extended(seq_ids, appends, parents)
-        steps = each_one and not trees and not np.count_nonzero(self.table.shortened[rows])
+        steps = not trees and not np.count_nonzero(self.table.shortened[rows])
         held = self.table.lengths[rows]
         cleared = self.is_foreseen(rows)
         with self.sliding.slid(rows, appends, in_flight=in_flight > 0) as gone:
@@ -78,7 +78,7 @@ class Growth:
                 queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
             if steps:
                 slid = lengths != held if self.table.sliding.count else None
-                self.pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not cleared)
+                self.pages.step(rows, lengths, new_lengths, queries, gone, slid, each_one=each_one, clear=not cleared)
             else:
                 self.pages.grow(rows, lengths, new_lengths, queries, gone)
         self.receptions.clear_ends(rows, lengths)

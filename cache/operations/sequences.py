@@ -80,6 +80,19 @@ class SequenceCalls(Parts):
         self._table.sliding.rotated[row] = min(self._table.sliding.rotated[row], self._table.num_positions(row))
         self._marks.rewind(row, self._table.num_positions(row))
 
+    def pop_each(self, seq_ids: Sequence[int] | Int64Array, counts: Sequence[int] | Int64Array) -> None:
+        """pop() of counts[i] positions of each sequence seq_ids[i], as after a verify step: in one go where all of them
+        keep their pages. Where one of them raises, those before it are shorter."""
+        ids, taken = ids_of(seq_ids), integers("counts", counts)
+        rows = self._table.rows(ids)
+        if taken.shape != rows.shape:
+            raise InvalidArgument(f"counts has shape {taken.shape}; it must be [B], B = {rows.size}")
+        plain = self._table.sliding.count == 0 and self._marks.count == 0 and not self._trees.any_open
+        if plain and not self._receptions.incoming and self._pages.cut_reserved(rows, taken):
+            return
+        for sequence, count in zip(ids, taken.tolist(), strict=True):
+            self.pop(sequence, count)
+
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; replaces an earlier
         reservation.

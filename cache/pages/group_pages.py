@@ -9,7 +9,7 @@ from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sequence_table import SequenceTable
-from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
 from tandem.cache.plan.spans import Span
 
 NO_PAGES = np.empty(0, np.int32)
@@ -163,6 +163,14 @@ class GroupPages:
     def holds(self, rows: Int64Array, page_indexes: Int64Array) -> bool:
         """Whether each row has a page at its page index, both int64 [n]: one that was reserved."""
         return not np.count_nonzero(self.table.ends[rows] <= page_indexes)
+
+    def owns(self, rows: Int64Array, begins: Int64Array, counts: Int64Array, reserved_ends: Int64Array) -> bool:
+        """Whether rows hold no page past reserved_ends, and those at page indexes begins[i], begins[i] + 1, …
+        (counts[i] of them) are nobody else's. All int64 [n]."""
+        if np.count_nonzero(self.table.ends[rows] > reserved_ends):
+            return False
+        pages = self.table.pages[ragged_pairs(rows, begins, counts)]
+        return not np.count_nonzero(self.allocator.are_shared(pages))
 
     def clear(self, rows: Int64Array, page_indexes: Int64Array) -> None:
         """Clears the pages at these page indexes of rows, both int64 [n], as far as the kernels need it."""

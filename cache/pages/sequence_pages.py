@@ -126,12 +126,15 @@ class SequencePages:
         gone: PageIds,
         slid: NDArray[np.bool_] | None,
         *,
+        each_one: bool,
         clear: bool,
     ) -> None:
-        """As grow() by one position of rows that were not shortened, whose partial pages so are their own: something
-        changes only where one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool
-        [B]; None: none)."""
-        changing = lengths % self._page_size == 0
+        """As grow() of rows that were not shortened, whose partial pages so are their own: something changes only where
+        one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool [B]; None: none).
+
+        each_one: whether each grows by one position."""
+        size = self._page_size
+        changing = lengths % size == 0 if each_one else (new_lengths - 1) // size > (lengths - 1) // size
         if slid is not None:
             changing |= slid
         for group in self._dropping:
@@ -139,7 +142,8 @@ class SequencePages:
         changed = changing.nonzero()[0]
         if changed.size:
             which, began = rows[changed], lengths[changed]
-            if slid is not None or self._dropping or not self.clear_next(which, clear=clear):
+            alone = each_one and slid is None and not self._dropping
+            if not alone or not self.clear_next(which, clear=clear):
                 self.grow(which, began, new_lengths[changed], queries[changed], gone)
         self._table.lengths[rows] = new_lengths
 
@@ -168,6 +172,22 @@ class SequencePages:
         self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))
         self._table.lengths[row] = length
         self._table.count_cut(row)
+
+    def cut_reserved(self, rows: Int64Array, counts: Int64Array) -> bool:
+        """cut() by counts[i] positions of each of distinct rows, int64 [B] both, that hold what they have reserved and
+        share no page from there on; False, and nothing changes, where one of them is not so."""
+        table, size, held = self._table, self._page_size, self._table.lengths[rows]
+        lengths = held - counts
+        if self._dropping or rows.size == 0 or counts.min() < 0 or lengths.min() < 0:
+            return False
+        tails = lengths // size
+        spans = -(-held // size) - tails
+        if not all(group.owns(rows, tails, spans, table.reserved_ends[rows]) for group in self._groups):
+            return False
+        table.lengths[rows] = lengths
+        table.cuts[rows] += 1
+        table.num_cuts += rows.size
+        return True
 
     def fork(self, parent: int, child: int, length: int) -> None:
         """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""

@@ -31,7 +31,8 @@ from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.encoder_prompts import PromptChunks, encode, encoded
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.logits_processor import LogitsProcessor
-from tandem.workers.runner.step_inputs import NUM_INPUTS, ON_HOST, StepInputs
+from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
+from tandem.workers.runner.verify_rows import VerifyRows
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs, logprobs_of_targets
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -61,6 +62,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: ForwardGraphs | None = None
         self._verify_graphs: DecodeGraphs | None = None
+        self._verify_rows: VerifyRows | None = None  # of the last verify step
         self._drafts: Drafts | None = None
         if isinstance(model, DraftedDecoder):
             self._drafts = ModelDrafts(model.draft_steps, cache, self._processor)
@@ -173,17 +175,17 @@ class ModelRunner:
         no draft. No step is in flight.
         """
         appends = np.array([one.size for one in tokens])
-        rows = np.repeat(np.arange(appends.size), appends)
-        total = rows.size
-        offsets = np.arange(total) - np.repeat(np.cumsum(appends) - appends, appends)
-        token_ids, sampling, each = np.concatenate(tokens), sampling.take(rows), positions[rows] + offsets
+        rows = self._verify_rows
+        if rows is None or not rows.are_of(appends, sampling):
+            self._verify_rows = rows = VerifyRows(appends, sampling)
+        token_ids, each = np.concatenate(tokens), positions[rows.rows] + rows.offsets
         graphs = self._verify_graphs
-        if graphs is not None and total <= graphs.largest:
-            pending = graphs.step(sequence_ids, token_ids, np.full(total, ON_HOST), sampling, each, appends)
+        if graphs is not None and token_ids.size <= graphs.largest:
+            pending = graphs.step(sequence_ids, token_ids, rows.sources, rows.sampling, each, appends)
             self._note(graphs.outputs, sequence_ids, positions, appends)
             return pending
         batch = Batch(sequence_ids, appends, push=False)
-        return self._sampled(batch, token_ids, self._verify_sampler, sampling, each, positions)
+        return self._sampled(batch, token_ids, self._verify_sampler, rows.sampling, each, positions)
 
     @torch.inference_mode()
     def _sampled(

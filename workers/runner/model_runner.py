@@ -1,7 +1,6 @@
 """From a batch and its token ids to sampled tokens."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,16 +33,9 @@ from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.runner.verify_rows import VerifyRows
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
-from tandem.workers.sampling.prompt_logprobs import PromptLogprobs, logprobs_of_targets
+from tandem.workers.sampling.prompt_logprobs import Scored, logprobs_of_targets
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-
-
-class Scored(NamedTuple):
-    """Prompt tokens whose log-probabilities are wanted: those that follow the first rows of a chunk."""
-
-    gatherer: PromptLogprobs
-    targets: Int64Array
 
 
 class ModelRunner:

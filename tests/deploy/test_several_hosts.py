@@ -217,6 +217,8 @@ def test_its_commands_start_a_cluster_of_two_hosts(how: str, tmp_path: Path, mod
         else:
             assert "stopped" in cluster.on(0, "bash", "-ec", start.down)
         assert cluster.process.wait(SECONDS) == 0
+    if shutil.which("nft") is None:
+        pytest.skip("all but the firewall passed; that needs nft")
 
 
 def closed_by_the_firewall(cluster: Running, folder: Path, listening: list[str]) -> None:

@@ -362,8 +362,7 @@ class Decodes:
             position = len(request.prompt) + len(request.output)
             request.output.clear()
             error = None if request.constraint is None else request.constraint.error
-            failure = ForwardFailed(f"decode of {request.request_id!r} failed: {error}")
-            self._fail(request, failure if error else LogitsNotFinite(request.request_id, position))
+            self._fail(request, error or LogitsNotFinite(request.request_id, position))
 
     def _fail_all(self, error: Exception) -> float:
         """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""

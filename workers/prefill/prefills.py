@@ -15,7 +15,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.errors import PeerGone
 from tandem.workers.config import LoopSettings
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite, PeerLost
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite, PeerLost, WorkerError
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.logs import of_requests
@@ -359,7 +359,7 @@ class Prefills:
             return
         for row, prompt in enumerate(sampling.prompts):
             if prompt.constraint is not None and prompt.constraint.error is not None:
-                self._fail([prompt], RuntimeError(prompt.constraint.error))
+                self._fail([prompt], prompt.constraint.error)
             if not prompt.left:
                 prompt.left = True
                 if prompt.gatherer is not None:
@@ -385,7 +385,7 @@ class Prefills:
                 self._leave(prompt)
                 kind = PeerLost if isinstance(error, PeerGone) else ForwardFailed
                 failure = kind(f"prefill of {prompt.request_id!r} failed: {error}")
-                prompt.destination.fail(prompt, failure)
+                prompt.destination.fail(prompt, error if isinstance(error, WorkerError) else failure)
 
     def _leave(self, prompt: Prompt) -> None:
         """No forward has the prompt any more, and its first token is not wanted."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array
+from tandem.workers.errors import ForwardFailed, InvalidCall, WorkerError
 from tandem.workers.sampling.closed_schema import closed
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Constraint:
         self._words = -(-vocab_size // 32)
         self._mask: Future[Int32Array] | None = None
         self.consumed = 0  # output tokens
-        self.error: str | None = None
+        self.error: WorkerError | None = None
         """Why there are no more masks: the request has to end."""
 
     def follow(self, output: Sequence[int]) -> None:
@@ -144,7 +145,8 @@ class Constraint:
         try:
             return self._mask.result(MASK_SECONDS)
         except Exception as error:
-            self.error = str(error) or type(error).__name__
+            reason = f"a mask could not be computed: {str(error) or type(error).__name__}"
+            self.error = error if isinstance(error, InvalidCall) else ForwardFailed(reason)
             error.__traceback__ = None  # the future keeps the error, and with it the frames of a whole step
             return np.full(self._words, -1, np.int32)
 
@@ -154,5 +156,5 @@ class Constraint:
             matcher.consume_tokens(tokens)
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words]
         if matcher.is_error():
-            raise RuntimeError(f"the output cannot follow its grammar: {matcher.get_error()[:200]}")
+            raise InvalidCall(f"sampling.guided: the output cannot follow it: {matcher.get_error()[:200]}")
         return mask

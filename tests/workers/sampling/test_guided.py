@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.workers.errors import ForwardFailed, InvalidCall
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.closed_schema import closed
 from tandem.workers.sampling.guided import MOST_CACHED, Grammars, Guided, InvalidGuide
@@ -50,6 +52,28 @@ def draw(grammars: Grammars, guided: Guided, seed: int, again_at: int) -> list[i
         constraint.follow((token,))
         output.append(token)
     return output
+
+
+def test_a_token_that_the_grammar_forbids_is_a_fault_of_the_call(folder: Path) -> None:
+    """A prefill worker that was told another grammar, or none, may have sampled it."""
+    constraint = Grammars(folder, VOCAB, (EOS,)).constraint(Guided("regex", ("a{3}",)))
+    constraint.follow((EOS,))
+    assert (constraint.mask() == -1).all()
+    assert isinstance(constraint.error, InvalidCall)
+    assert str(constraint.error).startswith("sampling.guided: the output cannot follow it: ")
+
+
+def test_a_mask_that_does_not_come_is_a_fault_of_the_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = Grammars(folder, VOCAB, (EOS,)).constraint(Guided("regex", ("a{3}",)))
+    monkeypatch.setattr("tandem.workers.sampling.guided.MASK_SECONDS", 0.0)
+    blocked = threading.Event()
+    monkeypatch.setattr(constraint, "_next_mask", lambda _: blocked.wait(60))
+    try:
+        assert (constraint.mask() == -1).all()
+    finally:
+        blocked.set()
+    assert isinstance(constraint.error, ForwardFailed)
+    assert str(constraint.error) == "a mask could not be computed: TimeoutError"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ WIDE = 256  # rows; beyond, each graph more costs a start more than padding cost
 WIDE_STEP = 32
 # Of a decode step and of the prompt chunks in its forward: few, for each pair of them is a graph.
 MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MIXED_TOKENS = tuple(range(64, 513, 64))
+MIXED_TOKENS = (64, 128, 256, 512)
 SLIDING_ROWS = (1, 4, 16, 64)  # of a step in which sequences slide; larger ones are eager
 MOST_PROMPTS = 16  # sequences of a forward
 MOST_PROMPT_TOKENS = 4096  # what a graph holds takes memory

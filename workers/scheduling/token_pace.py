@@ -1,6 +1,6 @@
 """How many prompt tokens a step may have beside decode rows, which wait no longer than they may."""
 
-LEAST_CHUNK = 64  # tokens; a forward of fewer takes a GPU about as long, and CUDA graphs hold multiples of it
+LEAST_CHUNK = 64  # tokens; a forward of fewer takes a GPU about as long
 FIRST_RATE = 20_000.0  # prompt tokens a second before any were measured
 SMOOTHING = 0.2  # the weight of the latest step
 MARGIN = 0.92  # of token_seconds: steps vary, and nine tokens in ten should come in time
@@ -24,13 +24,13 @@ class TokenPace:
 
     @property
     def chunk_tokens(self) -> int:
-        """Most prompt tokens beside rows in the next step: with a bound a multiple of LEAST_CHUNK."""
+        """Most prompt tokens beside rows in the next step: with a bound a power of two, as CUDA graphs hold."""
         if self._bound is None:
             return self._most
         if self._rows_seconds is None:
             return self._least
         fit = int((MARGIN * self._bound - self._rows_seconds) * self.prompt_rate)
-        return min(self._most, max(fit // LEAST_CHUNK * LEAST_CHUNK, self._least))
+        return min(self._most, 1 << max(fit, self._least).bit_length() - 1)
 
     def measured(self, seconds: float, prompt_tokens: int) -> None:
         """A step's tokens came `seconds` after those of the step before; the device had so many prompt tokens between

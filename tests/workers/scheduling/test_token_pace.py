@@ -25,9 +25,9 @@ def test_chunks_become_the_longest_that_fit(step: float, rate: float) -> None:
     pace.prompt_rate = rate
     seconds = settle(pace, step, 1 / rate)
     tokens = pace.chunk_tokens
-    assert tokens % LEAST_CHUNK == 0
+    assert tokens == 1 << tokens.bit_length() - 1
     assert seconds <= BOUND or tokens == LEAST_CHUNK
-    assert step + (tokens + LEAST_CHUNK) / rate > 0.99 * MARGIN * BOUND or tokens == MOST
+    assert step + 2 * tokens / rate > 0.99 * MARGIN * BOUND or tokens == MOST
 
 
 @given(step=st.floats(0.001, 0.01), rate=st.floats(5_000, 500_000), off=st.floats(0.7, 1.5))

@@ -257,17 +257,16 @@ def test_a_drafter_that_breaks_within_a_draft_is_not_asked_again(
     broken: list[int] = []
 
     def breaking(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: Any, number: int, *arguments: Any) -> Any:
-            sampled = step(self, number, *arguments)
-            if number == 2:
-                broken.append(number)
+        def run(self: Any, one: drafts.DraftStep, grown: Any) -> Any:
+            sampled = step(self, one, grown)
+            if one.number == 2:
+                broken.append(one.number)
                 raise RuntimeError("no draft")
             return sampled
 
         return run
 
-    for kind in (drafts.ModelDrafts, drafts.HeadDrafts):
-        monkeypatch.setattr(kind, "_step", breaking(kind._step))
+    monkeypatch.setattr(drafts.Drafts, "_step", breaking(drafts.Drafts._step))
     with drafted.island() as island:
         assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **DRAWN) == drafted.due(DRAWN)
         assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == drafted.due(GREEDY)

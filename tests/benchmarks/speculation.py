@@ -1,8 +1,9 @@
 """What drafts give on a CPU, through the gRPC server: the demo's trained model without any, by prompt lookup, and by
 the drafter that was trained for it. Prints JSON.
 
-A cluster of one prefill and one decode worker for each method; they take turns with the demo's prompts, greedy. Outputs
-are equal, or the run ends. Each number is the median over rounds.
+A cluster of one prefill and one decode worker for each method; they take turns with the demo's prompts, greedy, in
+float32. (In 16 bits forwards of several rows round otherwise.) Outputs are equal, or the run ends. Each number is the
+median over rounds.
 
     lone_ms_per_token    each prompt by itself: time per output token after the first; to_none ÷ that without drafts
     together             all prompts at once: output tokens per second; to_none as above
@@ -26,6 +27,11 @@ from tests.benchmarks.results import print_result
 
 NONE = "none"
 METHODS = (NONE, *SPECULATION)
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    """Keys of the configuration."""
+    return {"model.dtype": "float32", **SPECULATION.get(method, {})}
 
 
 @dataclass
@@ -114,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as stack:
         addresses = {
-            method: stack.enter_context(embedded_cluster(f"speculation-{method}", MODEL, SPECULATION.get(method, {})))
+            method: stack.enter_context(embedded_cluster(f"speculation-{method}", MODEL, settings_of(method)))
             for method in dict.fromkeys((NONE, *options.methods))
         }
         print_result(measure(addresses, options.rounds), options)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.demo import MODEL, PROMPTS, SPECULATION
+from tandem.cluster.cli.demo import MODEL, PROMPTS
 from tests.benchmarks import push_beside_prefill, speculation, ttft
 from tests.benchmarks.pair import Pair
 from tests.support.island import Island, running_island
@@ -58,9 +58,10 @@ def test_push_beside_prefill(island: Island) -> None:
 
 def test_speculation() -> None:
     with ExitStack() as stack:
-        settings = {"none": {}, "draft_model": SPECULATION["draft_model"]}
-        islands = {name: stack.enter_context(running_island(MODEL, one)) for name, one in settings.items()}
-        addresses = {name: one.address for name, one in islands.items()}
+        addresses = {
+            method: stack.enter_context(running_island(MODEL, speculation.settings_of(method))).address
+            for method in ("none", "draft_model")
+        }
         numbers = speculation.measure(addresses, rounds=1, prompts=PROMPTS[:1])
     none, drafted = numbers["none"], numbers["draft_model"]
     assert (none["drafted"], none["tokens_per_step"], none["lone_to_none"]) == (0, 1, 1)

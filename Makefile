@@ -27,7 +27,7 @@ help:
 	@echo "make clean   remove the virtual environment, this checkout's caches and build/, benchmark results too"
 
 demo: .venv/.base
-	@$(BIN)/python -m tandem.cluster.cli.demo $(if $(SPECULATE),--speculate)
+	@$(BIN)/python -m tandem.cluster.cli.demo $(if $(SPECULATE),--speculate $(filter-out 1,$(SPECULATE)))
 
 # Processes, each with whole files in the order of their names: what a file's tests share is made once, and the
 # many short files at the end even out who takes the long ones.

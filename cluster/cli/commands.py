@@ -44,6 +44,7 @@ Family = Literal[
     "gemma2",
     "gemma3_text",
     "gemma4",
+    "glm4_moe",
     "glm_moe_dsa",
     "gpt_oss",
     "llama",

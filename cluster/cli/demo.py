@@ -1,9 +1,10 @@
 """`make demo`: a cluster of two workers answers several prompts at once, then prints their times and sizes.
 
-python -m tandem.cluster.cli.demo [--speculate]
+python -m tandem.cluster.cli.demo [--speculate [METHOD]]
 
---speculate: the last tokens are looked up in prompt and output for drafts. A second round asks again, behind the
-answers of the first. The end tells how many drafted tokens held in each.
+--speculate: a smaller model, which was trained towards the demo's, drafts tokens; with `ngram` the last tokens are
+looked up in prompt and output instead. A second round asks again, behind the answers of the first. The end tells how
+many drafted tokens held in each.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -24,7 +26,11 @@ from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.client_messages import Timings, Usage
 
 MODEL = Path(__file__).parent / "demo_model" / "checkpoint"
-SPECULATION = {"speculation.method": "ngram", "speculation.tokens": 4}
+DRAFTER = MODEL.parent / "drafter"
+SPECULATION: dict[str, dict[str, Any]] = {
+    "draft_model": {"speculation.method": "draft_model", "speculation.draft": str(DRAFTER), "speculation.tokens": 4},
+    "ngram": {"speculation.method": "ngram", "speculation.tokens": 4},
+}
 PROMPTS = (
     "The with statement is used to",
     "A prefill worker",
@@ -56,13 +62,15 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="demo", description="a cluster of two workers answers several prompts")
-    parser.add_argument("--speculate", action="store_true", help="draft tokens by prompt lookup, and verify them")
+    parser.add_argument(
+        "--speculate", nargs="?", const="draft_model", choices=list(SPECULATION), help="draft tokens, and verify them"
+    )
     speculate = parser.parse_args(arguments).speculate
     console = Console()
     before = set(os.listdir("/dev/shm"))
     console.print("[bold]tandem demo[/]: a Llama of 3 million parameters, 1 prefill and 1 decode worker")
     began = time.perf_counter()
-    with embedded_cluster("demo", MODEL, SPECULATION if speculate else {}) as address:
+    with embedded_cluster("demo", MODEL, SPECULATION.get(speculate, {})) as address:
         console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s")
         rows = [Row(prompt) for prompt in PROMPTS]
         seconds = asyncio.run(_run(address, rows, console))

@@ -34,11 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
     "small": dict(zip(COMMON, (4, 256, 8, 4, 688, 2048, 4096), strict=True)),
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-DEEPSEEK = {
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
+EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
@@ -46,6 +42,13 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "n_group": 4,
     "topk_group": 2,
+}
+DEEPSEEK = {
+    **EXPERTS,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
     "head_dim": 8,
     "num_key_value_heads": None,
 }
@@ -90,6 +93,12 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
             "sliding_attention": ROPE,
         },
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        **EXPERTS,
+        "use_qk_norm": True,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
     },
     "glm_moe_dsa": {"architectures": ["GlmMoeDsaForCausalLM"], **DEEPSEEK, **INDEXED},
     "gpt_oss": {

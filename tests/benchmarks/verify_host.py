@@ -74,8 +74,6 @@ class Model:
 class Nobody:
     """Stands for TokenFanout."""
 
-    def hold(self, updates: list[TokenUpdate]) -> None: ...
-
     def publish(self, updates: list[TokenUpdate]) -> None: ...
 
     def fail(self, token_stream: TokenStream, error: Exception) -> None:

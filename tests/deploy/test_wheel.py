@@ -67,7 +67,8 @@ def test_everything_is_inside(wheel: Path) -> None:
     elsewhere = {"tandem/proto/generate.py", "tandem/cluster/toplevel/__init__.py"}
     assert wanted - inside - elsewhere == set()
     assert "tandem/__init__.py" in inside
-    for kind in (".cu", ".cuh", ".c", ".h", ".proto", ".pyi", "demo_model/checkpoint/model.safetensors"):
+    weights = ("checkpoint/model.safetensors", "drafter/model.safetensors")
+    for kind in (".cu", ".cuh", ".c", ".h", ".proto", ".pyi", *weights):
         assert any(name.endswith(kind) for name in inside), kind
     assert "tandem/deploy/grafana/tandem.json" in inside
 

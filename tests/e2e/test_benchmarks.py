@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import push_beside_prefill, ttft
+from tandem.cluster.cli.demo import MODEL, PROMPTS
+from tests.benchmarks import push_beside_prefill, speculation, ttft
 from tests.benchmarks.pair import Pair
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle
@@ -52,6 +54,20 @@ def test_push_beside_prefill(island: Island) -> None:
         numbers = push_beside_prefill.measure(pair, 40, rounds=1)
     assert numbers["bytes_landed"] == 40 * pair.token_bytes
     assert push_beside_prefill.result_of(numbers, 1)["targets"][0]["at_most"] == 1.01
+
+
+def test_speculation() -> None:
+    with ExitStack() as stack:
+        addresses = {
+            method: stack.enter_context(running_island(MODEL, speculation.settings_of(method))).address
+            for method in ("none", "draft_model")
+        }
+        numbers = speculation.measure(addresses, rounds=1, prompts=PROMPTS[:1])
+    none, drafted = numbers["none"], numbers["draft_model"]
+    assert (none["drafted"], none["tokens_per_step"], none["lone_to_none"]) == (0, 1, 1)
+    assert drafted["drafted"] > 0
+    assert 0 < drafted["accepted"] <= 1
+    assert drafted["tokens_per_step"] > 1
 
 
 def test_serving(island: Island) -> None:

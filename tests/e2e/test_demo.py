@@ -54,15 +54,29 @@ def test_a_row_for_each_prompt(
     assert ("left in /dev/shm: ['left']" if left else "stopped; /dev/shm is as it was") in printed
 
 
-def test_drafts_that_hold_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """By prompt lookup, in what the demo's model really writes, which it writes again behind its own answer."""
+@pytest.mark.parametrize(
+    ("arguments", "asked", "least_accepted", "least_each"),
+    [(["--speculate"], "first", 150, 1.5), (["--speculate", "ngram"], "again", 50, 1.1)],
+    ids=["model", "ngram"],
+)
+def test_drafts_that_hold_are_counted(
+    arguments: list[str],
+    asked: str,
+    least_accepted: int,
+    least_each: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In what the demo's model really writes; by prompt lookup, in what it writes again behind its own answer."""
     monkeypatch.setattr(embedded, "Cluster", IslandAsCluster)
     monkeypatch.setenv("COLUMNS", "140")
-    demo.main(["--speculate"])
+    demo.main(arguments)
     printed = capsys.readouterr().out
-    found = re.search(r"again: (\d+) tokens drafted, (\d+) accepted .*: ([\d.]+) tokens a step of a request", printed)
+    found = re.search(
+        asked + r": (\d+) tokens drafted, (\d+) accepted .*: ([\d.]+) tokens a step of a request", printed
+    )
     assert found is not None
     drafted, accepted, each = int(found[1]), int(found[2]), float(found[3])
-    assert drafted >= accepted > 50
-    assert each > 1.1
+    assert drafted >= accepted > least_accepted
+    assert each > least_each
     assert "wrap the execution of a block with methods defined by a context manager" in printed

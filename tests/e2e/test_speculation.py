@@ -198,9 +198,10 @@ def test_a_draft_model_drafts(small_model: Path, outputs: list[list[int]], plain
             assert [choice["token_ids"] for choice in given] == [choice["token_ids"] for choice in due]
 
 
-def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
+def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path, case: str) -> None:
     """Multi-token prediction over both roles; a random layer is seldom right."""
-    model = save_mtp(tmp_path / "model")
+    model = save_mtp(tmp_path / "model", case)
     due = greedy_all(load_oracle(model), PROMPTS, NUM_TOKENS)
     with running_island(model, {"speculation.method": "mtp", "speculation.tokens": 4}) as island:
         assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == due

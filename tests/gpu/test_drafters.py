@@ -40,7 +40,12 @@ def with_itself(folder: Path) -> SpeculationSettings:
 
 
 def with_mtp(folder: Path) -> SpeculationSettings:
-    save_mtp(folder / "target", **sizes_on_gpu("deepseek_v3"))
+    save_mtp(folder / "target", "deepseek_v3", **sizes_on_gpu("deepseek_v3"))
+    return SpeculationSettings("mtp", 4, 32)
+
+
+def with_mtp_of_glm(folder: Path) -> SpeculationSettings:
+    save_mtp(folder / "target", "glm4_moe", **sizes_on_gpu("glm4_moe"))
     return SpeculationSettings("mtp", 4, 32)
 
 
@@ -53,6 +58,7 @@ def with_eagle3(folder: Path) -> SpeculationSettings:
 KINDS: dict[str, Callable[[Path], SpeculationSettings]] = {
     "draft_model": with_itself,
     "mtp": with_mtp,
+    "mtp of GLM-4-MoE": with_mtp_of_glm,
     "eagle3": with_eagle3,
 }
 

@@ -17,6 +17,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     GptOssConfig,
@@ -47,6 +49,7 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -106,19 +109,22 @@ LLAMA4 = {
     "intermediate_size_mlp": 96,
     "num_local_experts": 5,
 }
-DEEPSEEK = {
-    "num_key_value_heads": None,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-    "q_lora_rank": 48,
+GROUPED = {
     "n_routed_experts": 12,
     "num_experts_per_tok": 3,
     "n_group": 4,
     "topk_group": 2,
     "moe_intermediate_size": 40,
     "first_k_dense_replace": 1,
+}
+DEEPSEEK = {
+    **GROUPED,
+    "num_key_value_heads": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "q_lora_rank": 48,
     "rms_norm_eps": 0.1,  # which the norms of latents do not take
 }
 # Eight index heads: with fewer all products of a position may be below 0, and the choice among equals is chance.
@@ -156,6 +162,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": (
         "deepseek_v32",
         {**INDEXED, "rope_parameters": {**YARN, **THETA, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "glm4_moe": ("glm4_moe", {**GROUPED, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True}),
+    "glm4_moe-options": (
+        "glm4_moe",
+        {
+            **GROUPED,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, **THETA},
+        },
     ),
     # The second layer attends to what the first has chosen.
     "glm_moe_dsa": (

@@ -13,9 +13,10 @@ from tests.support.checkpoints import make_model
 VOCAB, DRAFT_VOCAB = 199, 60
 
 
-def save_mtp(folder: Path, **changes: Any) -> Path:
-    """A DeepSeek-V3 of two layers, and one for multi-token prediction. changes: of its configuration."""
-    make_model("deepseek_v3", **changes).save_pretrained(folder)
+def save_mtp(folder: Path, case: str = "deepseek_v3", **changes: Any) -> Path:
+    """A model of two layers, of a case of `checkpoints`, and one for multi-token prediction. changes: of its
+    configuration."""
+    make_model(case, **changes).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(4)
 

@@ -214,7 +214,6 @@ class Decodes:
         """
         steps = self._steps
         if step is None and steps.behind is None:
-            self._fanout.publish([])
             self._delivered, self._prompt_tokens = None, 0
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
@@ -230,7 +229,6 @@ class Decodes:
                 if step is not None:
                     launched = self._launched(step, self._runner.step(*step) if forward is None else forward(step))
                 steps.launched(launched, overlaps=self._runner.overlaps)
-            self._fanout.publish([])  # what a verify step has held
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
         except Exception as error:
@@ -350,8 +348,7 @@ class Decodes:
             self._rows.leave(leaving)
             for request in leaving:
                 self._end(request, writer_quiet=True)
-        held = isinstance(in_flight, Verification) and len(self._rows) and not leaving  # behind the next launch
-        (self._fanout.hold if held else self._fanout.publish)(updates)
+        self._fanout.publish(updates)
         if failed:
             self._fail_rows(failed)
 

@@ -10,7 +10,19 @@ from tandem.cache.plan.layout import DTYPES
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.families import deepseek, gemma, gemma4, gpt_oss, llama, llama4, mistral, phi3, qwen, t5gemma
+from tandem.workers.models.families import (
+    deepseek,
+    gemma,
+    gemma4,
+    glm,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    phi3,
+    qwen,
+    t5gemma,
+)
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
     {
@@ -21,6 +33,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
         "Gemma3ForCausalLM": gemma.read_gemma3,
         "Gemma4ForCausalLM": gemma4.read_gemma4,
         "Gemma4ForConditionalGeneration": gemma4.read_gemma4_of_images,
+        "Glm4MoeForCausalLM": glm.read_glm4_moe,
         "GlmMoeDsaForCausalLM": deepseek.read_glm_moe_dsa,
         "GptOssForCausalLM": gpt_oss.read_gpt_oss,
         "Llama4ForCausalLM": llama4.read_llama4,

@@ -16,6 +16,7 @@ def read_rope(
     head_dim: int,
     *,
     partial_rotary: bool = False,
+    default_fraction: float = 1.0,
     original_length: int | None = None,
     default_theta: float = DEFAULT_THETA,
     theta_field: str = "rope_theta",
@@ -26,7 +27,7 @@ def read_rope(
     As in transformers, a rope_scaling that is not empty goes before rope_parameters, and a field in the object before
     the same field beside it. `type` is an old name of rope_type.
 
-    - partial_rotary: whether the family reads partial_rotary_factor.
+    - partial_rotary: whether the family reads partial_rotary_factor; default_fraction: its value when absent.
     - original_length: original_max_position_embeddings where none is given beside the object.
     - theta_field: the name of the base beside the object.
     - layer_type: the layers meant where rope_parameters has an object for each kind; rope_scaling is that of
@@ -39,7 +40,7 @@ def read_rope(
     max_position_embeddings = fields.integer("max_position_embeddings", minimum=1)
     original = _original_length(fields, scaling, original_length, max_position_embeddings)
     proportional = rope_type == "proportional"
-    fraction = _rotated_fraction(fields, scaling, partial_rotary or proportional)
+    fraction = _rotated_fraction(fields, scaling, partial_rotary or proportional, default_fraction)
     try:
         return RopeParameters(
             rope_type=rope_type,
@@ -84,8 +85,8 @@ def _rope_type(scaling: Fields) -> str:
     return rope_type
 
 
-def _rotated_fraction(fields: Fields, scaling: Fields, partial_rotary: bool) -> float:
-    fraction = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+def _rotated_fraction(fields: Fields, scaling: Fields, partial_rotary: bool, default: float) -> float:
+    fraction = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", default))
     if fraction != 1 and not partial_rotary:
         raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {fraction}; this family takes only 1")
     return fraction

@@ -13,6 +13,7 @@ from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.models.attention import CachedAttention
 from tandem.workers.models.drafters.drafted_decoder import DraftSteps
 from tandem.workers.models.drafters.head import HeadedDecoder
 from tandem.workers.runner.decode_graphs import DecodeGraphs
@@ -25,6 +26,16 @@ from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 
 
+class DraftStep(NamedTuple):
+    """One of the steps that make drafts, of n sequences."""
+
+    number: int  # the first is 0
+    ids: Sequence[int]
+    tokens: Int64Array  # [n], before the draft
+    sampling: SampleBatch
+    positions: Int64Array  # [n], of the tokens that the step drafts
+
+
 class Drafts(ABC):
     """Its steps append to the sequences, and their positions are popped again: the verify step that follows computes
     them in all layers.
@@ -33,10 +44,16 @@ class Drafts(ABC):
     drafts the target's tokens.
     """
 
-    def __init__(self, cache: PagedKVCache, device: torch.device, processor: LogitsProcessor) -> None:
+    def __init__(
+        self, cache: PagedKVCache, device: torch.device, layers: range, processor: LogitsProcessor, *, ahead: int
+    ) -> None:
+        """layers: that a step computes. ahead: how many steps' outputs are there before the first."""
         self._cache = cache
         self._device = device
+        self._layers = layers
+        self._ahead = ahead
         self._sampler = EagerSampler(device, processor)
+        self._output = torch.empty(0)  # of the step before
 
     def draft(
         self,
@@ -57,10 +74,11 @@ class Drafts(ABC):
         pending: list[PendingSamples] = []
         grown = np.zeros(order.size, np.int64)
         try:
-            for step in range(int(counts[0])):
-                rows = np.arange(np.count_nonzero(counts > step))  # those with the longest drafts come first
+            for number in range(int(counts[0])):
+                rows = np.arange(np.count_nonzero(counts > number))  # those with the longest drafts come first
                 own = sampling.take(rows)
-                pending.append(self._step(step, ids[: rows.size], tokens[rows], own, positions[rows] + step, grown))
+                step = DraftStep(number, ids[: rows.size], tokens[rows], own, positions[rows] + number)
+                pending.append(self._step(step, grown))
             sampled = [one.wait().token_ids for one in pending]
         finally:
             for sequence, count in zip(ids, grown.tolist(), strict=True):
@@ -72,30 +90,32 @@ class Drafts(ABC):
             drafts[place] = draft[: finite.sum()]
         return drafts
 
-    @abstractmethod
-    def _step(
-        self,
-        step: int,
-        ids: Sequence[int],
-        tokens: Int64Array,
-        sampling: SampleBatch,
-        positions: Int64Array,
-        grown: Int64Array,
-    ) -> PendingSamples:
-        """The step of this number. tokens: of the first one. Counts in grown[i] what sequence i has grown by."""
+    @torch.inference_mode()
+    def _step(self, step: DraftStep, grown: Int64Array) -> PendingSamples:
+        """Counts in grown[i] what sequence i has grown by."""
+        count = len(step.ids)
+        if step.number >= self._ahead:
+            forward = self._cache.begin(Batch(step.ids, push=False, scratch=step.number - self._ahead))
+            grown[:count] += 1
+            inputs = self._sampler.sampled[:count].clone() if step.number else upload([step.tokens], self._device)[0]
+            self._output = self._compute(inputs, forward.attention)
+            self._cache.commit(forward, self._layers)
+        return self._sampler.sample(self._logits(self._output[:count]), step.sampling, step.positions)
 
-    def _inputs(self, step: int, tokens: Int64Array) -> Tensor:
-        """What the step before has sampled; of the first one `tokens`."""
-        if step:
-            return self._sampler.sampled[: tokens.size].clone()
-        return upload([tokens], self._device)[0]
+    @abstractmethod
+    def _compute(self, token_ids: Tensor, cached: CachedAttention) -> Tensor:
+        """The output of a step, [n, H], of its inputs, int64 [n], and of the step before."""
+
+    @abstractmethod
+    def _logits(self, output: Tensor) -> Tensor:
+        """[n, vocab], of outputs."""
 
 
 class ModelDrafts(Drafts):
     """By a model of its own: a step of its layers for each token."""
 
     def __init__(self, steps: DraftSteps, cache: PagedKVCache, processor: LogitsProcessor) -> None:
-        super().__init__(cache, steps.device, processor)
+        super().__init__(cache, steps.device, steps.layers, processor, ahead=0)
         self._steps = steps
         self._processor = processor
         self._graphs: DecodeGraphs | None = None
@@ -109,26 +129,19 @@ class ModelDrafts(Drafts):
         """From now on steps replay CUDA graphs, one for each of `buffers`: see DecodeGraphs."""
         self._graphs = DecodeGraphs(self._steps, self._cache, buffers, (), capture, self._processor)
 
-    @torch.inference_mode()
-    def _step(
-        self,
-        step: int,
-        ids: Sequence[int],
-        tokens: Int64Array,
-        sampling: SampleBatch,
-        positions: Int64Array,
-        grown: Int64Array,
-    ) -> PendingSamples:
-        count = len(ids)
-        if self._graphs is not None and count <= self._graphs.largest:
-            sources = np.arange(count) if step else np.full(count, ON_HOST)
-            grown[:count] += 1
-            return self._graphs.step(ids, tokens, sources, sampling, positions, scratch=step)
-        forward = self._cache.begin(Batch(ids, push=False, scratch=step))
+    def _step(self, step: DraftStep, grown: Int64Array) -> PendingSamples:
+        count = len(step.ids)
+        if self._graphs is None or count > self._graphs.largest:
+            return super()._step(step, grown)
+        sources = np.arange(count) if step.number else np.full(count, ON_HOST)
         grown[:count] += 1
-        logits = self._steps.forward(self._inputs(step, tokens), forward.attention, None)
-        self._cache.commit(forward, self._steps.layers)
-        return self._sampler.sample(logits, sampling, positions)
+        return self._graphs.step(step.ids, step.tokens, sources, step.sampling, step.positions, scratch=step.number)
+
+    def _compute(self, token_ids: Tensor, cached: CachedAttention) -> Tensor:
+        return self._steps.forward(token_ids, cached, None)
+
+    def _logits(self, output: Tensor) -> Tensor:
+        return output  # the model gives logits at once
 
 
 class HeadDrafts(Drafts):
@@ -136,10 +149,9 @@ class HeadDrafts(Drafts):
     itself."""
 
     def __init__(self, model: HeadedDecoder, cache: PagedKVCache, processor: LogitsProcessor) -> None:
-        super().__init__(cache, model.device, processor)
+        super().__init__(cache, model.device, model.layers, processor, ahead=1)
         self._model = model
         self._noted: Noted | None = None
-        self._hidden = torch.empty(0)  # what the head gave in the step before, [n, H]
 
     def note(self, noted: "Noted | None") -> None:
         """The last step of the target; None: one of which the head's part is not there."""
@@ -162,30 +174,18 @@ class HeadDrafts(Drafts):
         if not known.size:
             return drafts
         known = known[np.argsort(-counts[known], kind="stable")]
-        self._hidden = self._noted.outputs[upload([rows[known]], self._device)[0]]
+        self._output = self._noted.outputs[upload([rows[known]], self._device)[0]]
         ids = [sequence_ids[row] for row in known]
         found = super().draft(ids, tokens[known], counts[known], sampling.take(known), positions[known])
         for row, draft in zip(known.tolist(), found, strict=True):
             drafts[row] = draft
         return drafts
 
-    @torch.inference_mode()
-    def _step(
-        self,
-        step: int,
-        ids: Sequence[int],
-        tokens: Int64Array,
-        sampling: SampleBatch,
-        positions: Int64Array,
-        grown: Int64Array,
-    ) -> PendingSamples:
-        count = len(ids)
-        if step:
-            forward = self._cache.begin(Batch(ids, push=False, scratch=step - 1))
-            grown[:count] += 1
-            self._hidden = self._model.draft(self._hidden[:count], self._inputs(step, tokens), forward.attention)
-            self._cache.commit(forward, self._model.layers)
-        return self._sampler.sample(self._model.head.logits(self._hidden[:count]), sampling, positions)
+    def _compute(self, token_ids: Tensor, cached: CachedAttention) -> Tensor:
+        return self._model.draft(self._output[: token_ids.shape[0]], token_ids, cached)
+
+    def _logits(self, output: Tensor) -> Tensor:
+        return self._model.head.logits(output)
 
 
 class Noted(NamedTuple):

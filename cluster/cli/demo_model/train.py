@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.cluster.cli.random_checkpoint import BOS, EOS
 
 ROOT = Path(__file__).resolve().parents[3]
-VOCABULARY, CONTEXT, BATCH, LEARNING_RATE = 2048, 256, 16, 3e-3
+VOCABULARY, CONTEXT, LEARNING_RATE = 2048, 256, 3e-3
 SHAPE = {
     "hidden_size": 192,
     "intermediate_size": 512,
@@ -31,6 +32,7 @@ SHAPE = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
+BOS_ID, EOS_ID = 0, 1
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -82,17 +84,22 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def train(tokens: Tensor, num_steps: int) -> LlamaForCausalLM:
-    """tokens: [n] int64, documents one after another."""
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1, **SHAPE))
+def train(
+    model: LlamaForCausalLM, tokens: Tensor, num_steps: int, loss_of: Callable[[Tensor], Tensor], batch_size: int = 16
+) -> None:
+    """tokens: [n] int64, documents one after another. loss_of: the model's, of int64 [batch_size, CONTEXT]."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.05)
     smooth = math.nan
     for step in range(num_steps):
-        rate = LEARNING_RATE * min(1, (step + 1) / 100) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / num_steps)))
+        rate = (
+            LEARNING_RATE
+            * min(1, (step + 1) / num_steps * 9)
+            * (0.05 + 0.475 * (1 + math.cos(math.pi * step / num_steps)))
+        )
         optimizer.param_groups[0]["lr"] = rate
-        starts = torch.randint(len(tokens) - CONTEXT, (BATCH,))
+        starts = torch.randint(len(tokens) - CONTEXT, (batch_size,))
         batch = torch.stack([tokens[start : start + CONTEXT] for start in starts.tolist()])
-        loss = model(input_ids=batch, labels=batch).loss
+        loss = loss_of(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -100,28 +107,43 @@ def train(tokens: Tensor, num_steps: int) -> LlamaForCausalLM:
         smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
         if step % 50 == 0:
             print(f"step {step} of {num_steps}, loss {smooth:.3f}", flush=True)
-    return model
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
+    """int64 [n]: the texts' tokens in a random order of texts, an end behind each."""
+    ids = [[*one.ids, EOS_ID] for one in tokenizer.encode_batch(texts)]
+    order = torch.randperm(len(ids)).tolist()
+    return torch.tensor([token for document in order for token in ids[document]])
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    model.bfloat16().save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": CHAT_TEMPLATE, "bos_token": BOS, "eos_token": EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "checkpoint")
-    parser.add_argument("--steps", type=int, default=900, help="one takes about a second of one core")
+    options = read_options(__doc__, Path(__file__).parent / "checkpoint", 900, "one takes about a second of one core")
+    texts = documents()
+    tokenizer = make_tokenizer(texts)
+    tokens = encode(tokenizer, texts)
+    print(f"{len(texts)} documents, {len(tokens)} tokens")
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, bos_token_id=BOS_ID, eos_token_id=EOS_ID, **SHAPE))
+    train(model, tokens, options.steps, lambda batch: model(input_ids=batch, labels=batch).loss)
+    save(model, tokenizer, options.output)
+
+
+def read_options(description: str | None, output: Path, steps: int, note: str) -> argparse.Namespace:
+    """The command line's; torch takes what they say. output, steps: what is taken when they are not given."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", type=Path, default=output)
+    parser.add_argument("--steps", type=int, default=steps, help=note)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    texts = documents()
-    tokenizer = make_tokenizer(texts)
-    ids = [[*one.ids, 1] for one in tokenizer.encode_batch(texts)]
-    order = torch.randperm(len(ids)).tolist()
-    tokens = torch.tensor([token for document in order for token in ids[document]])
-    print(f"{len(texts)} documents, {len(tokens)} tokens")
-    model = train(tokens, options.steps)
-    model.bfloat16().save_pretrained(options.output)
-    tokenizer.save(str(options.output / "tokenizer.json"))
-    config = {"chat_template": CHAT_TEMPLATE, "bos_token": BOS, "eos_token": EOS}
-    (options.output / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3): a further layer of the checkpoint predicts the token after the next one."""
+"""Multi-token prediction (DeepSeek-V3, GLM-4-MoE): a further layer predicts the token after the next one."""
 
 import dataclasses
 from collections.abc import Collection

@@ -25,13 +25,13 @@ MLP_KINDS = ("dense", "sparse")
 
 
 def read_deepseek_v2(fields: Fields) -> ModelConfig:
-    _refuse_others(fields, scoring_func="softmax", norm_topk_prob=False)
+    refuse_others(fields, scoring_func="softmax", norm_topk_prob=False)
     method = fields.text("topk_method", "greedy")
     if method not in METHODS:
         raise UnsupportedFeature(f"{fields.source}: topk_method is {method!r}; only {', '.join(METHODS)} are served")
 
     def route(moe: MoeConfig) -> Routing:
-        groups = _read_group_limit(fields, moe, counted=1) if method == "group_limited_greedy" else None
+        groups = read_group_limit(fields, moe, counted=1) if method == "group_limited_greedy" else None
         scale = fields.number("routed_scaling_factor", 1.0)
         return dataclasses.replace(moe.routing, groups=groups, scale=scale)
 
@@ -58,7 +58,7 @@ def _read_with_indexer(
 ) -> ModelConfig:
     """groups: n_group and topk_group when absent. For the others see read_index. The index keys are rotated as the
     latents' are, whose neighbours are rotated, but for `interleaved`."""
-    _refuse_others(fields, mlp_bias=False)
+    refuse_others(fields, mlp_bias=False)
     kinds = fields.raw("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind not in INDEXED for kind in kinds)):
         raise UnsupportedFeature(f"{fields.source}: layer_types is {SHOWN.repr(kinds)}; only {INDEXED[0]} is served")
@@ -79,10 +79,10 @@ def _read_v3(
 ) -> ModelConfig:
     """groups: n_group and topk_group when absent; None: they are required. kinds: the field that names dense and sparse
     layers."""
-    _refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc")
+    refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc")
 
     def route(moe: MoeConfig) -> Routing:
-        limit, scale = _read_group_limit(fields, moe, 2, groups), fields.number("routed_scaling_factor", 2.5)
+        limit, scale = read_group_limit(fields, moe, 2, groups), fields.number("routed_scaling_factor", 2.5)
         return dataclasses.replace(moe.routing, sigmoid=True, groups=limit, corrected=True, scale=scale)
 
     normalize = fields.boolean("norm_topk_prob", True)
@@ -103,7 +103,7 @@ def _read_both(
 ) -> ModelConfig:
     """route: the routing of what read_moe has read. num_shared, num_dense: of shared experts and of layers without
     experts, when absent, as in transformers. kinds: see _read_v3."""
-    _refuse_others(fields, moe_layer_freq=1)
+    refuse_others(fields, moe_layer_freq=1)
     config = read_dense_config(
         fields,
         num_kv_heads=fields.integer("num_attention_heads", minimum=1),
@@ -142,7 +142,7 @@ def _read_sparse_layers(fields: Fields, num_layers: int, num_dense: int, kinds: 
     return frozenset(layer for layer in range(num_layers) if named[layer] == "sparse")
 
 
-def _read_group_limit(
+def read_group_limit(
     fields: Fields, moe: MoeConfig, counted: int, absent: tuple[int | None, int | None] = (None, None)
 ) -> GroupLimit:
     """n_group and topk_group, which must leave each token as many experts as it takes. Raises InvalidConfig."""
@@ -162,7 +162,7 @@ def _read_group_limit(
     return GroupLimit(num_groups, kept, counted)
 
 
-def _refuse_others(fields: Fields, **accepted: object) -> None:
+def refuse_others(fields: Fields, **accepted: object) -> None:
     """UnsupportedFeature where a field is there and has another value: transformers knows only this one."""
     for name, value in accepted.items():
         if name in fields and fields.raw(name) != value:

@@ -73,13 +73,35 @@ def choice_of(layout: KVLayout, layer: int, q: Tensor, entries: Tensor) -> Index
     return Index(queries.to(q.dtype).unflatten(1, (INDEX_HEADS, width)), still, rotated, weights)
 
 
-def hide_others(index: Tensor, weights: Tensor, keys: Tensor, hidden: Tensor, top_k: int) -> Tensor:
-    """bool [n, N]: `hidden`, and what is not among the top_k best of each row. float64: q [n, heads, D] of the index,
-    weights [n, heads] and keys [N, D], or [n, N, D]."""
-    products = index @ (keys.T if keys.dim() == 2 else keys.transpose(1, 2))
+def hide_others(
+    index: Tensor, weights: Tensor, keys: Tensor, hidden: Tensor, top_k: int, *, swapped: bool = False
+) -> Tensor:
+    """bool [n, N]: `hidden`, and what is not among the top_k best of each row, of equal ones the first. float64: q
+    [n, heads, D] of the index, weights [n, heads] and keys [N, D], or [n, N, D].
+
+    swapped: the best that is left out is taken for the worst that is not, where float32 may not tell them apart.
+    """
+    keys = keys.expand(index.shape[0], -1, -1)
+    products = index @ keys.transpose(1, 2)
     scores = (weights.unsqueeze(2) * products.relu()).sum(1).masked_fill(hidden, -torch.inf)
-    best = scores.topk(min(top_k, scores.shape[1])).indices
-    return hidden | torch.ones_like(hidden).scatter(1, best, False)
+    order = scores.argsort(descending=True, stable=True)
+    if swapped and order.shape[1] > top_k:
+        border = order[:, top_k - 1 : top_k + 1]
+        first, second = scores.gather(1, border).unbind(1)
+        near = (first > second) & (first - second <= 2 * score_error(index, weights, keys))
+        order[:, top_k - 1] = torch.where(near, border[:, 1], border[:, 0])
+    return hidden | torch.ones_like(hidden).scatter(1, order[:, :top_k], False)
+
+
+def score_error(index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """float64 [n]: how far a float32 score may be from the exact one; arguments as in hide_others, keys [n, N, D].
+
+    A product of D terms, then a sum over heads, of numbers that a rotation has rounded three times each: less than
+    D + heads + 8 roundings, each by 2⁻²⁴ of a sum that is at most Σ over heads of |weight| · |q| · |key|.
+    """
+    roundings = index.shape[2] + index.shape[1] + 8
+    sizes = (weights.abs() * index.norm(dim=2)).sum(1) * keys.norm(dim=2).amax(1)
+    return sizes * roundings * 2.0**-24
 
 
 def windowed(layout: KVLayout, *windows: int | None) -> KVLayout:

@@ -99,8 +99,9 @@ class Oracle:
             for layer in range(self.num_layers)
         ]  # type: ignore[misc]  # a tuple of three
 
-    def outputs(self, texts: Sequence[Ids]) -> list[NDArray[np.float64]]:
-        """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at positions 0, 1, …"""
+    def outputs(self, texts: Sequence[Ids], *, swapped: bool = False) -> list[NDArray[np.float64]]:
+        """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at positions 0, 1, …
+        swapped: see hide_others."""
         lengths = np.array([len(text) for text in texts])
         longest = int(lengths.max())
         ids = np.zeros((len(texts), longest), np.int64)
@@ -114,7 +115,7 @@ class Oracle:
             q = self.rotated_q[layer][last, lengths - 1]
             chooser = self.index.get(layer, chooser)
             if chooser is not None and group.latent_rank is not None:
-                hidden = chooser.hide(hidden, ids, last, lengths - 1)
+                hidden = chooser.hide(hidden, ids, last, lengths - 1, swapped)
             k, v = self.rotated_k[layer][ids, positions], self.v[layer][ids]
             if group.latent_rank is not None:
                 made = expand_latents(torch.from_numpy(k).flatten(0, 1), group.latent_rank)
@@ -159,13 +160,18 @@ class IndexOracle:
         return cls(rotate_everywhere(index_q, rope), rotate_everywhere(keys, rope), weights, top_k)
 
     def hide(
-        self, hidden: NDArray[np.bool_], ids: NDArray[np.int64], last: NDArray[np.int64], at: NDArray[np.int64]
+        self,
+        hidden: NDArray[np.bool_],
+        ids: NDArray[np.int64],
+        last: NDArray[np.int64],
+        at: NDArray[np.int64],
+        swapped: bool,
     ) -> NDArray[np.bool_]:
         """hidden [n, m], and what the last tokens of texts ids [n, m], `last` at positions `at`, do not choose."""
         keys = self.keys[ids, np.arange(ids.shape[1]), 0]
         arrays = self.q[last, at], self.weights[last], keys, hidden
         q, weights, near, hides = map(torch.from_numpy, arrays)
-        return hide_others(q, weights, near, hides, self.top_k).numpy()
+        return hide_others(q, weights, near, hides, self.top_k, swapped=swapped).numpy()
 
 
 def rotate_everywhere(x: NDArray[np.float64], rope: RopeParameters) -> NDArray[np.float64]:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import QKV, GroupPlan, Index, Latents, Part, Query, StepPages
+from tandem.cache.kernels.base import QKV, Entries, GroupPlan, Index, Latents, Part, Query, StepPages
 from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
@@ -30,16 +30,22 @@ class LayerIndex(NamedTuple):
 
     places: of each layer its group, and its index there; a reader has those of the layer that it reads. readers: of
     each layer that stores nothing the one that it reads. index_keys: of each layer with those their group, and its
-    index there.
+    index there. beside: of each group that stands beside others its layers, and the index of each there.
     """
 
     places: Mapping[int, tuple[int, int]]
     readers: Mapping[int, int]
     index_keys: Mapping[int, tuple[int, int]]
+    beside: Mapping[int, Mapping[int, int]]
 
     @classmethod
     def of(cls, layout: KVLayout) -> "LayerIndex":
-        return cls(layout.layer_index, dict(layout.readers), layout.index_keys)
+        beside = {
+            index: {layer: place for place, layer in enumerate(group.layers)}
+            for index, group in enumerate(layout.groups)
+            if group.beside
+        }
+        return cls(layout.layer_index, dict(layout.readers), layout.index_keys, beside)
 
 
 class Batch(NamedTuple):
@@ -73,6 +79,7 @@ class Attention:
     standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
     locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
     ran: int = 0  # a bit for each layer that has stored K and V, or latents
+    stored_beside: set[tuple[int, int]] = field(default_factory=set)  # groups and layers whose store() ran
     _chosen: Tensor | None = None  # by the last layer with index keys
     _factors: Tensor | None = None
     _reads: dict[tuple[int, bool], Any] = field(default_factory=dict)  # plans of read_part, by group and causality
@@ -125,6 +132,32 @@ class Attention:
             self._chosen = group.run(plan, place, choice)
         return self._chosen
 
+    def store(self, group: int, layer: int, k: Tensor, v: Tensor | None = None) -> None:
+        """See PagedKVCache.store."""
+        place = self._check_beside(group, layer)
+        self._find(layer)
+        own, plan = self.groups[group], self.plans[group]
+        assert isinstance(own.inputs, EntryInputs)
+        own.inputs.check(plan.num_tokens, k, v)
+        own.run(plan, place, Entries(k, v))
+        self.stored_beside.add((group, layer))
+
+    def new_entries(self, group: int) -> TokenLayout:
+        """See PagedKVCache.new_entries."""
+        tokens = self.plans[group].tokens if 0 <= group < len(self.plans) else None
+        if tokens is None:
+            raise InvalidArgument(f"group is {group}; 0 … {len(self.plans) - 1} are accepted, not in graph buffers")
+        return tokens
+
+    def _check_beside(self, group: int, layer: int) -> int:
+        """The index of a layer in a group that stands beside others."""
+        if group not in self.layers.beside or layer not in self.layers.beside[group]:
+            accepted = {one: list(layers) for one, layers in self.layers.beside.items()}
+            raise InvalidArgument(
+                f"group is {group} and layer {layer}; of groups beside others these layers are accepted: {accepted}"
+            )
+        return self.layers.beside[group][layer]
+
     def read(self, layer: int, q: Tensor, sinks: Tensor | None = None, norm: HeadNorm | None = None) -> Tensor:
         """See PagedKVCache.read. norm: of q, before it is rotated."""
         group, plan, index = self._find_stored(layer, q, sinks)
@@ -169,6 +202,14 @@ class Attention:
         missing = [layer for layer in stored if not self.ran >> layer & 1]
         if missing:
             raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
+        for group, places in self.layers.beside.items():
+            wanted = set(places).intersection(layers or places)
+            left = sorted(layer for layer in wanted if (group, layer) not in self.stored_beside)
+            if left:
+                raise InvalidArgument(
+                    f"layers {left} have stored none of their {self.plans[group].num_tokens} new entries of group "
+                    f"{group}; end_forward comes after store"
+                )
 
     def _find(self, layer: int) -> tuple[GroupAttention, GroupPlan, int]:
         """A layer's group, what was planned of that, and the layer's index there."""
@@ -192,7 +233,7 @@ class Attention:
         return group, plan, index
 
 
-NO_ATTENTION = Attention((), (), LayerIndex({}, {}, {}), None)
+NO_ATTENTION = Attention((), (), LayerIndex({}, {}, {}, {}), None)
 """Of a forward in graph buffers, whose layers the graph computes."""
 
 

@@ -182,6 +182,14 @@ class Index(NamedTuple):
     weights: Tensor
 
 
+class Entries(NamedTuple):
+    """What a layer stores beside what it attends to: of each new entry k [n, heads, head_dim], and v where there are
+    two planes."""
+
+    k: Tensor
+    v: Tensor | None = None
+
+
 InputsT = TypeVar("InputsT")
 Appended = Callable[[Tensor | None, Tensor | None], None]
 """A function that takes k and v as they were stored, between append and attention. Of latents: the entries and None. k
@@ -210,8 +218,9 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
 
     A pool of K and V is `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`, and InputsT is QKV. One of latents
     is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents. One
-    of index keys is shaped alike, InputsT is Index, and run() returns what is chosen in place of o. A subclass has no
-    graph buffers and does not store into peers, unless it says so.
+    of index keys is shaped alike, InputsT is Index, and run() returns what is chosen in place of o. One of entries
+    beside these has one plane or two, InputsT is Entries, and run() returns k. A subclass has no graph buffers and does
+    not store into peers, unless it says so.
     """
 
     capabilities = Capabilities()
@@ -275,5 +284,6 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
 KVBackend = AttentionBackend[QKV]
 LatentBackend = AttentionBackend[Latents]
 IndexBackend = AttentionBackend[Index]
+EntryBackend = AttentionBackend[Entries]
 KernelFactory = Callable[[Tensor, Scoring, Fp8Entries | None], KVBackend]
 """A backend for a pool of K and V, scored so. The third says how K and V become its elements; None: as they are."""

@@ -156,6 +156,23 @@ class ForwardCalls(Parts):
         self._check_owner(plan)
         return plan.attention.attend_latents(layer, q, latents, keys, up, choice)
 
+    def new_entries(self, plan: Forward, group: int) -> TokenLayout:
+        """The entries that a forward's tokens complete in a layer group, packed as tokens are: `owners` says whose they
+        are, among the forward's sequences, and `positions` which entries of these. In a group with an entry for each
+        position they are the tokens."""
+        self._check_owner(plan)
+        return plan.attention.new_entries(group)
+
+    def store(self, plan: Forward, group: int, layer: int, k: Tensor, v: Tensor | None = None) -> None:
+        """Stores what a layer keeps in `group`, which stands beside others: here and with receivers, as it is.
+
+        k [n, num_kv_heads, head_dim] of each of the group's new_entries(), and v where it has two planes, in the
+        group's dtype. Call it once for each such group and layer, in order, between begin and commit. Where n is 0 it
+        sends what is cached.
+        """
+        self._check_owner(plan)
+        plan.attention.store(group, layer, k, v)
+
     def end_forward(self, plan: Forward) -> None:
         """commit()."""
         self.commit(plan)

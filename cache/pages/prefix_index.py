@@ -18,9 +18,10 @@ NO_PAGE = -1
 class IndexedPages:
     """The pages of one layer group that the index holds a reference to. All arrays are by page."""
 
-    def __init__(self, allocator: PageAllocator, span: Span) -> None:
+    def __init__(self, allocator: PageAllocator, span: Span, together: int) -> None:
         self.allocator = allocator
         self.span = span
+        self.together = together
         self.indexed = np.zeros(allocator.num_pages, np.bool_)
         self.entries = np.zeros(allocator.num_pages, np.int64)
         self.stamps = np.zeros(allocator.num_pages, np.int64)
@@ -37,9 +38,11 @@ class IndexedPages:
 class PrefixIndex:
     """Full pages by the digest of their salt and of all tokens up to their end: see digest_chain.
 
-    An entry names a page in each layer group, or none where a group with a window has let go of it. The index holds one
+    An entry stands for page_size positions. It names a page in each layer group, or none where a group with a window
+    has let go of it. A page that covers several entries is named by the last of them. The index holds one
     reference to each, so a page that nobody else uses has exactly one. A prefix of n pages is found where each group
-    has the pages that a query behind it needs: all of them, or the last of a window.
+    has the pages that a query behind it needs: all of them, or the last of a window. So n is a multiple of what the
+    coarsest page covers.
 
     A page is stamped when it is matched or published, a page later than those that follow it in its prefix: the least
     recently used page is a leaf, or one whose followers are in use. An entry goes with its page in a group that keeps
@@ -47,11 +50,19 @@ class PrefixIndex:
     """
 
     def __init__(
-        self, allocators: tuple[PageAllocator, ...], page_size: int, spans: Sequence[Span] | None = None
+        self,
+        allocators: tuple[PageAllocator, ...],
+        page_size: int,
+        spans: Sequence[Span] | None = None,
+        together: Sequence[int] | None = None,
     ) -> None:
-        """spans: what each layer group keeps; None: all keep all."""
+        """spans: what each layer group keeps; None: all keep all. together: how many entries a page of each covers;
+        None: one."""
         spans = [ALL] * len(allocators) if spans is None else spans
-        self._groups = [IndexedPages(*both) for both in zip(allocators, spans, strict=True)]
+        together = [1] * len(allocators) if together is None else together
+        self._groups = [IndexedPages(*of) for of in zip(allocators, spans, together, strict=True)]
+        # After so many entries a group has a page without which no longer prefix is found; 0: no group has.
+        self._needed_each = min((of.together for of in self._groups if not of.span.drops_past), default=0)
         self._page_size = page_size
         most = sum(allocator.num_pages for allocator in allocators)  # each entry has a page somewhere
         self._entries: dict[bytes, int] = {}  # digest → entry
@@ -94,11 +105,11 @@ class PrefixIndex:
     def match(self, token_ids: Int64Array, max_pages: int, salt: bytes = b"") -> tuple[int, tuple[Int32Array, ...]]:
         """How many pages the longest known prefix has, at most max_pages, and per group those that a query behind it
         needs, which are its last; the caller retains them at once."""
-        bounded = all(group.span.drops_past for group in self._groups)
+        each = self._needed_each
         found = []
         for digest in digest_chain(token_ids, self._page_size, max_pages, salt):
             entry = self._entries.get(digest, NO_PAGE)
-            if entry == NO_PAGE and not bounded:
+            if entry == NO_PAGE and each and (len(found) + 1) % each == 0:
                 break
             found.append(entry)
         while found and found[-1] == NO_PAGE:  # what a chunk begins behind is needed by nobody, known or not
@@ -106,21 +117,25 @@ class PrefixIndex:
         entries = np.array(found, np.int64)
         pages = np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
         length, begins = self._longest(pages)
-        matched = tuple(row[begin:length] for row, begin in zip(pages, begins, strict=True))
+        matched = tuple(
+            row[begin:length][group.together - 1 :: group.together]
+            for group, row, begin in zip(self._groups, pages, begins, strict=True)
+        )
         self._touch(matched, length)
         return length, matched
 
     def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"") -> None:
         """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.
 
-        pages: per group int32, full: all n, or the last of them that a group with a window still has.
+        pages: per group int32, full: all that these are, or the last of them that a group with a window still has.
         """
         num_pages = token_ids.size // self._page_size
         digests = list(digest_chain(token_ids, self._page_size, num_pages, salt))
         known = np.array([self._entries.get(digest, NO_PAGE) for digest in digests], np.int64)
         given = np.full((len(self._groups), num_pages), NO_PAGE, np.int32)
-        for row, ids in zip(given, pages, strict=True):
-            row[num_pages - ids.size :] = ids
+        for group, row, ids in zip(self._groups, given, pages, strict=True):
+            full = num_pages // group.together
+            row[: full * group.together][group.together - 1 :: group.together][full - ids.size :] = ids
         new = (given != NO_PAGE) & ((known == NO_PAGE) | (self._pages[:, known] == NO_PAGE))
         for group, row, mask in zip(self._groups, given, new, strict=True):
             taken = np.flatnonzero(mask & group.indexed[row])
@@ -167,10 +182,11 @@ class PrefixIndex:
         found = np.ones(ends.size, np.bool_)
         firsts = []
         for group, row in zip(self._groups, pages, strict=True):
-            first = group.span.first_needed(ends * self._page_size) // self._page_size
-            missing = np.concatenate(([0], np.cumsum(row == NO_PAGE)))
-            found &= missing[ends] == missing[np.minimum(first, ends)]
-            firsts.append(np.minimum(first, ends))
+            first = np.minimum(group.span.first_needed(ends * self._page_size) // self._page_size, ends)
+            named = ends[1:] % group.together == 0  # the last entries of pages
+            missing = np.concatenate(([0], np.cumsum((row == NO_PAGE) & named)))
+            found &= (missing[ends] == missing[first]) & (ends % group.together == 0)
+            firsts.append(first)
         length = int(np.flatnonzero(found)[-1])
         return length, [int(first[length]) for first in firsts]
 

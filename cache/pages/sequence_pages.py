@@ -14,6 +14,7 @@ from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.spans import Paging
 
 
 class SequencePages:
@@ -25,17 +26,20 @@ class SequencePages:
         """memory: what moves the pages of each layer group."""
         self._table = table
         self._pools = pools
+        self._layout = layout
         self._groups = [
-            GroupPages(kind.keeps, group, pool, mover)
+            GroupPages(kind.keeps, group, pool, mover, layout.grain)
             for kind, group, pool, mover in zip(layout.groups, table.groups, pools.allocators, memory, strict=True)
         ]
         self._page_size = table.page_size
+        self._paging = list(dict.fromkeys(layout.paging))  # groups that are paged alike grow alike
+        self._paging_of = [self._paging.index(one) for one in layout.paging]
         self._dropping = [group for group in self._groups if group.keeps.drops_past]
 
     def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
         """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
-        size = self._page_size
-        return tuple(group.keeps.most_pages(num_tokens, longest_append, size) for group in self._groups)
+        groups = range(len(self._groups))
+        return tuple(self._layout.most_pages(group, num_tokens, longest_append) for group in groups)
 
     def first_position(self, row: int) -> int:
         """The first position that every group holds."""
@@ -84,26 +88,50 @@ class SequencePages:
 
         All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
-        appends = lay_out_appends(self._table, rows, lengths, new_lengths, queries)
-        growths = [group.plan_growth(appends) for group in self._groups]
+        kinds = [lay_out_appends(self._table, one, rows, lengths, new_lengths, queries) for one in self._paging]
+        appends = [kinds[of] for of in self._paging_of]
+        growths = [group.plan_growth(own) for group, own in zip(self._groups, appends, strict=True)]
         gone = tuple(
             np.concatenate((growth.gone, ids)) if ids.size else growth.gone
             for growth, ids in zip(growths, gone, strict=True)
         )
         pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
-        for group, growth, ids in zip(self._groups, growths, pages, strict=True):
-            group.grow(appends, growth, ids, clear=clear)
+        for group, own, growth, ids in zip(self._groups, appends, growths, pages, strict=True):
+            group.grow(own, growth, ids, clear=clear)
         self._table.lengths[rows], self._table.shortened[rows] = new_lengths, False
 
+    def begin_pages(self, lengths: Int64Array) -> NDArray[np.bool_]:
+        """bool [B]: which rows of `lengths` (int64 [B]) begin a page of some group with the next position."""
+        begins = self._begin_pages_of(self._paging[0], lengths)
+        for paging in self._paging[1:]:
+            begins |= self._begin_pages_of(paging, lengths)
+        return begins
+
     def clear_next(self, rows: Int64Array, *, clear: bool = True) -> bool:
-        """Clears the pages that rows (int64 [B], each full to a page's end) begin next, where all are reserved; else
-        False. clear: whether they are cleared."""
-        page_indexes = self._table.lengths[rows] // self._page_size
-        if not all(group.holds(rows, page_indexes) for group in self._groups):
+        """Clears the pages that rows (int64 [B], see begin_pages) begin next, where all are reserved; else False.
+        clear: whether they are cleared."""
+        next_pages = [self._next_pages(paging, rows) for paging in self._paging]
+        begun = [next_pages[of] for of in self._paging_of]
+        if not all(group.holds(*pages) for group, pages in zip(self._groups, begun, strict=True)):
             return False
-        for group in self._groups if clear and rows.size else ():
-            group.clear(rows, page_indexes)
+        for group, pages in zip(self._groups, begun, strict=True) if clear else ():
+            if pages[0].size:
+                group.clear(*pages)
         return True
+
+    @staticmethod
+    def _begin_pages_of(paging: Paging, lengths: Int64Array) -> NDArray[np.bool_]:
+        if paging.every == 1:
+            return lengths % paging.entries == 0
+        return (lengths + 1) % paging.positions == paging.every % paging.positions
+
+    def _next_pages(self, paging: Paging, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The rows that begin a page of this paging with the next position, and its page index; int64 [n] each."""
+        lengths = self._table.lengths[rows]
+        if len(self._paging) > 1:
+            begins = self._begin_pages_of(paging, lengths)
+            rows, lengths = rows[begins], lengths[begins]
+        return rows, lengths // paging.positions
 
     def step(
         self,
@@ -119,7 +147,7 @@ class SequencePages:
         """As grow() by one position of rows that were not shortened, whose partial pages so are their own: something
         changes only where one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool
         [B]; None: none)."""
-        changing = lengths % self._page_size == 0
+        changing = self.begin_pages(lengths)
         if slid is not None:
             changing |= slid
         for group in self._dropping:
@@ -133,25 +161,25 @@ class SequencePages:
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
         """Makes sure that a row can always grow to num_tokens positions; OutOfPages changes nothing."""
-        budgets, reserved = self.needed(num_tokens, longest_append), -(-num_tokens // self._page_size)
-        length = int(self._table.lengths[row])
+        budgets, length = self.needed(num_tokens, longest_append), int(self._table.lengths[row])
         owned = [
-            group.plan_ownership(row, length, reserved, budget)
+            group.plan_ownership(row, length, group.table.paging.num_pages(num_tokens), budget)
             for group, budget in zip(self._groups, budgets, strict=True)
         ]
         self._own(row, owned)
-        self._table.reserved_ends[row] = reserved
+        self._table.reserved[row] = num_tokens
         for group, budget in zip(self._groups, budgets, strict=True):
             group.table.budgets[row] = budget
 
     def cut(self, row: int, length: int) -> None:
         """Shortens a row to `length`; what it has reserved stays, and becomes its own. OutOfPages changes nothing."""
         self.check_held("the sequence", row, length)
-        reserved, used = int(self._table.reserved_ends[row]), -(-length // self._page_size)
         # It takes no page for those that the prefix index shares by now: these come back when they leave the window.
-        owned = [group.plan_ownership(row, length, min(reserved, int(group.table.ends[row]))) for group in self._groups]
+        reserved = [min(end, int(of.table.ends[row])) for of, end in self._reserved_ends(row)]
+        owned = [of.plan_ownership(row, length, end) for of, end in zip(self._groups, reserved, strict=True)]
         self._own(row, owned)
-        ends = [max(used, change.end) for change in owned]
+        used = [group.table.paging.num_pages(length) for group in self._groups]
+        ends = [max(end, change.end) for end, change in zip(used, owned, strict=True)]
         self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))
         self._table.lengths[row] = length
         self._table.count_cut(row)
@@ -160,28 +188,35 @@ class SequencePages:
         """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""
         if length:
             self.check_held("the fork", parent, length)
-        copied = 1 if length % self._page_size else 0
+        copied = [group.num_partial(length) for group in self._groups]
         shared = tuple(group.shared_by_fork(parent, length) for group in self._groups)
         self._pools.retain(shared)
-        reserved = int(self._table.reserved_ends[parent])
-        owned = [group.plan_ownership(parent, int(self._table.lengths[parent]), reserved) for group in self._groups]
+        held = int(self._table.lengths[parent])
+        owned = [group.plan_ownership(parent, held, end) for group, end in self._reserved_ends(parent)]
         try:
-            pages = self._pools.allocate([copied + change.num_pages for change in owned])
+            pages = self._pools.allocate(
+                [count + change.num_pages for count, change in zip(copied, owned, strict=True)]
+            )
         except OutOfPages:
             self._pools.release(shared)
             raise
-        for group, change, ids in zip(self._groups, owned, pages, strict=True):
-            group.fork(parent, child, length, ids[:copied])
-            group.own(parent, change, ids[copied:])
+        for group, change, count, ids in zip(self._groups, owned, copied, pages, strict=True):
+            group.fork(parent, child, length, ids[:count])
+            group.own(parent, change, ids[count:])
         self._table.lengths[child] = length
         self._table.unclean[child] = self._table.unclean[parent]
 
-    def share(self, row: int, num_pages: int, pages: PageIds) -> None:
-        """Gives an empty row num_pages full pages: per group the last of them, which others hold."""
+    def share(self, row: int, length: int, pages: PageIds) -> None:
+        """Gives an empty row `length` positions in full pages: per group the last of them, which others hold."""
         self._pools.retain(pages)
         for group, ids in zip(self._groups, pages, strict=True):
-            group.share(row, num_pages, ids)
-        self._table.lengths[row] = num_pages * self._page_size
+            group.share(row, length // group.table.paging.positions, ids)
+        self._table.lengths[row] = length
+
+    def _reserved_ends(self, row: int) -> list[tuple[GroupPages, int]]:
+        """Each group, and the page index that a row's reservation reaches to."""
+        reserved = int(self._table.reserved[row])
+        return [(group, group.table.paging.num_pages(reserved)) for group in self._groups]
 
     def _own(self, row: int, owned: Sequence[Ownership]) -> None:
         pages = self._pools.allocate([change.num_pages for change in owned])

@@ -39,6 +39,15 @@ class TokenLayout:
             indptr, self.positions + np.int32(1), self.positions, np.arange(count), preceding=self.positions - first
         )
 
+    def entries(self, every: int) -> "EntryLayout":
+        """The entries of `every` positions each that the tokens complete. Nodes of a tree complete none."""
+        lengths = self.seq_lens.astype(np.int64)
+        before, after = (lengths - np.diff(self.qo_indptr)) // every, lengths // every
+        counts = after - before
+        positions = ragged_range(before, counts).astype(np.int32)
+        owners = np.arange(counts.size).repeat(counts)
+        return EntryLayout(indptr_of(counts), after.astype(np.int32), positions, owners)
+
     @property
     def each_one(self) -> bool:
         """Whether every sequence has one new token."""
@@ -70,6 +79,14 @@ class TokenLayout:
             appends = np.diff(self.qo_indptr)[trees.sequences]
             positions[trees.tokens] = np.repeat(bases, appends) + trees.depths
         return positions
+
+
+class EntryLayout(TokenLayout):
+    """As TokenLayout, of entries for several positions in place of tokens: a sequence may have no new one, or none."""
+
+    @property
+    def each_one(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,10 +185,12 @@ def slots_of(pages: Int32Array, rows: Int64Array | int, positions: Int64Array, p
 
 
 def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_page_index: int = 0) -> SlotRuns:
-    """Slots of positions begin … end - 1 (begin < end) of a sequence whose page ids are `pages`, in the fewest runs.
+    """Slots of positions begin … end - 1 of a sequence whose page ids are `pages`, in the fewest runs.
 
     Positions before those of first_page_index are skipped.
     """
+    if begin == end:
+        return SlotRuns.from_slots([])
     first, last = begin // page_size, (end - 1) // page_size
     used = pages[first : last + 1].copy()
     used[: max(first_page_index - first, 0)] = SKIP

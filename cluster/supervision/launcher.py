@@ -362,7 +362,12 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
 
 def _check_memory(layout: KVLayout, num_pages: int) -> None:
     """ConfigError if one worker's pages exceed this machine's memory. Pages of windows are not counted."""
-    sizes = [layout.page_bytes(index) for index, group in enumerate(layout.groups) if not group.keeps.drops_past]
+    groups = zip(layout.groups, layout.pages_together, strict=True)
+    sizes = [
+        layout.page_bytes(index) // together
+        for index, (group, together) in enumerate(groups)
+        if not group.keeps.drops_past
+    ]
     needed, there = num_pages * sum(sizes), machine_memory()
     if needed > there:
         raise ConfigError(

@@ -53,10 +53,23 @@ def check_kv(
         assert_close(k[:turned], expected)
         assert np.array_equal(k[turned:].numpy(), oracle.k[layer][wanted[turned:]])
         assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
+    check_beside(side, oracle, sequence, ids, end)
     for layer, (group, index) in side.cache.layout.index_keys.items():
         assert positions is not None  # sequences with index keys do not slide
         keys, _ = side.cache.gather_group(sequence, group, begin, end)[index]
         assert_close(keys, oracle.index[layer].keys[wanted, positions[begin:end].astype(np.int64)])
+
+
+def check_beside(side: Side, oracle: Oracle, sequence: int, ids: list[int], end: int) -> None:
+    """What layers keep beside is there bit for bit, in every group as far back as that keeps it."""
+    layout, row = side.cache.layout, side.cache._table.row(sequence)
+    for (group, layer), entries in oracle.beside.items():
+        paging, table = layout.paging[group], side.cache._table.groups[group]
+        which = range(min(int(table.begins[row]) * paging.entries, end), end // paging.every)
+        found = side.cache.gather_group(sequence, group, which.start, max(which.start, which.stop))
+        stored = found[layout.groups[group].layers.index(layer)]
+        for plane, expected in enumerate(entries.entries(ids, which)):
+            assert torch.equal(stored[plane], expected)
 
 
 def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:
@@ -88,9 +101,10 @@ def rows_close(outputs: list[Tensor], expected: list[NDArray[np.float64]]) -> ND
 
 def check_held(side: Side, position_map: PositionMap) -> None:
     """Every page that a remote writer may hit stays out of use."""
-    for allocator, runs in zip(side.cache._pools.allocators, position_map.runs, strict=True):
+    groups = zip(side.cache._pools.allocators, position_map.runs, side.cache.layout.paging, strict=True)
+    for allocator, runs, paging in groups:
         slots = runs.slots()
-        assert (allocator._writers[slots[slots != SKIP] // side.cache.layout.page_size] > 0).all()
+        assert (allocator._writers[slots[slots != SKIP] // paging.entries] > 0).all()
 
 
 def check_pages(side: Side) -> None:

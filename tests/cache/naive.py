@@ -36,10 +36,12 @@ def layout_of(*kv_heads: int, page_size: int = 4, dtype: torch.dtype = torch.flo
 
 
 def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
-    """Pools full of NaN: what was never written must not matter."""
+    """Pools full of NaN: what was never written must not matter. num_pages: of page_size positions; of larger pages a
+    few more than cover as many."""
+    counts = [num_pages if together == 1 else -(-num_pages // together) + 3 for together in layout.pages_together]
     return tuple(
-        torch.full((num_pages, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype)
-        for group in range(len(layout.groups))
+        torch.full((count, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype_of(group))
+        for group, count in enumerate(counts)
     )
 
 
@@ -176,7 +178,8 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
 
 def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
     """Of a reader that of the layer that it reads."""
-    stored = {layer: group for group in layout.groups if group.top_k is None for layer in group.layers}
+    attended = (group for group in layout.groups if group.top_k is None and not group.beside)
+    stored = {layer: group for group in attended for layer in group.layers}
     return stored | {layer: stored[of] for layer, of in layout.readers}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tests.cache.naive import LATENT_HEADS, choice_of, expand_latents, first_seen, hide_others
@@ -37,8 +37,12 @@ class Setting:
     @property
     def ropes(self) -> list[RopeParameters]:
         """That of each group: of the shared part of K where it has latents."""
-        widths = [group.head_dim - (group.latent_rank or 0) for group in self.layout.groups]
-        return [replace(self.rope, rotary_dim=width) for width in widths]
+        groups = self.layout.groups
+        widths = [group.head_dim - (group.latent_rank or 0) for group in groups]
+        return [
+            self.rope if group.beside else replace(self.rope, rotary_dim=width)
+            for group, width in zip(groups, widths, strict=True)
+        ]
 
 
 def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, max_sequences: int) -> PagedKVCache:
@@ -87,6 +91,11 @@ class Oracle:
         self.rotated_q, self.rotated_k = (
             [rotate_everywhere(x, rope) for x, rope in zip(of, self._ropes, strict=True)] for of in (self.q, self.k)
         )
+        self.beside = {
+            (number, layer): EntryOracle.of(group, generator)
+            for number, group in enumerate(layout.groups)
+            for layer in (group.layers if group.beside else ())
+        }
         self.index = {
             layer: IndexOracle.of(setting, layer, self.q[layer], self.k[layer]) for layer in layout.index_keys
         }
@@ -136,6 +145,26 @@ class Oracle:
         weights = np.exp(scores)
         weights /= weights.sum(-1, keepdims=True) + extra
         return (weights @ v.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1)
+
+
+@dataclass(frozen=True)
+class EntryOracle:
+    """What a layer keeps beside its K and V, which a cache is given: k and v of an entry follow from the id of
+    the token that completes it. numbers: float64 [tokens, planes, heads, dim]."""
+
+    numbers: NDArray[np.float64]
+    every: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, group: LayerGroup, generator: np.random.Generator) -> "EntryOracle":
+        shape = (NUM_TOKENS, group.planes, group.num_kv_heads, group.head_dim)
+        return cls(generator.standard_normal(shape), group.keeps.every, group.dtype or torch.float32)
+
+    def entries(self, ids: Ids, which: Sequence[int]) -> list[Tensor]:
+        """Of each plane [n, heads, dim]: those entries of a sequence with these ids."""
+        tokens = np.array([ids[(at + 1) * self.every - 1] for at in which], np.int64)
+        return list(torch.from_numpy(self.numbers[tokens]).to(self.dtype).unbind(1))
 
 
 @dataclass(frozen=True)

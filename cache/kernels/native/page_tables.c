@@ -12,10 +12,10 @@ typedef struct {
     int32_t page_size, chunk_pages; /* 0: sequences see what their rows hold, else the chunk that they end in */
 } Table;
 
-/* rows [n]: those of sequences that are seq_lens[i] long with their new tokens, qo_indptr[i + 1] - qo_indptr[i] each;
- * without qo_indptr one each. tables: slots [num_tokens], kv_indptr [n + 1], kv_last_page_len [n], kv_lens [n] and
- * kv_indices [room] behind each other. Returns how many pages the rows hold; where those are more than `room`, kv_indices
- * is not complete. */
+/* rows [n]: those of sequences that are seq_lens[i] long with their new tokens, qo_indptr[i + 1] - qo_indptr[i] each,
+ * which may be none; without qo_indptr one each. tables: slots [num_tokens], kv_indptr [n + 1], kv_last_page_len [n],
+ * kv_lens [n] and kv_indices [room] behind each other. Returns how many pages the rows hold; where those are more than
+ * `room`, kv_indices is not complete. */
 int64_t look_up(const Table *table, int32_t n, const int64_t *rows, const int32_t *seq_lens, const int32_t *qo_indptr,
                 int32_t num_tokens, int32_t *tables, int64_t room) {
     const int32_t size = table->page_size;
@@ -24,7 +24,7 @@ int64_t look_up(const Table *table, int32_t n, const int64_t *rows, const int32_
     int32_t total = 0;
     for (int32_t i = 0; i < n; i++) {
         const int32_t *const pages = table->pages + rows[i] * table->max_pages;
-        const int32_t last = seq_lens[i] - 1, last_place = last / size, chunk = table->chunk_pages;
+        const int32_t last = seq_lens[i] - 1, last_place = last < 0 ? -1 : last / size, chunk = table->chunk_pages;
         const int32_t begin = chunk ? last_place - last_place % chunk : (int32_t)table->begins[rows[i]];
         const int32_t count = last_place + 1 - begin;
         if (qo_indptr) {

@@ -176,7 +176,7 @@ class Stepping:
         cleared."""
         table = self.cache._table
         rows = [table.row(sequence) for sequence in self.batch]
-        assert (table.groups[0].ends[rows] >= table.reserved_ends[rows]).all()
+        assert (table.groups[0].ends[rows] * PAGE >= table.reserved[rows]).all()
         assert not table.unclean[rows].any()
         for group, cleared in zip(plan.attention.plans, self.cleared, strict=True):
             slots = group.tables.slot_mapping

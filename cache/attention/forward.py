@@ -2,20 +2,33 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from tandem.cache.attention.compressed import CompressedForward
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import QKV, Entries, GroupPlan, Index, Latents, Part, Query, StepPages
+from tandem.cache.kernels.base import (
+    QKV,
+    Compression,
+    Entries,
+    GroupPlan,
+    Index,
+    Latents,
+    Part,
+    Query,
+    SharedKV,
+    StepPages,
+)
 from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
-from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.layout import CompressedGroups, KVLayout
 from tandem.cache.plan.tables import TokenLayout
 from tandem.cache.plan.temperature import Temperature
 
@@ -30,13 +43,15 @@ class LayerIndex(NamedTuple):
 
     places: of each layer its group, and its index there; a reader has those of the layer that it reads. readers: of
     each layer that stores nothing the one that it reads. index_keys: of each layer with those their group, and its
-    index there. beside: of each group that stands beside others its layers, and the index of each there.
+    index there. beside: of each group that stands beside others its layers, and the index of each there. compressed: of
+    each layer with compressed KV the groups that hold it.
     """
 
     places: Mapping[int, tuple[int, int]]
     readers: Mapping[int, int]
     index_keys: Mapping[int, tuple[int, int]]
     beside: Mapping[int, Mapping[int, int]]
+    compressed: Mapping[int, CompressedGroups] = MappingProxyType({})
 
     @classmethod
     def of(cls, layout: KVLayout) -> "LayerIndex":
@@ -45,7 +60,7 @@ class LayerIndex(NamedTuple):
             for index, group in enumerate(layout.groups)
             if group.beside
         }
-        return cls(layout.layer_index, dict(layout.readers), layout.index_keys, beside)
+        return cls(layout.layer_index, dict(layout.readers), layout.index_keys, beside, layout.compressed)
 
 
 class Batch(NamedTuple):
@@ -78,6 +93,7 @@ class Attention:
     layers: LayerIndex
     standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
     locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
+    compressed: CompressedForward | None = None  # of layouts with compressed KV
     ran: int = 0  # a bit for each layer that has stored K and V, or latents
     stored_beside: set[tuple[int, int]] = field(default_factory=set)  # groups and layers whose store() ran
     _chosen: Tensor | None = None  # by the last layer with index keys
@@ -96,7 +112,10 @@ class Attention:
         """See PagedKVCache.attention. norm: of q and k, before they are rotated."""
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, AttentionInputs):
-            raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
+            raise InvalidArgument(
+                f"layer is {layer}, which keeps latents, or K and V in one plane; latent_attention or shared_attention "
+                "serves it"
+            )
         if layer in self.layers.readers:
             of = self.layers.readers[layer]
             raise InvalidArgument(f"layer is {layer}, which reads layer {of} and stores nothing; read serves it")
@@ -115,6 +134,27 @@ class Attention:
         group.inputs.check(plan.num_tokens, q, latents, keys, up)
         chosen = self._choose(layer, choice)
         output = group.run(plan, index, Latents(q, latents, keys, up, chosen))
+        self.ran |= 1 << layer
+        return output
+
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        """See PagedKVCache.shared_attention."""
+        group, plan, index = self._find(layer)
+        if not isinstance(group.inputs, SharedInputs):
+            raise InvalidArgument(f"layer is {layer}, whose K and V are not in one plane; attention serves it")
+        group.inputs.check(plan.num_tokens, q, kv, sinks)
+        of, extra = self.layers.compressed.get(layer), None
+        if (of is None) != (compression is None):
+            raise InvalidArgument(
+                f"layer is {layer}; compression must be given exactly where a layer has compressed KV beside its window"
+            )
+        if of is not None and compression is not None and self.compressed is not None:
+            beside = [0 if one is None else self.layers.beside[one][layer] for one in (of.inputs, of.entries, of.keys)]
+            places = (beside[0], beside[1], beside[2])
+            extra = self.compressed.extend(of, group.group, layer, places, compression, self.store)
+        output = group.run(plan, index, SharedKV(q, kv, sinks, extra))
         self.ran |= 1 << layer
         return output
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.attention.page_look_up import PageLookUp
-from tandem.cache.kernels.base import QKV, AttentionBackend, Entries, GroupPlan, Index, Latents
+from tandem.cache.kernels.base import QKV, AttentionBackend, Entries, GroupPlan, Index, Latents, SharedKV
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
 from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
@@ -28,7 +28,7 @@ class GroupAttention:
 
     group: int
     backend: AttentionBackend
-    inputs: AttentionInputs | LatentInputs | IndexInputs | EntryInputs
+    inputs: AttentionInputs | LatentInputs | IndexInputs | EntryInputs | SharedInputs
     fp8: Fp8Entries | None
     table: GroupTable
     writer: PageWriter | None
@@ -81,7 +81,7 @@ class GroupAttention:
             own, sends = self.backend.push_with_append(own, sends, peer_pool)
         return GroupPlan(own, rotation, tables, sends, sliding, tokens, tokens.positions.size, self.stored)
 
-    def run(self, plan: GroupPlan, layer: int, x: QKV | Latents | Index | Entries) -> Tensor:
+    def run(self, plan: GroupPlan, layer: int, x: QKV | Latents | Index | Entries | SharedKV) -> Tensor:
         """See AttentionBackend.run; pushes what the plan sends."""
         if not plan.captured:
             hooked = plan.sends or plan.stored is not None

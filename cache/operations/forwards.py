@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from tandem.cache.attention.compressed import CompressedForward
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import Index, Limits, Part
+from tandem.cache.kernels.base import Compression, Index, Limits, Part
 from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
@@ -56,7 +57,9 @@ class ForwardCalls(Parts):
             for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
         )
         standing = self._table.standing(rows)
-        attention = Attention(self._groups, plans, self._layers, standing, partial(self._rotations.locate, tokens))
+        compressed = CompressedForward(self._groups, plans, self._rotations.at) if self._layers.compressed else None
+        locate = partial(self._rotations.locate, tokens)
+        attention = Attention(self._groups, plans, self._layers, standing, locate, compressed)
         return Forward(sequences, tokens, attention, sent, standing)
 
     def commit(self, forward: Forward, layers: range | None = None) -> None:
@@ -155,6 +158,26 @@ class ForwardCalls(Parts):
         """
         self._check_owner(plan)
         return plan.attention.attend_latents(layer, q, latents, keys, up, choice)
+
+    def shared_attention(
+        self,
+        plan: Forward,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor,
+        compression: Compression | None = None,
+    ) -> Tensor:
+        """As attention, of a layer whose K and V are the same numbers of one head: o [T, num_heads, head_dim].
+
+        q [T, num_heads, head_dim] and kv [T, 1, head_dim] are not rotated; sinks are as for attention. RoPE rotates the
+        last numbers of a head, neighbours as one pair, and o is rotated back.
+
+        compression: of a layer with groups of compressed KV: inputs and entries are stored here and with receivers, and
+        each token attends to its window and to the entries that are complete before it, or the top_k of these.
+        """
+        self._check_owner(plan)
+        return plan.attention.attend_shared(layer, q, kv, sinks, compression)
 
     def new_entries(self, plan: Forward, group: int) -> TokenLayout:
         """The entries that a forward's tokens complete in a layer group, packed as tokens are: `owners` says whose they

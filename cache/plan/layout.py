@@ -2,9 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +33,12 @@ class LayerGroup:
     top_k: the entries are index keys (DeepSeek-V3.2), kept beside the latents of the same layers: a query attends to
     the top_k positions that it scores highest by them. latent_rank then counts the numbers that are not rotated.
 
+    num_planes: 1 without latent_rank: K and V are the same numbers of one head (DeepSeek-V4), stored once.
+
     beside: the entries are something else that the layers keep beside what another group keeps of them, as compressed
     KV or what that is made of: see PagedKVCache.store. Such a group may have one plane, an element type of its own
-    (None: the layout's) and a span of one entry for several positions.
+    (None: the layout's) and a span of one entry for several positions. With top_k these are index keys of compressed
+    entries, see CompressedGroups.
     """
 
     layers: tuple[int, ...]
@@ -50,6 +54,25 @@ class LayerGroup:
     @property
     def planes(self) -> int:
         return self.num_planes or (2 if self.latent_rank is None else 1)
+
+    @property
+    def shares_planes(self) -> bool:
+        """Whether its layers attend to K and V that are the same numbers."""
+        return not self.beside and self.latent_rank is None and self.num_planes == 1
+
+
+class CompressedGroups(NamedTuple):
+    """The groups beside that of a layer with one plane which hold its compressed KV (DeepSeek-V4).
+
+    inputs: of what entries are made, values in plane 0 and gates in plane 1, for the positions of one entry, or, where
+    entries overlap, of two. entries: compressed KV, one for several positions. keys: index keys of these, by which a
+    query chooses top_k of them; None: a query attends to all.
+    """
+
+    inputs: int
+    entries: int
+    keys: int | None
+    top_k: int | None
 
 
 @dataclass(frozen=True)
@@ -91,15 +114,19 @@ class KVLayout:
                 )
             _check_latent(index, group)
             self._check_beside(index, group)
+            _check_shared(index, group)
         self._check_index_keys()
+        self._check_compressed()
         self._check_readers()
         if self.scales is not None:
             if self.has_latents:
                 raise InvalidArgument(
                     "scales are given, but the layout has groups with latents; only K and V have 8 bits"
                 )
-            if any(group.beside for group in self.groups):
-                raise InvalidArgument("scales are given, but the layout has groups beside others; None is accepted")
+            if any(group.beside or group.shares_planes for group in self.groups):
+                raise InvalidArgument(
+                    "scales are given, but the layout has groups beside others, or with one plane; None is accepted"
+                )
             self.scales.check([self.groups[group].num_kv_heads for group, _ in self.layer_index.values()])
 
     @property
@@ -151,12 +178,28 @@ class KVLayout:
     @property
     def index_keys(self) -> dict[int, tuple[int, int]]:
         """Of each layer with index keys, in order, their group and its index there."""
-        return self._index_of(lambda group: group.top_k is not None)
+        return self._index_of(lambda group: group.top_k is not None and not group.beside)
+
+    @cached_property
+    def compressed(self) -> dict[int, CompressedGroups]:
+        """Of each layer with compressed KV the groups that hold it."""
+        shared = {layer for group in self._attended if group.shares_planes for layer in group.layers}
+        kinds: dict[int, dict[str, int]] = {}
+        for index, group in enumerate(self.groups):
+            for layer in shared.intersection(group.layers if group.beside else ()):
+                kinds.setdefault(layer, {})[_kind_of(group)] = index
+        top_k = [group.top_k for group in self.groups]
+        return {
+            layer: CompressedGroups(
+                of["inputs"], of["entries"], of.get("keys"), top_k[of["keys"]] if "keys" in of else None
+            )
+            for layer, of in sorted(kinds.items())
+        }
 
     def top_k_of(self, group: LayerGroup) -> int | None:
         """How many positions a query of the group's layers attends to at most; None: all that the group keeps."""
         found = (one.top_k for one in self.groups if one.top_k is not None and set(one.layers) <= set(group.layers))
-        return next(found, None)
+        return None if group.beside or group.shares_planes else next(found, None)
 
     @property
     def drops_past(self) -> bool:
@@ -198,7 +241,7 @@ class KVLayout:
                     f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; it must be {shape} of {dtype}, contiguous"
                 )
 
-    @property
+    @cached_property
     def _attended(self) -> list[LayerGroup]:
         return [group for group in self.groups if group.top_k is None and not group.beside]
 
@@ -211,7 +254,7 @@ class KVLayout:
         twice."""
         served: set[int] = set()
         for index, keys in enumerate(self.groups):
-            if keys.top_k is None:
+            if keys.top_k is None or keys.beside:
                 continue
             integer(f"top_k of group {index}", keys.top_k, least=1)
             of = [set(group.layers) for group in self._attended if group.latent_rank is not None]
@@ -226,20 +269,21 @@ class KVLayout:
     def _check_beside(self, index: int, group: LayerGroup) -> None:
         """Only a group beside others has what those that are attended to cannot have, and its layers are theirs."""
         if not group.beside:
-            for name in ("num_planes", "dtype"):
-                if getattr(group, name) is not None:
-                    raise InvalidArgument(
-                        f"{name} of group {index} is {getattr(group, name)}; None is accepted but in groups beside "
-                        "others"
-                    )
+            if group.dtype is not None:
+                raise InvalidArgument(
+                    f"dtype of group {index} is {group.dtype}; None is accepted but in groups beside others"
+                )
             if group.keeps.every > 1:
                 raise InvalidArgument(
                     f"keeps of group {index} is {group.keeps}, but beside is False; a span with an entry for each "
                     "position is accepted"
                 )
             return
-        if group.top_k is not None or group.latent_rank is not None:
-            raise InvalidArgument(f"group {index} stands beside others; top_k and latent_rank must be None")
+        if group.latent_rank is not None or (group.top_k is not None and group.keeps.every == 1):
+            raise InvalidArgument(
+                f"group {index} stands beside others; latent_rank must be None, and top_k where each position has an "
+                "entry"
+            )
         if group.num_planes not in (None, 1, 2):
             raise InvalidArgument(f"num_planes of group {index} is {group.num_planes}; 1 and 2 are accepted")
         if group.dtype is not None and group.dtype not in DTYPES.values():
@@ -251,6 +295,23 @@ class KVLayout:
                 "once, are accepted"
             )
 
+    def _check_compressed(self) -> None:
+        """The groups beside those with one plane hold compressed KV: see CompressedGroups."""
+        for attended in self._attended:
+            for layer in attended.layers if attended.shares_planes else ():
+                own = [group for group in self.groups if group.beside and layer in group.layers]
+                kinds = {_kind_of(group): group for group in own}
+                if own and not _fits(attended, kinds, len(own)):
+                    raise InvalidArgument(
+                        f"layer {layer}, of K and V in one plane, has groups beside it that keep "
+                        f"{[str(group.keeps) for group in own]}; one that keeps an entry for several positions is "
+                        "accepted, with a window of one or two entries for what these are made of"
+                    )
+        kept = {of.keys for of in self.compressed.values()}
+        for index, group in enumerate(self.groups):
+            if group.beside and group.top_k is not None and index not in kept:
+                raise InvalidArgument(f"top_k of group {index} is {group.top_k}, but its layers have no compressed KV")
+
     @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
@@ -258,9 +319,10 @@ class KVLayout:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def _check_readers(self) -> None:
-        ranks = {layer: group.latent_rank for group in self._attended for layer in group.layers}
+        reads = [group for group in self._attended if group.latent_rank is None and not group.shares_planes]
+        readable = {layer for group in reads for layer in group.layers}
         for layer, of in self.readers:
-            if of not in ranks or of > layer or ranks[of] is not None:
+            if of not in readable or of > layer:
                 raise InvalidArgument(
                     f"readers has ({layer}, {of}): layer {layer} would read layer {of}; an earlier layer that stores K "
                     "and V is accepted"
@@ -277,3 +339,35 @@ def _check_latent(index: int, group: LayerGroup) -> None:
         raise InvalidArgument(f"group {index} has latents and num_kv_heads {group.num_kv_heads}; it must be 1")
     if group.keeps != ALL:
         raise InvalidArgument(f"group {index} has latents and keeps {group.keeps}; it must be {ALL}")
+
+
+def _check_shared(index: int, group: LayerGroup) -> None:
+    """Of a group whose K and V are the same numbers."""
+    if group.beside or group.num_planes is None:
+        return
+    if not group.shares_planes or group.num_kv_heads != 1 or group.keeps.window is None:
+        raise InvalidArgument(
+            f"num_planes of group {index} is {group.num_planes}, with num_kv_heads {group.num_kv_heads}, keeps "
+            f"{group.keeps} and latent_rank {group.latent_rank}; None is accepted, or 1 with one head, a window and no "
+            "latents"
+        )
+
+
+def _kind_of(group: LayerGroup) -> str:
+    """Of a group that stands beside one with K and V in one plane, see CompressedGroups."""
+    if group.keeps.every == 1:
+        return "inputs"
+    return "entries" if group.top_k is None else "keys"
+
+
+def _fits(attended: LayerGroup, kinds: Mapping[str, LayerGroup], count: int) -> bool:
+    """Whether `count` groups beside that of a layer, of these kinds, are what CompressedGroups says."""
+    inputs, entries, keys = kinds.get("inputs"), kinds.get("entries"), kinds.get("keys")
+    if inputs is None or entries is None or count != len(kinds):
+        return False
+    made = [entries] if keys is None else [entries, keys]
+    every, width = entries.keeps.every, sum(group.head_dim for group in made)
+    overlap, left = divmod(inputs.keeps.window or 0, every)
+    alike = all(one.planes == 1 and one.num_kv_heads == 1 and one.keeps.every == every for one in made)
+    own = inputs.planes == 2 and inputs.num_kv_heads == 1 and inputs.head_dim == overlap * width
+    return alike and own and left == 0 and overlap in (1, 2) and entries.head_dim == attended.head_dim

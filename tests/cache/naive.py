@@ -16,6 +16,7 @@ from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
+from tests.cache.compressed_inputs import compression_of
 
 QUERY_HEADS = 4
 HEAD_DIM = 8
@@ -207,6 +208,9 @@ def run_layer(
     rank = groups_by_layer(cache.layout)[layer].latent_rank
     if layer in dict(cache.layout.readers):
         return cache.read(plan, layer, q, sinks)
+    if groups_by_layer(cache.layout)[layer].shares_planes:
+        assert sinks is not None
+        return cache.shared_attention(plan, layer, q, k, sinks, compression_of(cache.layout, layer, q, k))
     if rank is None:
         return cache.attention(plan, layer, q, k, v, sinks)
     keys = k[:, 0, rank:].clone()  # what latent_attention is given it may overwrite

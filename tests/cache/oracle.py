@@ -14,6 +14,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
+from tests.cache.compressed_inputs import SharedOracle
 from tests.cache.naive import LATENT_HEADS, choice_of, expand_latents, first_seen, hide_others
 
 NUM_TOKENS = 512  # kinds of tokens
@@ -40,7 +41,7 @@ class Setting:
         groups = self.layout.groups
         widths = [group.head_dim - (group.latent_rank or 0) for group in groups]
         return [
-            self.rope if group.beside else replace(self.rope, rotary_dim=width)
+            self.rope if group.beside or group.shares_planes else replace(self.rope, rotary_dim=width)
             for group, width in zip(groups, widths, strict=True)
         ]
 
@@ -79,7 +80,10 @@ class Oracle:
             return generator.standard_normal((NUM_TOKENS, heads, width)).astype(np.float32).astype(np.float64)
 
         still = [0 if group.latent_rank is None else LATENT_HEADS.key_dim for group in self._groups]
-        rotated = [rope.rotary_dim for rope in self._ropes]
+        rotated = [
+            group.head_dim if group.shares_planes else rope.rotary_dim
+            for group, rope in zip(self._groups, self._ropes, strict=True)
+        ]
         self.q = [draw(num_q_heads, sum(widths)) for widths in zip(still, rotated, strict=True)]
         self.k = [draw(group.num_kv_heads, group.head_dim) for group in self._groups]
         self.v = [
@@ -95,7 +99,14 @@ class Oracle:
             (number, layer): EntryOracle.of(group, generator)
             for number, group in enumerate(layout.groups)
             for layer in (group.layers if group.beside else ())
+            if layer not in layout.compressed
         }
+        self.shared = {}
+        for layer, group in enumerate(self._groups):
+            if group.shares_planes:
+                assert self._sinks is not None
+                of_layer = self.q[layer], self.k[layer], self._ropes[layer], self._sinks
+                self.shared[layer] = SharedOracle(layout, layer, *of_layer, MAX_POSITIONS)
         self.index = {
             layer: IndexOracle.of(setting, layer, self.q[layer], self.k[layer]) for layer in layout.index_keys
         }
@@ -120,6 +131,9 @@ class Oracle:
         last = ids[np.arange(len(texts)), lengths - 1]
         outputs, chooser = [], None
         for layer, group in enumerate(self._groups):
+            if layer in self.shared:
+                outputs.append(np.stack([self.shared[layer].output(list(text)) for text in texts]))
+                continue
             hidden = (positions >= lengths[:, None]) | (positions < first_seen(group.keeps, lengths[:, None] - 1))
             q = self.rotated_q[layer][last, lengths - 1]
             chooser = self.index.get(layer, chooser)

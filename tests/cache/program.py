@@ -373,7 +373,10 @@ class Program:
         if source is None:
             return
         own = side.known[source]
-        target = self.pick([of for of in other.resting() if takes_from(other.known[of], own)])
+        able = [of for of in other.resting() if takes_from(other.known[of], own)]
+        if self.layout.compressed:  # entries tell of several tokens: both must have the same before
+            able = [of for of in able if own.ids[: other.known[of].length] == other.known[of].ids]
+        target = self.pick(able)
         if target is None:
             return
         into = other.known[target]

@@ -34,6 +34,19 @@ COMPRESSED = replace(
         LayerGroup((1,), 1, 5, Window(6), beside=True, dtype=torch.float16),
     ),
 )
+# Layer 0 has a window alone; 1 entries of 4 positions that overlap, of which queries choose 2; 2 entries of 6.
+SHARED = KVLayout(
+    (
+        LayerGroup((1, 0, 2), 1, HEAD_DIM, Window(7), num_planes=1),
+        LayerGroup((1,), 1, 2 * (HEAD_DIM + 6), Window(8), beside=True),
+        LayerGroup((1,), 1, HEAD_DIM, Every(4), beside=True, num_planes=1),
+        LayerGroup((1,), 1, 6, Every(4), beside=True, num_planes=1, top_k=2),
+        LayerGroup((2,), 1, HEAD_DIM, Window(6), beside=True),
+        LayerGroup((2,), 1, HEAD_DIM, Every(6), beside=True, num_planes=1),
+    ),
+    4,
+    torch.float32,
+)
 READERS = replace(PLAIN, readers=((2, 0), (3, 1)))
 SINKS = (0.5, -1.0, 3.0, 0.0)
 
@@ -45,6 +58,7 @@ SETTINGS = {
     "index keys": Setting(INDEXED, ROPE),
     "compressed": Setting(COMPRESSED, ROPE),
     "compressed, windows": Setting(spanned(COMPRESSED, Window(7), Window(7), Every(4), Every(8), Window(8)), ROPE),
+    "compressed, in one plane": Setting(SHARED, replace(ROPE, rotary_dim=4), sinks=SINKS),
     "window of 7": Setting(windowed(PLAIN, None, 7), ROPE, sinks=SINKS),
     "chunks of 8": Setting(spanned(PLAIN, ALL, Chunk(8)), ROPE, sinks=SINKS),
     "chunks of 4 and 12": Setting(spanned(PLAIN, Chunk(4), Chunk(12)), ROPE, kernels=TorchKernels),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import Appended, AttentionBackend, Entries, GroupPlan
 from tandem.cache.kernels.upload import upload
-from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.arrays import Int32Array, IntArray
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
 
@@ -20,7 +20,7 @@ class TorchEntryKernels(AttentionBackend[Entries]):
         self.pool = pool
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Tensor:
-        return self._places(tables.slot_mapping)
+        return self.places(tables.slot_mapping)
 
     def run(self, plan: GroupPlan, layer: int, x: Entries, appended: Appended | None = None) -> Tensor:
         pages, places = plan.own
@@ -33,10 +33,15 @@ class TorchEntryKernels(AttentionBackend[Entries]):
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         """With one plane, k and v are the same."""
-        pages, places = self._places(slots)
+        return self.entries_at(layer, self.places(slots))
+
+    def entries_at(self, layer: int, of: Tensor) -> tuple[Tensor, Tensor]:
+        """read_slots() of places()."""
+        pages, places = of
         read = [self.pool[pages, layer, plane, :, places] for plane in range(self.pool.shape[2])]
         return read[0], read[-1]
 
-    def _places(self, slots: Int32Array) -> Tensor:
+    def places(self, slots: IntArray) -> Tensor:
+        """int64 [2, n]: the page of each slot (int [n]), and the place in it."""
         both = np.stack(np.divmod(slots.astype(np.int64), self.pool.shape[4]))
         return torch.from_numpy(both) if self.pool.device.type == "cpu" else upload([both], self.pool.device)[0]

@@ -79,11 +79,15 @@ def test_an_entry_is_for_several_positions(positions: Any) -> None:
     ("group", "message"),
     [
         (LayerGroup((0,), 1, 8, Every(4)), "keeps of group 1 is .* but beside is False"),
-        (LayerGroup((0,), 1, 8, num_planes=1), "num_planes of group 1 is 1; None is accepted"),
+        (LayerGroup((0,), 1, 8, num_planes=1), "num_planes of group 1 is 1, .*; None is accepted, or 1 with"),
+        (LayerGroup((0,), 1, 8, num_planes=2), "num_planes of group 1 is 2, .*; None is accepted, or 1 with"),
+        (LayerGroup((0,), 2, 8, Window(4), num_planes=1), "num_planes of group 1 is 1, with num_kv_heads 2"),
+        (LayerGroup((0,), 1, 8, latent_rank=4, num_planes=1), "num_planes of group 1 is 1, .* latent_rank 4; None"),
         (LayerGroup((0,), 1, 8, dtype=torch.float16), "dtype of group 1 is torch.float16; None is accepted"),
         (LayerGroup((1,), 1, 8, beside=True), r"with layers \[1\]; some of \[0\], each once, are accepted"),
         (LayerGroup((0,), 1, 8, beside=True, num_planes=3), "num_planes of group 1 is 3; 1 and 2 are accepted"),
-        (LayerGroup((0,), 1, 8, beside=True, top_k=3), "top_k and latent_rank must be None"),
+        (LayerGroup((0,), 1, 8, beside=True, top_k=3), "latent_rank must be None, and top_k where each position has"),
+        (LayerGroup((0,), 1, 8, Every(4), beside=True, top_k=3), "top_k of group 1 is 3, but its layers have no comp"),
     ],
 )
 def test_only_groups_beside_others_are_special(group: LayerGroup, message: str) -> None:

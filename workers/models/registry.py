@@ -10,13 +10,25 @@ from tandem.cache.plan.layout import DTYPES
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.families import deepseek, gemma, gemma4, gpt_oss, llama, llama4, mistral, phi3, qwen
+from tandem.workers.models.families import (
+    deepseek,
+    deepseek_v4,
+    gemma,
+    gemma4,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    phi3,
+    qwen,
+)
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": deepseek.read_deepseek_v2,
         "DeepseekV3ForCausalLM": deepseek.read_deepseek_v3,
         "DeepseekV32ForCausalLM": deepseek.read_deepseek_v32,
+        "DeepseekV4ForCausalLM": deepseek_v4.read_deepseek_v4,
         "Gemma2ForCausalLM": gemma.read_gemma2,
         "Gemma3ForCausalLM": gemma.read_gemma3,
         "Gemma4ForCausalLM": gemma4.read_gemma4,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Index
+from tandem.cache.kernels.base import Compression, Index
 from tandem.cache.kernels.index_keys import SCORE_BYTES
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
@@ -87,6 +87,12 @@ class WithoutPages:
 
     def temperatures(self, rule: Temperature) -> Tensor:
         return rule.factors(self._positions)
+
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        """See CachedAttention; no GPU serves such layers."""
+        raise AssertionError(f"layer {layer} has K and V in one plane")
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None

@@ -15,6 +15,11 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
 
     It computes in the target's dtype. Raises ModelError.
     """
+    if target.hyper is not None and speculation.method in ("mtp", "eagle3"):
+        raise UnsupportedFeature(
+            f"speculation.method is {speculation.method}; {target.architecture} has no single residual that a drafter "
+            "could take: take ngram or draft_model"
+        )
     if speculation.method == "mtp":
         return mtp_config(target)
     if speculation.method == "eagle3":
@@ -34,5 +39,9 @@ def check_drafter(folder: str, drafter: ModelConfig) -> None:
             "another type is accepted"
         )
     indexed = drafter.latent is not None and drafter.latent.index is not None
-    if indexed or (drafter.chunked is not None and drafter.chunked.temperature is not None):
+    if (
+        indexed
+        or drafter.compressed is not None
+        or (drafter.chunked is not None and drafter.chunked.temperature is not None)
+    ):
         raise UnsupportedFeature(f"{folder} is {drafter.architecture}, which does not serve as a drafter")

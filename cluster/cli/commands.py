@@ -54,6 +54,7 @@ Family = Literal[
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "t5gemma",
 ]
 Address = Annotated[
     str | None,

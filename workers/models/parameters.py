@@ -107,6 +107,17 @@ class LayerNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossParameters:
+    """Attention to an encoder's output of He numbers; the norms before and behind are [H]."""
+
+    q: Linear  # [Hq·D, H]
+    kv: Linear  # [2·Hkv·D, He]: the rows of k, then v
+    o: Linear  # [H, Hq·D]
+    before: Tensor
+    behind: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParameters:
     """One layer. I intermediate, H hidden. A tensor is None where the model has none."""
 
@@ -116,6 +127,7 @@ class LayerParameters:
     beside: BesideParameters | None = None
     per_layer: PerLayerParameters | None = None
     scalar: Tensor | None = None  # [1], by which the output is multiplied
+    cross: CrossParameters | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,7 @@ class DecoderParameters:
     final_norm: Tensor
     lm_head: Tensor
     per_layer: PerLayerTables | None = None
+    encoder: "DecoderParameters | None" = None  # whose lm_head is its embedding
 
 
 def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderParameters:
@@ -142,6 +155,7 @@ def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderPar
         final_norm=new_norm(config.hidden_size),
         lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
         per_layer=None if config.per_layer is None else _allocate_tables(config, config.per_layer, new, new_norm),
+        encoder=None if config.encoder is None else allocate_parameters(config.encoder, device),
     )
 
 
@@ -187,6 +201,19 @@ def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Al
         beside=_allocate_beside(config, moe, new, new_norm) if moe is not None and moe.beside else None,
         per_layer=None if config.per_layer is None else _allocate_per_layer(config, config.per_layer, new, new_norm),
         scalar=new.when(config.layer_scalars, 1),
+        cross=None if config.encoder is None else _allocate_cross(config, config.encoder, new, new_norm),
+    )
+
+
+def _allocate_cross(config: ModelConfig, encoder: ModelConfig, new: Allocator, new_norm: Allocator) -> CrossParameters:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    return CrossParameters(
+        q=new.linear(q_rows, hidden, biased=False),
+        kv=new.linear(2 * kv_rows, encoder.hidden_size, biased=False),
+        o=new.linear(hidden, q_rows, biased=False),
+        before=new_norm(hidden),
+        behind=new_norm(hidden),
     )
 
 

@@ -13,7 +13,8 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
-from tandem.cache.plan.spans import Span
+from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.spans import Given, Span
 from tandem.workers.models.config import ModelConfig
 
 
@@ -21,7 +22,7 @@ def kv_layout(
     model: ModelConfig, page_size: int, scales: KVScales | None = None, drafter: ModelConfig | None = None
 ) -> KVLayout:
     """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
-    keys beside them. Readers are in none.
+    keys beside them. Readers are in none. What layer i keeps of an encoder is layer num_layers + i, in a last group.
 
     drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
@@ -69,6 +70,9 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     for keeps, layers in layers_of.items():
         heads = model.heads_of(layers[0])
         groups.append(LayerGroup(tuple(layers), heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps))
+    if model.encoder is not None:
+        layers, width = range(model.num_layers, 2 * model.num_layers), model.stored_head_dim(model.head_dim)
+        groups.append(LayerGroup(tuple(layers), model.num_kv_heads, width, Given()))
     return groups
 
 
@@ -91,14 +95,17 @@ def make_cache(
         pools,
         max_sequences=max_sequences,
         max_sequence_length=max_length,
-        rope=[
-            owner.local_rope or owner.rope if group.keeps.drops_past else owner.rope
-            for group, owner in zip(layout.groups, owners, strict=True)
-        ],
+        rope=[_rope(owner, group.keeps) for group, owner in zip(layout.groups, owners, strict=True)],
         writer=writer,
         heads=[_heads(owner) for owner in owners],
         kernels=kernels,
     )
+
+
+def _rope(owner: ModelConfig, keeps: Span) -> RopeParameters:
+    if keeps.given:
+        return RopeParameters("none", 0)
+    return owner.local_rope or owner.rope if keeps.drops_past else owner.rope
 
 
 def _heads(model: ModelConfig) -> Heads:

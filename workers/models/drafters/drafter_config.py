@@ -15,6 +15,11 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
 
     It computes in the target's dtype. Raises ModelError.
     """
+    if speculation.method in ("mtp", "eagle3", "draft_model") and target.encoder is not None:
+        raise UnsupportedFeature(
+            f"speculation.method is {speculation.method!r}; with {target.architecture}, which has an encoder, ngram is "
+            "accepted"
+        )
     if speculation.method == "mtp":
         return mtp_config(target)
     if speculation.method == "eagle3":
@@ -32,6 +37,10 @@ def check_drafter(folder: str, drafter: ModelConfig) -> None:
         raise UnsupportedFeature(
             f"{folder} has RoPE of type {drafter.rope.rope_type}, which depends on a sequence's length; a drafter with "
             "another type is accepted"
+        )
+    if drafter.encoder is not None:
+        raise UnsupportedFeature(
+            f"{folder} is {drafter.architecture}, which has an encoder; a decoder alone is accepted"
         )
     indexed = drafter.latent is not None and drafter.latent.index is not None
     if indexed or (drafter.chunked is not None and drafter.chunked.temperature is not None):

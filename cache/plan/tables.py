@@ -41,6 +41,11 @@ class TokenLayout:
 
     def entries(self, every: int) -> "EntryLayout":
         """The entries of `every` positions each that the tokens complete. Nodes of a tree complete none."""
+        if self.each_one:
+            after = self.seq_lens // np.int32(every)
+            complete = after * np.int32(every) == self.seq_lens
+            owners = complete.nonzero()[0]
+            return EntryLayout(indptr_of(complete), after, after[owners] - np.int32(1), owners)
         lengths = self.seq_lens.astype(np.int64)
         before, after = (lengths - np.diff(self.qo_indptr)) // every, lengths // every
         counts = after - before

@@ -19,6 +19,9 @@ class TorchEntryKernels(AttentionBackend[Entries]):
         super().__init__(pool)
         self.pool = pool
 
+    def clear_pages(self, pages: Int32Array) -> None:
+        """Nothing: an entry is read when it has been stored, and by its own slot."""
+
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Tensor:
         return self._places(tables.slot_mapping)
 

@@ -9,6 +9,7 @@ from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.step_growth import StepChange
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
 from tandem.cache.plan.spans import Paging, Span
 
@@ -165,6 +166,16 @@ class GroupPages:
             table.ends[rows] = growth.starts + growth.counts
         if clear and growth.opened.size:
             self.clear(rows[growth.opened], appends.ends[growth.opened] - 1)
+
+    def step(self, change: StepChange, pages: Int32Array, *, clear: bool) -> None:
+        """Carries a step out with change.num_pages pages; clear: as in grow()."""
+        table, rows = self.table, change.rows
+        if rows.size:
+            if pages.size:
+                table.put(rows, change.starts, change.counts, pages)
+            table.begins[rows], table.ends[rows] = change.begins, change.starts + change.counts
+        if clear and change.opened_rows.size:
+            self.clear(change.opened_rows, change.opened_ends)
 
     def are_leaving(self, rows: Int64Array, queries: Int64Array) -> NDArray[np.bool_]:
         """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later needs."""

@@ -12,6 +12,7 @@ from tandem.cache.pages.group_pages import GroupPages, Ownership, lay_out_append
 from tandem.cache.pages.page_pools import PageIds, PagePools
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.step_growth import StepChange, StepGrowth
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout
@@ -37,7 +38,12 @@ class SequencePages:
         self._paging_of = [self._paging.index(one) for one in layout.paging]
         self._dropping = [group for group in self._groups if group.keeps.drops_past]
         kinds = zip(self._groups, self._paging_of, strict=True)
+        self._numbers = [number for number, group in enumerate(self._groups) if not group.keeps.given]
         self._growing = [(group, of) for group, of in kinds if not group.keeps.given]
+        growing = [group for group, _ in self._growing]
+        self._steps = StepGrowth.load(
+            [group.table for group in growing], [group.keeps for group in growing], layout.grain, table.reserved
+        )
 
     def open(self, row: int) -> None:
         """A row was added, which is empty."""
@@ -170,6 +176,13 @@ class SequencePages:
         one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool [B]; None: none).
 
         each_one: whether each grows by one position."""
+        if slid is None and self._steps is not None:
+            changes = self._steps.plan(rows, lengths, new_lengths, queries)
+            if changes is not None:
+                # What was foreseen is one position each, in pages that stay.
+                self._step(changes, clear=clear or not each_one or bool(self._dropping))
+                self._table.lengths[rows] = new_lengths
+                return
         changing = self.begin_pages(lengths) if each_one else self._gain_pages(lengths, new_lengths)
         if slid is not None:
             changing |= slid
@@ -182,6 +195,17 @@ class SequencePages:
             if not alone or not self.clear_next(which, clear=clear):
                 self.grow(which, began, new_lengths[changed], queries[changed], gone)
         self._table.lengths[rows] = new_lengths
+
+    def _step(self, changes: Sequence[StepChange], *, clear: bool) -> None:
+        """Carries out what changes in the groups that grow; OutOfPages changes nothing."""
+        if not changes:
+            return
+        gone, counts = list(self._pools.none), [0] * len(self._groups)
+        for number, change in zip(self._numbers, changes, strict=True):
+            gone[number], counts[number] = change.gone, change.num_pages
+        pages = self._pools.exchange(tuple(gone), counts)
+        for number, change in zip(self._numbers, changes, strict=True):
+            self._groups[number].step(change, pages[number], clear=clear)
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
         """Makes sure that a row can always grow to num_tokens positions; OutOfPages changes nothing."""

@@ -41,5 +41,7 @@ class TorchEntryKernels(AttentionBackend[Entries]):
         return read[0], read[-1]
 
     def _places(self, slots: Int32Array) -> Tensor:
-        both = np.stack(np.divmod(slots.astype(np.int64), self.pool.shape[4]))
+        size, both = self.pool.shape[4], np.empty((2, slots.size), np.int64)
+        both[0] = pages = slots // size
+        both[1] = slots - pages * size
         return torch.from_numpy(both) if self.pool.device.type == "cpu" else upload([both], self.pool.device)[0]

@@ -22,10 +22,15 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: 
     order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
     """
     total: Tensor | int = 0
-    layout, numbers = cache.layout, _group_numbers(cache.layout)
+    layout, numbers, border = cache.layout, _group_numbers(cache.layout), cache.border(sequence)
     for index, (group, paging) in enumerate(zip(layout.groups, layout.paging, strict=True)):
         seen = max(paging.num_entries(begin), layout.first_page_index(index, end) * paging.entries)
-        parts = [range(seen, paging.num_entries(end))]
+        stop = paging.num_entries(end)
+        if group.keeps.given:
+            stop = min(stop, border)
+        else:
+            seen = max(seen, border)
+        parts = [range(seen, stop)]
         if slides is not None and end > slides[0]:
             parts = [range(seen, slides[1]), range(max(seen, end - (slides[0] - slides[1])), end)]
         pieces = (

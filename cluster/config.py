@@ -16,23 +16,23 @@ from pydantic_core import ErrorDetails
 
 from tandem.cluster.config_errors import explain, names
 from tandem.cluster.config_file import environment_keys, parse_override, put, read_mapping
+from tandem.cluster.config_scaling import ScalingSection
 from tandem.cluster.config_sections import (
     CacheSection,
     GatewaySection,
-    Islands,
     IslandSection,
     LoggingSection,
     MetricsSection,
     ModelSection,
     RaySection,
     RecoverySection,
-    ScalingSection,
     SchedulerSection,
     Section,
     SecuritySection,
     TracingSection,
 )
 from tandem.cluster.config_speculation import SpeculationSection
+from tandem.cluster.config_units import Islands
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 

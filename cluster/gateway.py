@@ -140,7 +140,8 @@ class Gateway:
         self._model = load_config(folder, settings.config.model.dtype)
         self._tokenizer = Tokenizer.from_folder(folder)
         pages, longest = settings.config.cache.page_size, settings.config.gateway.max_sliding_tokens
-        self._limits = ModelLimits.of_model(self._model, settings.max_model_len, settings.num_pages, pages, longest)
+        room = settings.max_model_len, settings.num_pages, pages, longest
+        self._limits = ModelLimits.of_model(self._model, *room, settings.config.scheduler.max_batch_tokens)
         self._names = settings.config.model.names
         grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
         defaults = default_sampling(folder, settings.config.model.generation_config)

@@ -13,6 +13,9 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.proto import inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+HalfPrompt = str | Sequence[int]
+HALVES = ("encoder_prompt", "decoder_prompt")
+"""Options of a model with an encoder, text or token ids each."""
 
 CLIENT_ID_KEY = "client-id"
 MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
@@ -77,11 +80,14 @@ class Sampling(TypedDict, total=False):
 
 
 class PromptOptions(TypedDict, total=False):
-    """What becomes of a prompt. The last four are of chats only."""
+    """What becomes of a prompt. The last four are of chats only. encoder_prompt stands in the place of prompt, which is
+    None then."""
 
     add_special_tokens: bool
     truncate_prompt_tokens: int
     return_prompt_token_ids: bool
+    encoder_prompt: HalfPrompt
+    decoder_prompt: HalfPrompt
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
@@ -101,17 +107,18 @@ def accepted_value(name: str) -> str:
 
 
 def build_request(
-    prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str | None = None
+    prompt: Prompt | None, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str | None = None
 ) -> inference_pb2.GenerateRequest:
-    """prompt: text, token ids, or chat messages with role and content. sampling: by the names of Options. Raises
-    InvalidRequest."""
+    """prompt: text, token ids, or chat messages with role and content; None beside encoder_prompt. sampling: by the
+    names of Options. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
     for field, text in (("request_id", request_id), ("cache_salt", cache_salt)):
         try:
             setattr(request, field, text or "")
         except (TypeError, ValueError):
             raise InvalidRequest(f"{field} is {text!r:.80}; it must be Unicode text") from None
-    _set_prompt(request, prompt)
+    if prompt is not None or "encoder_prompt" not in sampling:
+        _set_prompt(request, prompt)
     known = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     for name, value in sampling.items():
         if name in PROMPT_OPTIONS:
@@ -139,6 +146,9 @@ def build_request(
 
 def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     """One of PROMPT_OPTIONS."""
+    if name in HALVES:
+        _set_half(getattr(request, name), name, value)
+        return
     holder: Any = request
     if name not in request.DESCRIPTOR.fields_by_name:
         if not request.HasField("chat"):
@@ -153,6 +163,17 @@ def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -
     except (TypeError, ValueError):
         accepted = AS_JSON[name][-1] if name in AS_JSON else ACCEPTED[holder.DESCRIPTOR.fields_by_name[name].type]
         raise InvalidRequest(f"{name} is {value!r:.80}; it must be {accepted}") from None
+
+
+def _set_half(half: inference_pb2.Prompt, name: str, value: Any) -> None:
+    """One of HALVES."""
+    try:
+        if isinstance(value, str):
+            half.text = value
+        else:
+            half.token_bytes = struct.pack(f"<{len(value)}I", *value)
+    except (TypeError, ValueError, struct.error):
+        raise InvalidRequest(f"{name} is {value!r:.80}; Unicode text or token ids in [0, 2^32) are accepted") from None
 
 
 def _guided(value: Any) -> inference_pb2.Guided:
@@ -176,7 +197,7 @@ def _message(turn: Mapping[str, Any]) -> inference_pb2.ChatMessage:
     return inference_pb2.ChatMessage(role=role, content="" if content is None and rest else content, fields=fields)
 
 
-def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt | None) -> None:
     items: Any = prompt
     try:
         if isinstance(items, str):

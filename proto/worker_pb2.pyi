@@ -62,7 +62,7 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt", "whole", "sliding")
+    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt", "whole", "sliding", "encoder_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class PrepareReceiveRequest(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     SLIDING_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     max_tokens: int
@@ -79,19 +80,22 @@ class PrepareReceiveRequest(_message.Message):
     salt: bytes
     whole: bool
     sliding: _inference_pb2.SlidingWindow
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., whole: bool = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ...) -> None: ...
+    encoder_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., whole: bool = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., encoder_tokens: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt", "salt")
+    __slots__ = ("request_id", "epoch", "prompt", "salt", "encoder_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     prompt: bytes
     salt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ...) -> None: ...
+    encoder_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("request_id", "token_id", "logprobs")
@@ -104,7 +108,7 @@ class FirstToken(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class RemoteSendRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt", "salt", "num_output")
+    __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt", "salt", "num_output", "encoder_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +116,7 @@ class RemoteSendRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     sampling: _inference_pb2.SamplingParams
@@ -119,7 +124,8 @@ class RemoteSendRequest(_message.Message):
     prompt: bytes
     salt: bytes
     num_output: int
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., num_output: _Optional[int] = ...) -> None: ...
+    encoder_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., num_output: _Optional[int] = ..., encoder_tokens: _Optional[int] = ...) -> None: ...
 
 class RemoteSendResponse(_message.Message):
     __slots__ = ("first_token", "logprobs", "cached_tokens", "queue_seconds", "prefill_seconds", "push_seconds", "bytes_pushed", "began_ns")

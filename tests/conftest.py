@@ -32,6 +32,7 @@ SLOW = (
     "tests/cluster/requests/test_answers.py",
     "tests/cluster/requests/test_readers.py",
     "tests/cluster/requests/test_replay.py",
+    "tests/deploy/test_several_hosts.py",
     "tests/deploy/test_started.py",
     "tests/deploy/test_wheel.py",
     "tests/transfer/nvshmem/test_triton_push.py",

@@ -52,7 +52,16 @@ FLOORS = {
     ),
     "cluster": (
         {"config_errors", "config_model", "config_units", "error_details", "errors", "scaling", "text"},
-        {"config_file", "config_nodes", "config_speculation", "credentials", "peers", "protocol", "statuses"},
+        {
+            "config_file",
+            "config_nodes",
+            "config_scaling",
+            "config_speculation",
+            "credentials",
+            "peers",
+            "protocol",
+            "statuses",
+        },
         {"client", "processes"},
         {"routing"},
         {"config_sections", "requests"},

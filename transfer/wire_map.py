@@ -47,6 +47,7 @@ def decode_map(
     expected_start: int,
     expected_tokens: int,
     receiver: "KVLayout | None" = None,
+    border: int = 0,
 ) -> PositionMap:
     """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
 
@@ -54,7 +55,8 @@ def decode_map(
     num_pages: per layer group, pages in the receiver's pool; expected_start, expected_tokens: the positions that the
     caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that
     the group no longer keeps when all has landed, and no others. That of a sequence that slides may skip those that its
-    window does not show then.
+    window does not show then. border: how many positions of the sequence are its encoder's, padding included: some
+    groups skip these, the others those behind.
     """
     expected_layout = layout if receiver is None else receiver
     try:
@@ -75,8 +77,10 @@ def decode_map(
     for group, (data, paging) in enumerate(zip(wire.runs, layout.paging, strict=True)):
         first, last = paging.num_entries(start), paging.num_entries(end)
         decoded = _decode_group(f"runs[{group}]", data, last - first)
-        if wire.sliding is None:
-            needed = min(layout.first_page_index(group, end) * paging.entries, last)
+        if layout.groups[group].keeps.given:
+            _check_tail(f"runs[{group}]", decoded, max(min(border, end) - start, 0))
+        elif wire.sliding is None:
+            needed = min(max(layout.first_page_index(group, end) * paging.entries, border), last)
             _check_skips(f"runs[{group}]", decoded, max(needed - first, 0))
         else:
             _check_slide(f"runs[{group}]", decoded, wire.sliding, start, end)
@@ -101,6 +105,15 @@ def _check_skips(field: str, runs: SlotRuns, skipped: int) -> None:
     if runs.num_skipped != skipped or np.count_nonzero(skips) != int(skipped > 0):
         count = int(runs.lengths[skips].sum())
         raise InvalidPositionMap(f"{field} skips {count} positions; it must skip the first {skipped} and no others")
+
+
+def _check_tail(field: str, runs: SlotRuns, wanted: int) -> None:
+    """All but the first `wanted` positions are skipped."""
+    skips = np.repeat(runs.begins == SKIP, runs.lengths)
+    if skips[:wanted].any() or not skips[wanted:].all():
+        raise InvalidPositionMap(
+            f"{field} skips {int(skips.sum())} positions; it must have the first {wanted}, and skip all others"
+        )
 
 
 def _check_slide(field: str, runs: SlotRuns, sliding: Sliding, begin: int, end: int) -> None:

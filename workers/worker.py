@@ -275,7 +275,15 @@ class Worker:
         grammars = self._grammars = Grammars(
             Path(config.model_path), self.model_config.vocab_size, self.model_config.eos_token_ids
         )
-        service = WorkerService(config, self.model_config.vocab_size, self._step_thread, loop, cache, grammars)
+        service = WorkerService(
+            config,
+            self.model_config.vocab_size,
+            self._step_thread,
+            loop,
+            cache,
+            grammars,
+            self.model_config.max_encoder_tokens(config.max_batch_tokens, config.page_size),
+        )
         self._step_thread.start()
         self._prepared += 1
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))

@@ -43,14 +43,15 @@ class LayerIndex(NamedTuple):
 
     places: of each layer its group, and its index there; a reader has those of the layer that it reads. readers: of
     each layer that stores nothing the one that it reads. index_keys: of each layer with those their group, and its
-    index there. beside: of each group that stands beside others its layers, and the index of each there. compressed: of
-    each layer with compressed KV the groups that hold it.
+    index there. beside: of each group that stands beside others its layers, and the index of each there. given: the
+    layers that keep an encoder's entries. compressed: of each layer with compressed KV the groups that hold it.
     """
 
     places: Mapping[int, tuple[int, int]]
     readers: Mapping[int, int]
     index_keys: Mapping[int, tuple[int, int]]
     beside: Mapping[int, Mapping[int, int]]
+    given: frozenset[int] = frozenset()
     compressed: Mapping[int, CompressedGroups] = MappingProxyType({})
 
     @classmethod
@@ -60,7 +61,9 @@ class LayerIndex(NamedTuple):
             for index, group in enumerate(layout.groups)
             if group.beside
         }
-        return cls(layout.layer_index, dict(layout.readers), layout.index_keys, beside, layout.compressed)
+        given = (layer for group in layout.groups if group.keeps.given for layer in group.layers)
+        places = (layout.layer_index, dict(layout.readers), layout.index_keys, beside)
+        return cls(*places, frozenset(given), layout.compressed)
 
 
 class Batch(NamedTuple):
@@ -93,6 +96,7 @@ class Attention:
     layers: LayerIndex
     standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
     locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
+    encodes: bool = False  # the forward stores an encoder's entries, and nothing else
     compressed: CompressedForward | None = None  # of layouts with compressed KV
     ran: int = 0  # a bit for each layer that has stored K and V, or latents
     stored_beside: set[tuple[int, int]] = field(default_factory=set)  # groups and layers whose store() ran
@@ -119,10 +123,20 @@ class Attention:
         if layer in self.layers.readers:
             of = self.layers.readers[layer]
             raise InvalidArgument(f"layer is {layer}, which reads layer {of} and stores nothing; read serves it")
+        self._check_side(layer, stores_given=False)
         group.inputs.check(plan.num_tokens, q, k, v, sinks)
         output = group.run(plan, index, QKV(q, k, v, sinks, norm))
         self.ran |= 1 << layer
         return output
+
+    def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See PagedKVCache.encode."""
+        group, plan, index = self._find(layer)
+        self._check_side(layer, stores_given=True)
+        assert isinstance(group.inputs, AttentionInputs)  # see KVLayout
+        group.inputs.check(plan.num_tokens, k, k, v, None)
+        group.store(plan, index, k, v)
+        self.ran |= 1 << layer
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
@@ -201,7 +215,7 @@ class Attention:
     def read(self, layer: int, q: Tensor, sinks: Tensor | None = None, norm: HeadNorm | None = None) -> Tensor:
         """See PagedKVCache.read. norm: of q, before it is rotated."""
         group, plan, index = self._find_stored(layer, q, sinks)
-        return group.backend.read(plan, index, Query(q, sinks, norm))
+        return group.read(plan, index, Query(q, sinks, norm))
 
     def read_part(self, layer: int, q: Tensor, *, causal: bool = True) -> Part:
         """See PagedKVCache.read_part."""
@@ -210,6 +224,8 @@ class Attention:
             raise InvalidArgument("the forward is in graph buffers; read_part is for those without")
         if plan.sliding is not None or plan.tokens.trees is not None:
             raise InvalidArgument("the forward has sequences that slide or have a token tree; read_part takes others")
+        if layer in self.layers.given:
+            raise InvalidArgument(f"layer is {layer}, which keeps an encoder's entries; read serves it")
         if not causal and group.drops_past:
             raise InvalidArgument(f"causal is False, but layer {layer} lets go of its past; True is accepted there")
         key = self.layers.places[layer][0], causal
@@ -238,7 +254,9 @@ class Attention:
 
     def check_complete(self, layers: range | None = None) -> None:
         """InvalidArgument when one of these layers, None: of all, that stores K and V never ran."""
-        stored = [layer for layer in layers or sorted(self.layers.places) if layer not in self.layers.readers]
+        given = self.layers.given
+        own = given if self.encodes else self.layers.places.keys() - given
+        stored = [layer for layer in layers or sorted(own) if layer not in self.layers.readers]
         missing = [layer for layer in stored if not self.ran >> layer & 1]
         if missing:
             raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
@@ -250,6 +268,13 @@ class Attention:
                     f"layers {left} have stored none of their {self.plans[group].num_tokens} new entries of group "
                     f"{group}; end_forward comes after store"
                 )
+
+    def _check_side(self, layer: int, *, stores_given: bool) -> None:
+        """InvalidArgument unless the forward is of the kind that the layer's call is for."""
+        if stores_given and (layer not in self.layers.given or not self.encodes):
+            raise InvalidArgument(f"layer is {layer}; encode() makes forwards that store an encoder's entries")
+        if not stores_given and (layer in self.layers.given or self.encodes):
+            raise InvalidArgument(f"layer is {layer}; begin() makes forwards that attend, in layers of their own")
 
     def _find(self, layer: int) -> tuple[GroupAttention, GroupPlan, int]:
         """A layer's group, what was planned of that, and the layer's index there."""
@@ -268,7 +293,10 @@ class Attention:
             raise InvalidArgument(f"layer is {layer}, whose kernels do not attend without appending; attend() appends")
         group.inputs.check_query(plan.num_tokens, q, sinks)
         of = self.layers.readers.get(layer, layer)
-        if not self.ran >> of & 1:
+        if layer in self.layers.given:
+            if self.encodes:
+                raise InvalidArgument(f"layer is {layer}; begin() makes forwards that attend to an encoder's entries")
+        elif not self.ran >> of & 1:
             raise InvalidArgument(f"layer is {layer}, but layer {of}, which stores what it reads, has not run yet")
         return group, plan, index
 

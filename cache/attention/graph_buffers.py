@@ -174,6 +174,9 @@ def make_graph_buffers(
 
 
 def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> bool:
+    encoder = any(group.given for group in groups)
+    if encoder and (limits.sliding or not limits.one_each):
+        return False
     if limits.one_each:
         capabilities = [group.backend.capabilities for group in groups]
         if limits.sliding:

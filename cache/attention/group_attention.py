@@ -8,8 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
+from tandem.cache.attention.encoder_views import see_encoder
 from tandem.cache.attention.page_look_up import PageLookUp
-from tandem.cache.kernels.base import QKV, AttentionBackend, Entries, GroupPlan, Index, Latents, SharedKV
+from tandem.cache.kernels.base import QKV, AttentionBackend, Entries, GroupPlan, Index, Latents, Query, SharedKV
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.group_table import GroupTable
@@ -35,10 +36,13 @@ class GroupAttention:
     stored: StoredLayers | None  # on a GPU, where what the group stores may be sent
     chunk: int | None = None  # see Span.chunk
     drops_past: bool = False  # see Span.drops_past
+    encoder_lens: Int64Array | None = None  # by row, of a layout with an encoder; see SequenceTable
+    given: bool = False  # see Span.given
 
     def __post_init__(self) -> None:
-        # Chunks end what sequences have in common.
-        self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing if self.chunk is None else None)
+        # Chunks end what sequences have in common; behind a border none begins with the first page index.
+        shares = self.chunk is None and self.encoder_lens is None
+        self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing if shares else None)
         self.tables = PageLookUp(self.table, self.chunk)
 
     @property
@@ -47,8 +51,10 @@ class GroupAttention:
         return can.sharing_graphs and self.prefixes.rule is not None
 
     def split(self, rows: Int64Array, tokens: TokenLayout) -> tuple[Int64Array, TokenLayout]:
-        """The sequences of a forward as the group's kernels take them: see split_by_chunks. Of a group with an entry
-        for several positions the new entries stand in place of tokens."""
+        """The sequences of a forward as the group's kernels take them: see split_by_chunks and see_encoder. Of a group
+        with an entry for several positions the new entries stand in place of tokens."""
+        if self.given and self.encoder_lens is not None:
+            return see_encoder(rows, tokens, self.encoder_lens)
         if self.table.every > 1:
             return rows, tokens.entries(self.table.every)
         return (rows, tokens) if self.chunk is None else split_by_chunks(rows, tokens, self.chunk)
@@ -68,14 +74,17 @@ class GroupAttention:
         rotation: Rotation | None,
         sends: tuple[Send, ...],
         sliding: SlidingParts | None,
+        *,
+        encodes: bool = False,
     ) -> GroupPlan:
+        """encodes: the tokens are an encoder's, which this group keeps."""
         shared = None
         if self.prefixes.rule is not None:
             shared = self.prefixes.find(rows, tokens.seq_lens, able_to_share(tokens, sliding))
-        rows, tokens = self.split(rows, tokens)
+        rows, tokens = (rows, tokens) if encodes else self.split(rows, tokens)
         tables = self.tables.look_up(rows, tokens, shared)
         own = self.backend.plan(tokens, tables)
-        if sends and self.backend.capabilities.pushes:
+        if sends and (encodes or not self.given) and self.backend.capabilities.pushes:
             assert self.writer is not None  # mark_send saw to it
             peer_pool = partial(self.writer.peer_pool, group=self.group)
             own, sends = self.backend.push_with_append(own, sends, peer_pool)
@@ -90,6 +99,18 @@ class GroupAttention:
         if plan.stored is not None:  # behind attention: between two kernels that overlap an event would part them
             plan.stored.note(layer)
         return output
+
+    def store(self, plan: GroupPlan, layer: int, k: Tensor, v: Tensor) -> None:
+        """See AttentionBackend.store_kv; pushes what the plan sends."""
+        hooked = plan.sends or plan.stored is not None
+        self.backend.store_kv(plan, layer, k, v, partial(self._appended, plan, layer) if hooked else None)
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        """See AttentionBackend.read. Of an encoder's entries, which no layer stores now, it pushes what the plan sends:
+        all of them are cached."""
+        if self.given and layer == 0 and plan.sends:
+            self.push_cached(plan.sends)
+        return self.backend.read(plan, layer, x)
 
     def _appended(self, plan: GroupPlan, layer: int, k: Tensor | None, v: Tensor | None) -> None:
         """Takes note of a stored layer, and pushes what append has left to the writer; see PageWriter for k and v."""

@@ -13,7 +13,7 @@ from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.compressed import TorchSharedKernels
 from tandem.cache.kernels.torch.entries import TorchEntryKernels
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.plan.arrays import check_factor
+from tandem.cache.plan.arrays import Int64Array, check_factor
 from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import LatentHeads
@@ -65,9 +65,10 @@ def make_groups(
     writer: PageWriter | None,
     heads: Sequence[Heads],
     kernels: KernelFactory,
+    encoder_lens: Int64Array | None = None,
 ) -> LayerGroups:
     """One for each group of the layout, whose pools, tables and heads these are; kernels: the backends of those with K
-    and V.
+    and V. encoder_lens: see GroupAttention.
 
     Raises InvalidArgument.
     """
@@ -98,5 +99,6 @@ def make_groups(
             backend = kernels(pool, scoring, fp8)
             inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
         keeps = group.keeps
-        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored, keeps.chunk, keeps.drops_past))
+        kind = (keeps.chunk, keeps.drops_past, encoder_lens, keeps.given)
+        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored, *kind))
     return groups

@@ -43,6 +43,11 @@ class AppendThenAttend(AttentionBackend[QKV]):
             appended(k, v)
         return self._attend_any(plan, layer, q, k, v, sinks)
 
+    def store_kv(self, plan: GroupPlan, layer: int, k: Tensor, v: Tensor, appended: Appended | None = None) -> None:
+        k = self.append(layer, k, k, v, None, plan.own)[1]
+        if appended is not None:
+            appended(k, v)
+
     def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
         q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
         if plan.rotation is not None:

@@ -123,6 +123,10 @@ class GroupPlan(NamedTuple):
     captured: bool = False  # in graph buffers
 
 
+NO_PLAN = GroupPlan(None, None)
+"""Of a group that has no part in a forward."""
+
+
 class QKV(NamedTuple):
     """What a layer that keeps K and V attends with: q [T, num_q_heads, head_dim], k and v [T, num_kv_heads, head_dim].
 
@@ -308,6 +312,10 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         Each token attends to its sequence's positions up to its own, in its window, and q head h to KV head
         h // (num_q_heads / num_kv_heads). A node of a token tree sees its ancestors. Rows of padding mean nothing.
         """
+
+    def store_kv(self, plan: GroupPlan, layer: int, k: Tensor, v: Tensor, appended: Appended | None = None) -> None:
+        """Stores K and V of each new token, as they are, and calls `appended`."""
+        raise NotImplementedError(f"{type(self).__name__} does not store without attending")
 
     def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
         """As run(), but K and V of the new tokens have been stored by `layer`, which ran before; nothing is stored."""

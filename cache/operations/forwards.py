@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.attention.compressed import CompressedForward
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import Compression, Index, Limits, Part
+from tandem.cache.kernels.base import NO_PLAN, Compression, Index, Limits, Part
 from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
@@ -59,7 +59,29 @@ class ForwardCalls(Parts):
         standing = self._table.standing(rows)
         compressed = CompressedForward(self._groups, plans, self._rotations.at) if self._layers.compressed else None
         locate = partial(self._rotations.locate, tokens)
-        attention = Attention(self._groups, plans, self._layers, standing, locate, compressed)
+        attention = Attention(self._groups, plans, self._layers, standing, locate, compressed=compressed)
+        return Forward(sequences, tokens, attention, sent, standing)
+
+    def encode(self, seq_ids: Ids, *, push: bool = True) -> Forward:
+        """Begins the forward that stores the encoder's entries of empty sequences, in a layout with an encoder.
+
+        A sequence's tokens are its encoder's positions, padded to whole pages: border(sequence) of them. The caller
+        calls attention.store_given(layer, k, v) once for each layer that keeps them, in order: k and v [T,
+        num_kv_heads, head_dim], not rotated, where those of the padding mean nothing. Then commit() ends it, and
+        forwards of begin() append behind the border. In these, read() of such a layer attends to the encoder_len
+        entries of its sequence, from every position. push: whether the forward sends what is marked.
+        """
+        if not self.layout.has_encoder:
+            raise InvalidArgument("the layout has no encoder; only sequences of one that has are encoded")
+        sequences = ids_of(seq_ids)
+        rows, tokens = self._growth.encode(sequences)
+        sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=push)
+        plans = tuple(
+            group.plan(rows, tokens, None, to_send, None, encodes=True) if group.given else NO_PLAN
+            for group, to_send in zip(self._groups, sends, strict=True)
+        )
+        standing = self._table.standing(rows)
+        attention = Attention(self._groups, plans, self._layers, standing, encodes=True)
         return Forward(sequences, tokens, attention, sent, standing)
 
     def commit(self, forward: Forward, layers: range | None = None) -> None:

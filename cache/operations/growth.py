@@ -9,6 +9,7 @@ from tandem.cache.attention.forward import Parents
 from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
+from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_pages import SequencePages
 from tandem.cache.pages.sequence_table import SequenceTable
@@ -59,10 +60,11 @@ class Growth:
         """
         rows = self.table.rows(seq_ids)
         each_one = self._check_appends(seq_ids, rows, appends)
+        self._check_encoded(seq_ids, rows)
         self.sliding.check_unsent(seq_ids, rows, appends, self.marks)
         self.pages.check_unsent(seq_ids, rows, self.marks)
         trees = self.trees.extended(seq_ids, appends, parents)
-        steps = each_one and not trees and not np.count_nonzero(self.table.shortened[rows])
+        steps = not trees and not np.count_nonzero(self.table.shortened[rows])
         held = self.table.lengths[rows]
         cleared = self.is_foreseen(rows)
         with self.sliding.slid(rows, appends, in_flight=in_flight > 0) as gone:
@@ -76,7 +78,7 @@ class Growth:
                 queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
             if steps:
                 slid = lengths != held if self.table.sliding.count else None
-                self.pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not cleared)
+                self.pages.step(rows, lengths, new_lengths, queries, gone, slid, each_one=each_one, clear=not cleared)
             else:
                 self.pages.grow(rows, lengths, new_lengths, queries, gone)
         self.receptions.clear_ends(rows, lengths)
@@ -84,6 +86,22 @@ class Growth:
         if trees:
             tokens = replace(tokens, trees=self.trees.put(trees, seq_ids, tokens.qo_indptr))
         return rows, tokens
+
+    def encode(self, seq_ids: tuple[int, ...]) -> tuple[Int64Array, TokenLayout]:
+        """Appends the encoder's positions, padded to whole pages, to empty sequences; as grow()."""
+        table = self.table
+        rows = table.rows(seq_ids)
+        ends, lengths = table.borders[rows] * table.page_size, table.lengths[rows]
+        for sequence, end, length in zip(seq_ids, ends.tolist(), lengths.tolist(), strict=True):
+            self.receptions.check_settled(sequence)
+            if length or not end:
+                raise InvalidArgument(
+                    f"sequence {sequence} has {length} positions, and an encoder of {end}; an empty one with an "
+                    "encoder is accepted"
+                )
+        nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
+        self.pages.grow(rows, lengths, ends, ends, nothing, clear=False)
+        return rows, lay_out_tokens(lengths, ends)
 
     def one_each(self, count: int) -> Int64Array:
         """The append lengths of a step of `count` sequences; to be read only, and known to be ones."""
@@ -122,6 +140,14 @@ class Growth:
             positions = lengths.astype(np.int32)
             self._one_each = TokenLayout(last.qo_indptr, positions + np.int32(1), positions, last.owners)
         return self._one_each
+
+    def _check_encoded(self, seq_ids: tuple[int, ...], rows: Int64Array) -> None:
+        table = self.table
+        if not table.borders.any():
+            return
+        missing = (table.lengths[rows] < table.borders[rows] * table.page_size).nonzero()[0]
+        if missing.size:
+            raise InvalidArgument(f"sequence {seq_ids[missing[0]]} lacks its encoder's positions; encode() comes first")
 
     def _check_appends(self, seq_ids: tuple[int, ...], rows: Int64Array, appends: Int64Array) -> bool:
         """Whether each row gets one position."""

@@ -27,6 +27,10 @@ class OpenTrees:
         self._every = [group.table.every for group in groups]
         self._parents: dict[int, Int64Array] = {}
 
+    @property
+    def any_open(self) -> bool:
+        return bool(self._parents)
+
     def check_closed(self, sequence: int) -> None:
         """InvalidArgument while a sequence has an open tree."""
         if sequence in self._parents:

@@ -61,7 +61,8 @@ class Parts:
         self._sliding = SlidingSequences(self._table, self._rotations)
         if heads is None:
             heads = Heads(scale, softcap, latent).of_groups(layout)
-        self._groups = make_groups(layout, pools, self._table.groups, writer, heads, kernels)
+        encoder_lens = self._table.encoder_lens if layout.has_encoder else None
+        self._groups = make_groups(layout, pools, self._table.groups, writer, heads, kernels, encoder_lens)
         self._pages = SequencePages(layout, self._table, self._pools, [group.backend for group in self._groups])
         self._receptions = Receptions(self._table, self._pages, self._pools, self._sliding, pools)
         self._trees = OpenTrees(self._table, self._pages, self._marks, self._groups)

@@ -41,6 +41,11 @@ class Receptions:
         table = self.table
         row = table.row(sequence)
         begin = table.num_positions(row)
+        if begin + length < table.border(row):
+            raise InvalidArgument(
+                f"length is {length}; an encoder's positions come whole, so at least {table.border(row) - begin} are "
+                "accepted"
+            )
         rows = np.array([row])
         with self.sliding.slid(rows, np.array([length]), receive=True) as gone:
             stored = int(table.lengths[row])  # a sequence that slid holds its positions at lower indices now
@@ -70,7 +75,7 @@ class Receptions:
         for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):
             for group, pool in zip(self.table.groups, self.memory, strict=True):
                 page_index, offset = divmod(group.paging.num_entries(length), group.page_size)
-                if offset and group.begins[row] <= page_index:
+                if offset and group.begins[row] <= page_index < group.ends[row]:
                     pool[int(group.pages[row, page_index]), ..., offset:, :].zero_()
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
@@ -85,7 +90,7 @@ class Receptions:
     @staticmethod
     def _runs_of(group: GroupTable, row: int, begin: int, end: int) -> SlotRuns:
         first, last = (group.paging.num_entries(position) for position in (begin, end))
-        return runs_of(group.pages[row], first, last, group.page_size, int(group.begins[row]))
+        return runs_of(group.pages[row], first, last, group.page_size, int(group.begins[row]), int(group.ends[row]))
 
     def _ends_in_pages(self, length: int) -> bool:
         """Whether `length` positions use a part of a page, in some group."""

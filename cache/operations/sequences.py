@@ -10,17 +10,23 @@ from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument
+from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 
 
 class SequenceCalls(Parts):
     """Sequences and the prefix index, and what there is of both."""
 
-    def add_sequence(self, sequence: int) -> None:
-        """An empty sequence. OutOfSequences when max_sequences are there; an id that still drains is refused."""
+    def add_sequence(self, sequence: int, encoder_len: int = 0) -> None:
+        """An empty sequence. OutOfSequences when max_sequences are there; an id that still drains is refused.
+
+        encoder_len: of a layout with an encoder: how many positions that has of the sequence, at least 1. Padded to
+        whole pages, they are the sequence's first: encode() or a remote writer stores them, all at once.
+        """
         if integer("sequence", sequence) in self._receptions.incoming:
             raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
-        self._table.add(sequence)
+        self._check_encoder_len(encoder_len)
+        self._pages.open(self._table.add(sequence, encoder_len))
 
     def remove_sequence(self, sequence: int) -> None:
         """Lets go of pages, mark and reservation; what is being received drains until finish_receive. Idempotent."""
@@ -42,9 +48,10 @@ class SequenceCalls(Parts):
         evicts = sliding is not None and sliding.window != NO_WINDOW
         sink = sliding.sink if sliding is not None and evicts else length
         at, most = (length if position == -1 else position), min(sink, length)
-        if not 0 <= at <= most:
-            raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
-        self.add_sequence(child)
+        least = self._table.border(row)
+        if not least <= at <= most:
+            raise InvalidArgument(f"position is {position}; -1 (all {length}) and {least} … {most} are accepted")
+        self.add_sequence(child, int(self._table.encoder_lens[row]))
         try:
             self._pages.fork(row, self._table.row(child), at)
             if sliding is not None:
@@ -74,6 +81,19 @@ class SequenceCalls(Parts):
         self._table.sliding.rotated[row] = min(self._table.sliding.rotated[row], self._table.num_positions(row))
         self._marks.rewind(row, self._table.num_positions(row))
 
+    def pop_each(self, seq_ids: Sequence[int] | Int64Array, counts: Sequence[int] | Int64Array) -> None:
+        """pop() of counts[i] positions of each sequence seq_ids[i], as after a verify step: in one go where all of them
+        keep their pages. Where one of them raises, those before it are shorter."""
+        ids, taken = ids_of(seq_ids), integers("counts", counts)
+        rows = self._table.rows(ids)
+        if taken.shape != rows.shape:
+            raise InvalidArgument(f"counts has shape {taken.shape}; it must be [B], B = {rows.size}")
+        plain = self._table.sliding.count == 0 and self._marks.count == 0 and not self._trees.any_open
+        if plain and not self._receptions.incoming and self._pages.cut_reserved(rows, taken):
+            return
+        for sequence, count in zip(ids, taken.tolist(), strict=True):
+            self.pop(sequence, count)
+
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; replaces an earlier
         reservation.
@@ -100,9 +120,13 @@ class SequenceCalls(Parts):
         is stored, also where others share it: a fork's prefix can be its sink. The sequence can be forked within its
         sink; pop takes back what is kept. It is received from one that slides alike, or see prepare_receive.
         """
-        row = self._settled_row(sequence)
-        beside = any(group.beside for group in self.layout.groups)
-        kinds = (self.layout.drops_past, "a window"), (self.layout.has_latents, "latents"), (beside, "entries beside")
+        row, layout = self._settled_row(sequence), self.layout
+        kinds = (
+            (layout.drops_past, "a window"),
+            (layout.has_latents, "latents"),
+            (layout.has_encoder, "an encoder's entries"),
+            (any(group.beside for group in layout.groups), "entries beside"),
+        )
         for has, kind in kinds:
             if has:
                 raise InvalidArgument(f"the layout has groups with {kind}; sequences slide only in layouts without")
@@ -130,6 +154,9 @@ class SequenceCalls(Parts):
         prefix ends with the coarsest. Groups with a window get the pages that the next query sees, and
         a prefix is found only where these are known. salt: at most 16 bytes; only what was published with the same
         one is found.
+
+        With an encoder, token_ids begin with its prompt, which is padded to whole pages. Only what was published behind
+        the same one is found, and nothing where not all of the encoder's pages are.
         """
         self._check_sharing(sequence)
         row = self._table.row(sequence)
@@ -137,7 +164,8 @@ class SequenceCalls(Parts):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
         tokens = integers("token_ids", token_ids)
         most = max(tokens.size - 1, 0) // self.layout.page_size
-        num_pages, pages = self._pools.prefixes.match(tokens, most, salt)
+        border = int(self._table.borders[row])
+        num_pages, pages = self._pools.prefixes.match(tokens, most, self._salt(row, tokens, salt), border)
         self._pages.share(row, num_pages * self.layout.page_size, pages)
         return num_pages * self.layout.page_size
 
@@ -155,22 +183,29 @@ class SequenceCalls(Parts):
         if tokens.size > length:
             raise InvalidArgument(f"token_ids has {tokens.size} tokens; sequence {sequence} holds {length}")
         pages = self._table.full_pages(row, tokens.size)
-        self._pools.prefixes.publish(tokens, pages, salt)
+        salt, border = self._salt(row, tokens, salt), int(self._table.borders[row])
+        self._pools.prefixes.publish(tokens, pages, salt, border)
 
-    def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
-        """Per layer group the pages that reserve() takes for a sequence that is empty."""
-        return self._pages.needed(*checked_reach(num_tokens, longest_append))
+    def num_pages_needed(
+        self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0
+    ) -> tuple[int, ...]:
+        """Per layer group the pages that reserve() takes for a sequence that is empty. encoder_len: see
+        add_sequence."""
+        border = -(-encoder_len // self.layout.page_size)
+        return self._pages.needed(*checked_reach(num_tokens, longest_append), border)
 
-    def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
+    def has_room(self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0) -> bool:
         """Whether add_sequence() and reserve() would work for one more sequence now."""
-        needed = self.num_pages_needed(num_tokens, longest_append)
+        needed = self.num_pages_needed(num_tokens, longest_append, encoder_len)
         return len(self._table) < self._table.max_sequences and all(
             pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True)
         )
 
-    def shortage(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, int] | None:
+    def shortage(
+        self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0
+    ) -> tuple[int, int] | None:
         """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""
-        needed = self.num_pages_needed(num_tokens, longest_append)
+        needed = self.num_pages_needed(num_tokens, longest_append, encoder_len)
         short = (pair for pair in zip(needed, self._pools.num_pages, strict=True) if pair[0] > pair[1])
         return next(short, None)
 
@@ -201,6 +236,14 @@ class SequenceCalls(Parts):
     def first_position(self, sequence: int) -> int:
         """The first position that all layers hold: 0 without windows."""
         return self._pages.first_position(self._table.row(sequence))
+
+    def border(self, sequence: int) -> int:
+        """How many positions of a sequence are its encoder's, padding included: 0 without one."""
+        return self._table.border(self._table.row(sequence))
+
+    def encoder_len(self, sequence: int) -> int:
+        """How many positions its encoder has without padding; 0 without one."""
+        return int(self._table.encoder_lens[self._table.row(sequence)])
 
     @property
     def is_empty(self) -> bool:
@@ -247,10 +290,28 @@ class SequenceCalls(Parts):
         if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
         first = int(self._table.groups[group].begins[row]) * self.layout.paging[group].entries
+        if self.layout.groups[group].keeps.given and end > max(self._table.border(row), begin):
+            raise InvalidArgument(f"end is {end}; group {group} has the encoder's {self._table.border(row)} positions")
         if begin < min(first, end):
             raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of group {group}")
         layers = range(len(self.layout.groups[group].layers))
         return self._groups[group].gather(layers, row, self._sliding.indices(row, begin, end))
+
+    def _check_encoder_len(self, encoder_len: int) -> None:
+        integer("encoder_len", encoder_len)
+        if encoder_len and not self.layout.has_encoder:
+            raise InvalidArgument(f"encoder_len is {encoder_len}; the layout has no encoder, so 0 is accepted")
+        size = self.layout.page_size
+        if self.layout.has_encoder and not 1 <= encoder_len <= self.max_sequence_length // size * size:
+            raise InvalidArgument(
+                f"encoder_len is {encoder_len}; the layout has an encoder, so "
+                f"1 … {self.max_sequence_length // size * size} are accepted"
+            )
+
+    def _salt(self, row: int, token_ids: Int64Array, salt: bytes) -> bytes:
+        """By which a row shares prefixes."""
+        encoder_len = int(self._table.encoder_lens[row])
+        return encoder_salt(token_ids[:encoder_len], salt) if encoder_len else salt
 
     def _check_sharing(self, sequence: int) -> None:
         if self._table.sliding.windows[self._table.row(sequence)]:

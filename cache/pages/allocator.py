@@ -99,10 +99,10 @@ class PageAllocator:
         return np.unique(draining).size
 
     def _pick(self, count: int) -> Int32Array:
-        edges = np.flatnonzero(self._edged[1:] != self._edged[:-1])
+        edges = (self._edged[1:] != self._edged[:-1]).nonzero()[0]
         starts = edges[::2]
         lengths = edges[1::2] - starts
-        fitting = np.flatnonzero(lengths >= count)
+        fitting = (lengths >= count).nonzero()[0]
         if fitting.size:
             first = int(starts[fitting[lengths[fitting].argmin()]])
             return np.arange(first, first + count, dtype=np.int32)

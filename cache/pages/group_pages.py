@@ -1,6 +1,6 @@
 """The pages of one layer group as its sequences grow, fork and shrink: first what a change needs, then the change."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,8 @@ from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sequence_table import SequenceTable
-from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.pages.step_growth import StepChange
+from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
 from tandem.cache.plan.spans import Paging, Span
 
 NO_PAGES = np.empty(0, np.int32)
@@ -51,6 +52,14 @@ def lay_out_appends(
     partial, opened = (used & table.shortened[rows]).nonzero()[0], (ends > page_indexes + used).nonzero()[0]
     wanted = np.maximum(ends, (reserved + (size - 1)) // size)
     return Appends(rows, queries, page_indexes, ends, wanted, partial, opened)
+
+
+def _before_borders(appends: Appends, borders: Int64Array) -> Appends:
+    """What they are to a group that keeps positions before the rows' borders (page indexes, int64 [B]): all of these
+    are written at once, so that no page is partly used."""
+    nobody = appends.partial[:0]
+    ends, wanted = np.minimum(appends.ends, borders), np.minimum(appends.wanted, borders)
+    return replace(appends, ends=ends, wanted=wanted, partial=nobody, opened=nobody)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,15 +107,31 @@ class GroupPages:
     memory: PageOperations
     grain: int  # see Span
 
-    def first_page_index(self, query: int) -> int:
-        """Where what is kept for a query at position `query` begins."""
-        return self.keeps.first_page_index(query, self.table.page_size, self.grain)
+    def open(self, row: int) -> None:
+        """An empty row begins where its first page will be: behind the border, unless the group keeps that side."""
+        if not self.keeps.given:
+            self.table.begins[row] = self.table.ends[row] = self.table.borders[row]
+
+    def first_page_index(self, query: int, border: int = 0) -> int:
+        """Where what is kept for a query at position `query`, of a row with that border, begins."""
+        if self.keeps.given:
+            return 0
+        return max(self.keeps.first_page_index(query, self.table.page_size, self.grain), border)
+
+    def pages_needed(self, num_tokens: int, longest_append: int, border: int) -> int:
+        """The most pages that a row with that border holds at once; see Span.most_pages."""
+        if self.keeps.given:
+            return border
+        size = self.table.page_size
+        return self.keeps.most_pages(max(num_tokens - border * size, 0), longest_append, size, self.grain)
 
     # Many rows
 
     def plan_growth(self, appends: Appends) -> PageGrowth:
         """What it takes to append."""
         table, rows = self.table, appends.rows
+        if self.keeps.given:
+            appends = _before_borders(appends, table.borders[rows])
         starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
         begins, gone = None, NO_PAGES
         if self.keeps.drops_past:
@@ -142,6 +167,16 @@ class GroupPages:
         if clear and growth.opened.size:
             self.clear(rows[growth.opened], appends.ends[growth.opened] - 1)
 
+    def step(self, change: StepChange, pages: Int32Array, *, clear: bool) -> None:
+        """Carries a step out with change.num_pages pages; clear: as in grow()."""
+        table, rows = self.table, change.rows
+        if rows.size:
+            if pages.size:
+                table.put(rows, change.starts, change.counts, pages)
+            table.begins[rows], table.ends[rows] = change.begins, change.starts + change.counts
+        if clear and change.opened_rows.size:
+            self.clear(change.opened_rows, change.opened_ends)
+
     def are_leaving(self, rows: Int64Array, queries: Int64Array) -> NDArray[np.bool_]:
         """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later needs."""
         return self._first_page_indexes(queries) > self.table.begins[rows]
@@ -149,6 +184,14 @@ class GroupPages:
     def holds(self, rows: Int64Array, page_indexes: Int64Array) -> bool:
         """Whether each row has a page at its page index, both int64 [n]: one that was reserved."""
         return not np.count_nonzero(self.table.ends[rows] <= page_indexes)
+
+    def owns(self, rows: Int64Array, begins: Int64Array, counts: Int64Array, reserved_ends: Int64Array) -> bool:
+        """Whether rows hold no page past reserved_ends, and those at page indexes begins[i], begins[i] + 1, …
+        (counts[i] of them) are nobody else's. All int64 [n]."""
+        if np.count_nonzero(self.table.ends[rows] > reserved_ends):
+            return False
+        pages = self.table.pages[ragged_pairs(rows, begins, counts)]
+        return not np.count_nonzero(self.allocator.are_shared(pages))
 
     def clear(self, rows: Int64Array, page_indexes: Int64Array) -> None:
         """Clears the pages at these page indexes of rows, both int64 [n], as far as the kernels need it."""
@@ -166,6 +209,9 @@ class GroupPages:
         budget None: that of the reservation it has.
         """
         begin, held = int(self.table.begins[row]), int(self.table.ends[row])
+        if self.keeps.given:
+            border = int(self.table.borders[row])
+            length, reserved_end = min(length, border * self.table.page_size), min(reserved_end, border)
         budget = int(self.table.budgets[row]) if budget is None else budget
         tail = max(length // self.table.paging.positions, begin)
         before = self._shared(row, begin, tail)
@@ -192,16 +238,19 @@ class GroupPages:
 
     def shared_by_fork(self, parent: int, length: int) -> Int32Array:
         """The full pages of a row that a fork of its first `length` positions shares."""
-        return self.table.held(parent, self.first_page_index(length), length // self.table.paging.positions)
+        first = self.first_page_index(length, int(self.table.borders[parent]))
+        return self.table.held(parent, first, length // self.table.paging.positions)
 
     def num_partial(self, length: int) -> int:
-        """How many pages `length` positions use a part of: 1 or 0."""
-        return 1 if self.table.paging.num_entries(length) % self.table.page_size else 0
+        """How many pages `length` positions, an encoder's among them, use a part of: 1 or 0."""
+        return 0 if self.keeps.given or not self.table.paging.num_entries(length) % self.table.page_size else 1
 
     def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
         """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""
-        first, full = self.first_page_index(length), length // self.table.paging.positions
-        table = self.table
+        table, border = self.table, int(self.table.borders[parent])
+        first, full = self.first_page_index(length, border), length // table.paging.positions
+        if self.keeps.given:
+            full = min(full, border)
         if copies.size:
             self.memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
         table.pages[child, first:full] = table.pages[parent, first:full]
@@ -209,7 +258,8 @@ class GroupPages:
         table.begins[child], table.ends[child] = first, full + copies.size
 
     def share(self, row: int, end: int, pages: Int32Array) -> None:
-        """Gives an empty row full pages, up to page index `end`."""
+        """Gives an empty row full pages, up to page index `end`, or its border where the group keeps what is before."""
+        end = min(end, int(self.table.borders[row])) if self.keeps.given else end
         begin = end - pages.size
         self.table.pages[row, begin:end] = pages
         self.table.begins[row], self.table.ends[row] = begin, end

@@ -14,9 +14,18 @@ class GroupTable:
     end are reserved.
     """
 
-    def __init__(self, max_sequences: int, max_pages: int, page_size: int, every: int = 1) -> None:
+    def __init__(
+        self,
+        max_sequences: int,
+        max_pages: int,
+        page_size: int,
+        every: int = 1,
+        borders: Int64Array | None = None,
+    ) -> None:
+        """borders: see SequenceTable, which owns it; None: no row has one."""
         self.page_size, self.every = page_size, every
         self.paging = Paging(every, page_size)
+        self.borders = np.zeros(max_sequences, np.int64) if borders is None else borders
         self.pages = np.zeros((max_sequences, max_pages), np.int32)
         self.begins = np.zeros(max_sequences, np.int64)
         self.ends = np.zeros(max_sequences, np.int64)

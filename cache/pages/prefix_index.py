@@ -42,7 +42,8 @@ class PrefixIndex:
     has let go of it. A page that covers several entries is named by the last of them. The index holds one
     reference to each, so a page that nobody else uses has exactly one. A prefix of n pages is found where each group
     has the pages that a query behind it needs: all of them, or the last of a window. So n is a multiple of what the
-    coarsest page covers.
+    coarsest page covers. A border divides the pages of an encoder from those behind: a group has pages on one side of
+    it, and a prefix has all of the encoder's.
 
     A page is stamped when it is matched or published, a page later than those that follow it in its prefix: the least
     recently used page is a leaf, or one whose followers are in use. An entry goes with its page in a group that keeps
@@ -102,9 +103,12 @@ class PrefixIndex:
             return PrefixChanges(self.position, True, self._keys[:0], self._keys[entries])
         return PrefixChanges(self.position, False, *found)
 
-    def match(self, token_ids: Int64Array, max_pages: int, salt: bytes = b"") -> tuple[int, tuple[Int32Array, ...]]:
+    def match(
+        self, token_ids: Int64Array, max_pages: int, salt: bytes = b"", border: int = 0
+    ) -> tuple[int, tuple[Int32Array, ...]]:
         """How many pages the longest known prefix has, at most max_pages, and per group those that a query behind it
-        needs, which are its last; the caller retains them at once."""
+        needs, which are its last on the group's side of the border; the caller retains them at once. border: how many
+        pages are an encoder's, whose prompt is in the salt."""
         each = self._needed_each
         found = []
         for digest in digest_chain(token_ids, self._page_size, max_pages, salt):
@@ -116,25 +120,29 @@ class PrefixIndex:
             found.pop()
         entries = np.array(found, np.int64)
         pages = np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
-        length, begins = self._longest(pages)
+        length, begins = self._longest(pages, border)
+        ends = [self._end(group, length, border) for group in self._groups]
         matched = tuple(
-            row[begin:length][group.together - 1 :: group.together]
-            for group, row, begin in zip(self._groups, pages, begins, strict=True)
+            row[begin:end][group.together - 1 :: group.together]
+            for group, row, begin, end in zip(self._groups, pages, begins, ends, strict=True)
         )
-        self._touch(matched, length)
+        self._touch(matched, length, border)
         return length, matched
 
-    def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"") -> None:
+    def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"", border: int = 0) -> None:
         """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.
 
-        pages: per group int32, full: all that these are, or the last of them that a group with a window still has.
+        pages: per group int32, full: all that these are, or the last of them that a group with a window still has; with
+        a border (as for match) those on the group's side of it.
         """
         num_pages = token_ids.size // self._page_size
+        if num_pages < border:
+            return
         digests = list(digest_chain(token_ids, self._page_size, num_pages, salt))
         known = np.array([self._entries.get(digest, NO_PAGE) for digest in digests], np.int64)
         given = np.full((len(self._groups), num_pages), NO_PAGE, np.int32)
         for group, row, ids in zip(self._groups, given, pages, strict=True):
-            full = num_pages // group.together
+            full = self._end(group, num_pages, border) // group.together
             row[: full * group.together][group.together - 1 :: group.together][full - ids.size :] = ids
         new = (given != NO_PAGE) & ((known == NO_PAGE) | (self._pages[:, known] == NO_PAGE))
         for group, row, mask in zip(self._groups, given, new, strict=True):
@@ -158,6 +166,11 @@ class PrefixIndex:
         held = np.where(known == NO_PAGE, np.int32(NO_PAGE), self._pages[:, known])
         self._touch(tuple(np.where(given == NO_PAGE, given, held)), num_pages)
 
+    @staticmethod
+    def _end(group: IndexedPages, length: int, border: int) -> int:
+        """Where the pages of a group end in a prefix of so many."""
+        return min(length, border) if group.span.given else length
+
     def evict(self, group: int, count: int) -> None:
         """Drops the `count` least recently used pages of a group that no sequence uses, at least 1; there must be as
         many."""
@@ -175,17 +188,19 @@ class PrefixIndex:
         """Drops all entries; pages that sequences use stay theirs."""
         self._drop(np.fromiter(self._digests, np.int64, len(self._digests)))
 
-    def _longest(self, pages: Int32Array) -> tuple[int, list[int]]:
+    def _longest(self, pages: Int32Array, border: int) -> tuple[int, list[int]]:
         """The most of n pages (int32 [groups, n], NO_PAGE where there is none) behind which a query finds all that it
         needs, and the first page index that it needs in each group."""
         ends = np.arange(pages.shape[1] + 1)
-        found = np.ones(ends.size, np.bool_)
+        found = (ends >= border) | (ends == 0)
         firsts = []
         for group, row in zip(self._groups, pages, strict=True):
-            first = np.minimum(group.span.first_needed(ends * self._page_size) // self._page_size, ends)
+            first = group.span.first_needed(ends * self._page_size) // self._page_size
+            lasts = np.minimum(ends, border) if group.span.given else ends
+            first = np.minimum(first if group.span.given else np.maximum(first, border), ends)
             named = ends[1:] % group.together == 0  # the last entries of pages
             missing = np.concatenate(([0], np.cumsum((row == NO_PAGE) & named)))
-            found &= (missing[ends] == missing[first]) & (ends % group.together == 0)
+            found &= (missing[lasts] == missing[first]) & (ends % group.together == 0)
             firsts.append(first)
         length = int(np.flatnonzero(found)[-1])
         return length, [int(first[length]) for first in firsts]
@@ -199,11 +214,13 @@ class PrefixIndex:
             group.drop(pages[entries][pages[entries] != NO_PAGE])
             pages[entries] = NO_PAGE
 
-    def _touch(self, pages: tuple[Int32Array, ...], num_pages: int) -> None:
-        """pages: per group the last ones of num_pages; NO_PAGE where there is none."""
+    def _touch(self, pages: tuple[Int32Array, ...], num_pages: int, border: int | None = None) -> None:
+        """pages: per group the last ones of num_pages, or, with a border, of those on its side; NO_PAGE where there is
+        none."""
         self._clock += num_pages
         for group, ids in zip(self._groups, pages, strict=True):
-            stamps = self._clock - np.arange(num_pages - ids.size, num_pages)
+            end = num_pages if border is None else self._end(group, num_pages, border)
+            stamps = self._clock - np.arange(end - ids.size, end)
             group.stamps[ids[ids != NO_PAGE]] = stamps[ids != NO_PAGE]
 
 

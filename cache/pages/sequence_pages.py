@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from tandem.cache.pages.group_pages import GroupPages, Ownership, lay_out_append
 from tandem.cache.pages.page_pools import PageIds, PagePools
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.step_growth import StepChange, StepGrowth
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout
@@ -35,11 +37,23 @@ class SequencePages:
         self._paging = list(dict.fromkeys(layout.paging))  # groups that are paged alike grow alike
         self._paging_of = [self._paging.index(one) for one in layout.paging]
         self._dropping = [group for group in self._groups if group.keeps.drops_past]
+        kinds = zip(self._groups, self._paging_of, strict=True)
+        self._numbers = [number for number, group in enumerate(self._groups) if not group.keeps.given]
+        self._growing = [(group, of) for group, of in kinds if not group.keeps.given]
+        growing = [group for group, _ in self._growing]
+        self._steps = StepGrowth.load(
+            [group.table for group in growing], [group.keeps for group in growing], layout.grain, table.reserved
+        )
 
-    def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
-        """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
-        groups = range(len(self._groups))
-        return tuple(self._layout.most_pages(group, num_tokens, longest_append) for group in groups)
+    def open(self, row: int) -> None:
+        """A row was added, which is empty."""
+        for group in self._groups if self._table.borders[row] else ():
+            group.open(row)
+
+    def needed(self, num_tokens: int, longest_append: int, border: int = 0) -> tuple[int, ...]:
+        """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once. border:
+        see SequenceTable."""
+        return tuple(group.pages_needed(num_tokens, longest_append, border) for group in self._groups)
 
     def first_position(self, row: int) -> int:
         """The first position that every group holds."""
@@ -47,11 +61,17 @@ class SequencePages:
 
     def check_held(self, what: str, row: int, length: int) -> None:
         """InvalidArgument unless every group holds what a query at position `length` sees."""
+        border = int(self._table.borders[row])
+        if length < border * self._page_size:
+            raise InvalidArgument(
+                f"{what} would have {length} positions; an encoder's come whole: at least {border * self._page_size} "
+                "are accepted"
+            )
         for index, group in enumerate(self._groups):
             begin = int(group.table.begins[row])
-            if group.first_page_index(length) < begin:
+            if group.first_page_index(length, border) < begin:
                 lengths = range(int(self._table.lengths[row]) + 1)
-                least = bisect_left(lengths, begin, key=group.first_page_index)
+                least = bisect_left(lengths, begin, key=partial(group.first_page_index, border=border))
                 raise InvalidArgument(
                     f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
                     f"window of layer group {index}; at least {least} are accepted"
@@ -110,13 +130,12 @@ class SequencePages:
     def clear_next(self, rows: Int64Array, *, clear: bool = True) -> bool:
         """Clears the pages that rows (int64 [B], see begin_pages) begin next, where all are reserved; else False.
         clear: whether they are cleared."""
-        next_pages = [self._next_pages(paging, rows) for paging in self._paging]
-        begun = [next_pages[of] for of in self._paging_of]
-        if not all(group.holds(*pages) for group, pages in zip(self._groups, begun, strict=True)):
+        begun = [self._next_pages(paging, rows) for paging in self._paging]
+        if not all(group.holds(*begun[of]) for group, of in self._growing):
             return False
-        for group, pages in zip(self._groups, begun, strict=True) if clear else ():
-            if pages[0].size:
-                group.clear(*pages)
+        for group, of in self._growing if clear else ():
+            if begun[of][0].size:
+                group.clear(*begun[of])
         return True
 
     @staticmethod
@@ -124,6 +143,14 @@ class SequencePages:
         if paging.every == 1:
             return lengths % paging.entries == 0
         return (lengths + 1) % paging.positions == paging.every % paging.positions
+
+    def _gain_pages(self, lengths: Int64Array, new_lengths: Int64Array) -> NDArray[np.bool_]:
+        """bool [B]: which rows of `lengths` take a page of some group to grow to new_lengths; int64 [B] both."""
+        gain = np.zeros(lengths.shape, np.bool_)
+        for every, size in self._paging:
+            before, after = (lengths, new_lengths) if every == 1 else (lengths // every, new_lengths // every)
+            gain |= (after - 1) // size > (before - 1) // size
+        return gain
 
     def _next_pages(self, paging: Paging, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The rows that begin a page of this paging with the next position, and its page index; int64 [n] each."""
@@ -142,12 +169,21 @@ class SequencePages:
         gone: PageIds,
         slid: NDArray[np.bool_] | None,
         *,
+        each_one: bool,
         clear: bool,
     ) -> None:
-        """As grow() by one position of rows that were not shortened, whose partial pages so are their own: something
-        changes only where one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool
-        [B]; None: none)."""
-        changing = self.begin_pages(lengths)
+        """As grow() of rows that were not shortened, whose partial pages so are their own: something changes only where
+        one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool [B]; None: none).
+
+        each_one: whether each grows by one position."""
+        if slid is None and self._steps is not None:
+            changes = self._steps.plan(rows, lengths, new_lengths, queries)
+            if changes is not None:
+                # What was foreseen is one position each, in pages that stay.
+                self._step(changes, clear=clear or not each_one or bool(self._dropping))
+                self._table.lengths[rows] = new_lengths
+                return
+        changing = self.begin_pages(lengths) if each_one else self._gain_pages(lengths, new_lengths)
         if slid is not None:
             changing |= slid
         for group in self._dropping:
@@ -155,13 +191,26 @@ class SequencePages:
         changed = changing.nonzero()[0]
         if changed.size:
             which, began = rows[changed], lengths[changed]
-            if slid is not None or self._dropping or not self.clear_next(which, clear=clear):
+            alone = each_one and slid is None and not self._dropping
+            if not alone or not self.clear_next(which, clear=clear):
                 self.grow(which, began, new_lengths[changed], queries[changed], gone)
         self._table.lengths[rows] = new_lengths
 
+    def _step(self, changes: Sequence[StepChange], *, clear: bool) -> None:
+        """Carries out what changes in the groups that grow; OutOfPages changes nothing."""
+        if not changes:
+            return
+        gone, counts = list(self._pools.none), [0] * len(self._groups)
+        for number, change in zip(self._numbers, changes, strict=True):
+            gone[number], counts[number] = change.gone, change.num_pages
+        pages = self._pools.exchange(tuple(gone), counts)
+        for number, change in zip(self._numbers, changes, strict=True):
+            self._groups[number].step(change, pages[number], clear=clear)
+
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
         """Makes sure that a row can always grow to num_tokens positions; OutOfPages changes nothing."""
-        budgets, length = self.needed(num_tokens, longest_append), int(self._table.lengths[row])
+        budgets = self.needed(num_tokens, longest_append, int(self._table.borders[row]))
+        length = int(self._table.lengths[row])
         owned = [
             group.plan_ownership(row, length, group.table.paging.num_pages(num_tokens), budget)
             for group, budget in zip(self._groups, budgets, strict=True)
@@ -184,23 +233,41 @@ class SequencePages:
         self._table.lengths[row] = length
         self._table.count_cut(row)
 
+    def cut_reserved(self, rows: Int64Array, counts: Int64Array) -> bool:
+        """cut() by counts[i] positions of each of distinct rows, int64 [B] both, that hold what they have reserved and
+        share no page from there on; False, and nothing changes, where one of them is not so."""
+        table, size, held = self._table, self._page_size, self._table.lengths[rows]
+        lengths = held - counts
+        if self._dropping or len(self._paging) > 1 or rows.size == 0 or counts.min() < 0:
+            return False
+        if np.count_nonzero(lengths < table.borders[rows] * size):
+            return False
+        tails = lengths // size
+        spans = -(-held // size) - tails
+        reserved = -(-table.reserved[rows] // size)
+        if not all(group.owns(rows, tails, spans, reserved) for group, _ in self._growing):
+            return False
+        table.lengths[rows] = lengths
+        table.cuts[rows] += 1
+        table.num_cuts += rows.size
+        return True
+
     def fork(self, parent: int, child: int, length: int) -> None:
         """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""
         if length:
             self.check_held("the fork", parent, length)
-        copied = [group.num_partial(length) for group in self._groups]
+        copies = [group.num_partial(length) for group in self._groups]
         shared = tuple(group.shared_by_fork(parent, length) for group in self._groups)
         self._pools.retain(shared)
         held = int(self._table.lengths[parent])
         owned = [group.plan_ownership(parent, held, end) for group, end in self._reserved_ends(parent)]
         try:
-            pages = self._pools.allocate(
-                [count + change.num_pages for count, change in zip(copied, owned, strict=True)]
-            )
+            counts = zip(copies, owned, strict=True)
+            pages = self._pools.allocate([count + change.num_pages for count, change in counts])
         except OutOfPages:
             self._pools.release(shared)
             raise
-        for group, change, count, ids in zip(self._groups, owned, copied, pages, strict=True):
+        for group, count, change, ids in zip(self._groups, copies, owned, pages, strict=True):
             group.fork(parent, child, length, ids[:count])
             group.own(parent, change, ids[count:])
         self._table.lengths[child] = length
@@ -208,6 +275,8 @@ class SequencePages:
 
     def share(self, row: int, length: int, pages: PageIds) -> None:
         """Gives an empty row `length` positions in full pages: per group the last of them, which others hold."""
+        if not length:
+            return
         self._pools.retain(pages)
         for group, ids in zip(self._groups, pages, strict=True):
             group.share(row, length // group.table.paging.positions, ids)

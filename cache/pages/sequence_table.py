@@ -47,6 +47,7 @@ class SequenceTable:
     fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
     cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
     last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
+    encoder_lens: positions of each row's encoder. borders: the page index behind these; both 0 without an encoder.
     """
 
     def __init__(self, paging: Sequence[Paging], max_sequences: int, max_length: int, page_size: int) -> None:
@@ -61,8 +62,11 @@ class SequenceTable:
         self.shortened = np.zeros(max_sequences, np.bool_)
         self.num_cuts = 0  # of all rows
         self.sliding = SlidingTable(max_sequences, page_size)
+        self.encoder_lens = np.zeros(max_sequences, np.int64)
+        self.borders = np.zeros(max_sequences, np.int64)
         self.groups = tuple(
-            GroupTable(max_sequences, max(one.num_pages(max_length), 1), one.entries, one.every) for one in paging
+            GroupTable(max_sequences, max(one.num_pages(max_length), 1), one.entries, one.every, self.borders)
+            for one in paging
         )
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
@@ -78,7 +82,7 @@ class SequenceTable:
     def sequences(self) -> list[int]:
         return list(self._rows)
 
-    def add(self, sequence: int) -> int:
+    def add(self, sequence: int, encoder_len: int = 0) -> int:
         """The row of a new, empty sequence. OutOfSequences when every row is taken."""
         if sequence in self._rows:
             raise InvalidArgument(f"sequence {sequence} is there already")
@@ -87,6 +91,7 @@ class SequenceTable:
         row = self._vacant.pop()
         self._rows[sequence] = row
         self.lengths[row] = self.reserved[row] = 0
+        self.encoder_lens[row], self.borders[row] = encoder_len, -(-encoder_len // self.page_size)
         self.receiving[row] = self.unclean[row] = self.shortened[row] = False
         for group in self.groups:
             group.reset(row)
@@ -114,6 +119,10 @@ class SequenceTable:
     def check_length(self, sequence: int, length: int) -> None:
         if not 0 <= length <= self.max_length:
             raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self.max_length} fit")
+
+    def border(self, row: int) -> int:
+        """The first position behind the encoder's of a row, which fill whole pages."""
+        return int(self.borders[row]) * self.page_size
 
     def num_positions(self, row: int) -> int:
         """Positions appended to a row."""

@@ -118,6 +118,7 @@ class KVLayout:
         self._check_index_keys()
         self._check_compressed()
         self._check_readers()
+        self._check_given()
         if self.scales is not None:
             if self.has_latents:
                 raise InvalidArgument(
@@ -200,6 +201,11 @@ class KVLayout:
         """How many positions a query of the group's layers attends to at most; None: all that the group keeps."""
         found = (one.top_k for one in self.groups if one.top_k is not None and set(one.layers) <= set(group.layers))
         return None if group.beside or group.shares_planes else next(found, None)
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether sequences begin with the positions of an encoder; see Given."""
+        return any(group.keeps.given for group in self.groups)
 
     @property
     def drops_past(self) -> bool:
@@ -317,6 +323,23 @@ class KVLayout:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
         text = repr((self.page_size, str(self.dtype), self.groups, self.scales, self.shard, self.readers))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def _check_given(self) -> None:
+        """Layers that attend to an encoder's entries stand behind those that keep their own, which have no latents."""
+        if not self.has_encoder:
+            return
+        given = {layer for group in self.groups if group.keeps.given for layer in group.layers}
+        beside = [index for index, group in enumerate(self.groups) if group.beside]
+        if beside:  # a border is counted in pages of page_size positions, and these groups may have others
+            raise InvalidArgument(
+                f"layers {sorted(given)} keep an encoder's entries, but groups {beside} stand beside others; a layout "
+                "has one of both"
+            )
+        if self.groups[0].keeps.given or self.has_latents or {of for _, of in self.readers} & given:
+            raise InvalidArgument(
+                f"layers {sorted(given)} keep an encoder's entries; a first group that keeps its own, K and V in all "
+                "groups, and no readers of these layers are accepted"
+            )
 
     def _check_readers(self) -> None:
         reads = [group for group in self._attended if group.latent_rank is None and not group.shares_planes]

@@ -11,6 +11,13 @@ KEY_BYTES = 8  # of a digest, where a wrong one costs time but changes no token
 MAX_SALT_BYTES = 16
 
 
+def encoder_salt(encoder_ids: Int64Array, salt: bytes = b"") -> bytes:
+    """The salt of a sequence that begins with the encoder's prompt encoder_ids (int64 [n]), within `salt`: each of the
+    encoder's entries depends on the whole prompt, so that nothing is shared with another. Raises as digest_chain."""
+    _check_salt(salt)
+    return blake2b(encoder_ids.tobytes(), digest_size=MAX_SALT_BYTES, key=salt, person=b"encoder").digest()
+
+
 def digest_chain(token_ids: Int64Array, page_size: int, num_pages: int, salt: bytes = b"") -> Iterator[bytes]:
     """Digests of the first num_pages full pages of token_ids (int64 [n]), each taken when it is asked for.
 
@@ -18,9 +25,13 @@ def digest_chain(token_ids: Int64Array, page_size: int, num_pages: int, salt: by
     where the salt is empty: pages of different salts have different names. A salt is not put there as it is, because
     it could be the digest of a page. InvalidArgument for a salt of more than MAX_SALT_BYTES.
     """
+    _check_salt(salt)
+    return _chain(token_ids, page_size, num_pages, salt)
+
+
+def _check_salt(salt: bytes) -> None:
     if len(salt) > MAX_SALT_BYTES:
         raise InvalidArgument(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
-    return _chain(token_ids, page_size, num_pages, salt)
 
 
 def _chain(token_ids: Int64Array, page_size: int, num_pages: int, salt: bytes) -> Iterator[bytes]:

@@ -21,6 +21,8 @@ class Span(ABC):
 
     drops_past = False
     """Whether entries leave the span as a sequence grows, so that their pages are let go of."""
+    given = False
+    """Whether the entries are those of an encoder: see Given."""
 
     @property
     def window(self) -> int | None:
@@ -143,6 +145,23 @@ class Chunk(Span):
         if grain is not None and self.size % grain:
             reached += grain - 1  # or of the one before, where the coarsest page of the query begins
         return min(-(-num_tokens // page_size), -(-reached // page_size))
+
+
+@dataclass(frozen=True)
+class Given(Span):
+    """The entries of an encoder, before the border of their sequence: every query behind the border needs all of them.
+
+    A sequence of a layout with such groups begins with its encoder's positions, padded to whole pages: see
+    PagedKVCache.encode. Its other groups keep what is behind the border. So each position has an entry in one kind.
+    """
+
+    given = True
+
+    def first_needed(self, queries: Int64Array) -> Int64Array:
+        return np.zeros_like(queries)
+
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int, grain: int | None = None) -> int:
+        return -(-num_tokens // page_size)
 
 
 ALL = All()

@@ -41,6 +41,11 @@ class TokenLayout:
 
     def entries(self, every: int) -> "EntryLayout":
         """The entries of `every` positions each that the tokens complete. Nodes of a tree complete none."""
+        if self.each_one:
+            after = self.seq_lens // np.int32(every)
+            complete = after * np.int32(every) == self.seq_lens
+            owners = complete.nonzero()[0]
+            return EntryLayout(indptr_of(complete), after, after[owners] - np.int32(1), owners)
         lengths = self.seq_lens.astype(np.int64)
         before, after = (lengths - np.diff(self.qo_indptr)) // every, lengths // every
         counts = after - before
@@ -184,16 +189,25 @@ def slots_of(pages: Int32Array, rows: Int64Array | int, positions: Int64Array, p
     return pages[rows, page_indexes] * np.int32(page_size) + (positions - page_indexes * page_size).astype(np.int32)
 
 
-def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_page_index: int = 0) -> SlotRuns:
+def runs_of(
+    pages: Int32Array,
+    begin: int,
+    end: int,
+    page_size: int,
+    first_page_index: int = 0,
+    end_page_index: int | None = None,
+) -> SlotRuns:
     """Slots of positions begin … end - 1 of a sequence whose page ids are `pages`, in the fewest runs.
 
-    Positions before those of first_page_index are skipped.
+    Positions before those of first_page_index are skipped, and those from end_page_index on.
     """
     if begin == end:
         return SlotRuns.from_slots([])
     first, last = begin // page_size, (end - 1) // page_size
     used = pages[first : last + 1].copy()
     used[: max(first_page_index - first, 0)] = SKIP
+    if end_page_index is not None:
+        used[max(end_page_index - first, 0) :] = SKIP
     runs = SlotRuns.from_slots(used)  # of whole pages
     lead = begin - first * page_size
     begins, lengths = runs.begins * np.int32(page_size), runs.lengths * np.int32(page_size)

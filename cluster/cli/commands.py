@@ -55,6 +55,7 @@ Family = Literal[
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "t5gemma",
 ]
 Address = Annotated[
     str | None,

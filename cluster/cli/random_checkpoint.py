@@ -15,7 +15,7 @@ from tandem.workers.checkpoint.errors import InvalidConfig
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
-from tandem.workers.models.weight_names import LM_HEAD, is_factor, is_norm, named_weights
+from tandem.workers.models.weight_names import is_factor, is_norm, named_weights
 
 BOS, EOS = "<|begin|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 SHARD_BYTES = 5 << 30
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = ".embed_tokens.weight"
 LOGITS_STD = 4  # about what trained models have: sampling at temperature 1 then has favourites
 
 
@@ -148,6 +148,16 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
+    "t5gemma": {"architectures": ["T5GemmaForConditionalGeneration"], "is_encoder_decoder": True},
+}
+# The families whose configs have an object for each half: what these write besides the common fields.
+HALVES: dict[str, dict[str, object]] = {
+    "t5gemma": {
+        "model_type": "t5_gemma_module",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 512,
+    }
 }
 
 
@@ -215,10 +225,10 @@ def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict
         elif name.endswith("bias") or place.ndim == 1:
             place.normal_(0, 0.1, generator=generator)
         else:
-            std = 1 / config.embedding_scale if name == EMBEDDING else place.shape[1] ** -0.5
+            std = 1 / config.embedding_scale if name.endswith(EMBEDDING) else place.shape[1] ** -0.5
             place.normal_(0, std, generator=generator)
     spoken = [begins_word(tokenizer, token) for token in range(config.vocab_size)]
-    places[LM_HEAD].mul_(LOGITS_STD * torch.tensor(spoken)[:, None])
+    places[config.lm_head_name].mul_(LOGITS_STD * torch.tensor(spoken)[:, None])
     return places
 
 
@@ -230,7 +240,7 @@ def begins_word(tokenizer: Tokenizer, token: int) -> bool:
 
 def _config(arch: str, size: str, dtype: str) -> dict[str, object]:
     sizes = SIZES[size]
-    return {
+    common: dict[str, object] = {
         **sizes,
         "model_type": arch,
         "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
@@ -239,8 +249,12 @@ def _config(arch: str, size: str, dtype: str) -> dict[str, object]:
         "rope_parameters": ROPE,
         "tie_word_embeddings": False,
         "dtype": dtype,
-        **ARCHITECTURES[arch],
     }
+    if arch not in HALVES:
+        return {**common, **ARCHITECTURES[arch]}
+    whole = {name: common[name] for name in ("model_type", "vocab_size", "tie_word_embeddings", "dtype")}
+    halves = {name: {**common, **HALVES[arch]} for name in ("encoder", "decoder")}
+    return {**whole, **ARCHITECTURES[arch], **halves}
 
 
 def _tokenizer_config(size: str) -> dict[str, object]:

@@ -33,4 +33,5 @@ def model_info(
         eos_token_ids=model.eos_token_ids,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        max_encoder_tokens=model.max_encoder_tokens(config.scheduler.max_batch_tokens, cache.page_size),
     )

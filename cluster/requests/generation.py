@@ -63,7 +63,7 @@ class Generation:
         self._arrived = arrived
         self._output = TextOutput(request.params, tokenizer)
         self._rule = FinishRule.of(request.params, eos_token_ids)
-        self._usage = inference_pb2.Usage(prompt_tokens=len(request.token_ids))
+        self._usage = inference_pb2.Usage(prompt_tokens=len(request.token_ids) - request.encoder.padding)
         self._timings = inference_pb2.Timings()
         self._first_is_last = False
         self._sent: list[int] = []
@@ -98,6 +98,11 @@ class Generation:
     def prompt(self) -> Int64Array:
         """The prompt of the next placement: the tokens sent are part of it."""
         return np.concatenate((self._request.token_ids, np.array(self._sent, np.int64)))
+
+    @property
+    def encoder_len(self) -> int:
+        """Tokens of the encoder's prompt, with which `prompt` begins; 0 without an encoder."""
+        return self._request.encoder.length
 
     @property
     def max_tokens_left(self) -> int:
@@ -252,6 +257,7 @@ class Generation:
             sampling=sampling,
             reservation=placement.reservation,
             num_output=num_output,
+            encoder_tokens=self.encoder_len,
         )
         start = worker_pb2.StartGenerateRequest(
             request_id=placement.request_id,
@@ -275,7 +281,8 @@ class Generation:
         pushed = len(self.prompt) - placement.reservation.matched_tokens
         placement.prefill.pushed_to(placement.decode, pushed, sent.push_seconds)
         if not begun:
-            self._usage.cached_tokens = min(sent.cached_tokens, self._usage.prompt_tokens)
+            cached = max(sent.cached_tokens - self._request.encoder.padding, 0)
+            self._usage.cached_tokens = min(cached, self._usage.prompt_tokens)
         self.observer.prefilled(sent)
         return sent
 

@@ -21,12 +21,21 @@ class ModelLimits:
     page_size: int = 16
     max_sliding_tokens: int = 1 << 20  # of prompt and output of a request that slides
     cannot_slide: str = ""  # why no request may slide; empty where it may
+    max_encoder_tokens: int = 0  # of an encoder's prompt; 0: the model has no encoder, and the next two mean nothing
+    max_decoder_tokens: int = 0  # prompt and output of its decoder
+    decoder_start_token_id: int = 0
 
     @classmethod
     def of_model(
-        cls, model: "ModelConfig", max_model_len: int, num_pages: int, page_size: int, max_sliding_tokens: int
+        cls,
+        model: "ModelConfig",
+        max_model_len: int,
+        num_pages: int,
+        page_size: int,
+        max_sliding_tokens: int,
+        max_batch_tokens: int,
     ) -> "ModelLimits":
-        """num_pages: of a decode worker's pool."""
+        """num_pages: of a decode worker's pool. max_batch_tokens: of a prefill worker's forward."""
         return cls(
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
@@ -35,6 +44,9 @@ class ModelLimits:
             page_size=page_size,
             max_sliding_tokens=max_sliding_tokens,
             cannot_slide=model.cannot_slide,
+            max_encoder_tokens=model.max_encoder_tokens(max_batch_tokens, page_size),
+            max_decoder_tokens=model.max_position_embeddings,
+            decoder_start_token_id=model.decoder_start_token_id or 0,
         )
 
     @property
@@ -68,6 +80,22 @@ class ModelLimits:
             raise InvalidRequest(
                 f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; gateway.max_sliding_tokens, "
                 f"{most}, leaves at most {most - prompt}"
+            )
+
+    def check_encoder(self, prompt: int) -> None:
+        """InvalidRequest where an encoder's prompt is too long."""
+        if prompt > self.max_encoder_tokens:
+            raise InvalidRequest(
+                f"the encoder's prompt has {prompt} tokens; at most {self.max_encoder_tokens} are accepted, which the "
+                "encoder's context and scheduler.max_batch_tokens allow, for one forward computes it"
+            )
+
+    def check_decoder(self, prompt: int, max_tokens: int) -> None:
+        """InvalidRequest where the prompt and output of a decoder behind an encoder are too long together."""
+        if self.max_encoder_tokens and prompt + max_tokens > self.max_decoder_tokens:
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a decoder's prompt of {prompt} tokens; the decoder's "
+                f"context of {self.max_decoder_tokens} leaves at most {max(self.max_decoder_tokens - prompt, 0)}"
             )
 
     def room(self, prompt: int, sliding: SlidingWindow | None = None) -> int:

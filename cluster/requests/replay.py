@@ -96,6 +96,7 @@ class Replay:
                     near=None if again else self._near,
                     count=self._count,
                     sliding=generation.sliding,
+                    encoder_len=generation.encoder_len,
                 )
         except DeadlineExceeded:  # gateway.queue_seconds
             raise

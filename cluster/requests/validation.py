@@ -15,6 +15,13 @@ from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.requests.default_sampling import with_defaults
 from tandem.cluster.requests.model_limits import ModelLimits
 from tandem.cluster.text.chat_template import ChatTemplateError
+from tandem.cluster.text.encoder_prompt import (
+    NO_ENCODER,
+    EncoderPrompt,
+    InvalidHalf,
+    decoder_prompt,
+    take_encoder_prompt,
+)
 from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
@@ -58,7 +65,13 @@ class ValidRequest:
     received: tuple[Received, ...] = ()  # of each answer that the client gets; none where there was no earlier call
     resumes: bool = False
     salt: bytes = b""  # what workers share prefixes by
-    returns_prompt: bool = False  # the client gets token_ids
+    returns_prompt: bool = False  # the client gets prompt_ids
+    encoder: EncoderPrompt = NO_ENCODER  # what token_ids begin with, of a model with an encoder
+
+    @property
+    def prompt_ids(self) -> Int64Array:
+        """token_ids without padding: the encoder's, then the decoder's."""
+        return np.concatenate((self.token_ids[: self.encoder.length], self.token_ids[self.encoder.border :]))
 
     def fits_window(self, num_output: int) -> bool:
         """Whether a request that slides has let go of nothing after so many tokens; True of others."""
@@ -124,6 +137,10 @@ class RequestValidator:
         kept = message.truncate_prompt_tokens
         if message.HasField("truncate_prompt_tokens") and kept < 1 and kept != -1:
             raise InvalidRequest(f"truncate_prompt_tokens is {kept}; it must be at least 1, or -1 for as many as fit")
+        try:
+            take_encoder_prompt(message, has_encoder=self._limits.max_encoder_tokens > 0)
+        except InvalidHalf as error:
+            raise InvalidRequest(str(error)) from error
         kind = message.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input is missing; set text, token_ids, token_bytes or chat")
@@ -132,9 +149,15 @@ class RequestValidator:
                 len(message.token_ids.ids) if kind == "token_ids" else len(message.token_bytes) // PROMPT_DTYPE.itemsize
             )
             if not message.HasField("truncate_prompt_tokens"):
-                self._limits.check_length(ids, 1)
+                self._check_ids(ids)
         else:
             self._check_text(kind, message)
+
+    def _check_ids(self, count: int) -> None:
+        if self._limits.max_encoder_tokens:
+            self._limits.check_encoder(count)
+        else:
+            self._limits.check_length(count, 1)
 
     def is_long(self, message: inference_pb2.GenerateRequest) -> bool:
         """Whether prompt_tokens() takes long for a message that passes check()."""
@@ -176,11 +199,19 @@ class RequestValidator:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
         salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
         kept = self._kept(message, params, open_ended if ends_anywhere else None)
-        token_ids = self._prompt(message, tokens, kept)
+        token_ids, encoder = self._prompt(message, tokens, kept), NO_ENCODER
+        if self._limits.max_encoder_tokens:
+            if params.prompt_logprobs is not None:
+                raise InvalidRequest("sampling.prompt_logprobs is set; a model with an encoder has none to report")
+            token_ids, encoder = self._join(token_ids, message)
+        decoder = len(token_ids) - encoder.border
         if open_ended is not None and ends_anywhere:
             room = self._limits.room(len(token_ids), params.sliding)
+            if encoder.length:
+                room = min(room, self._limits.max_decoder_tokens - decoder)
             params = replace(params, max_tokens=max(1, params.min_tokens, min(open_ended, room)))
         if params.sliding is None:
+            self._limits.check_decoder(decoder, params.max_tokens)
             self._limits.check_length(len(token_ids), params.max_tokens)
         else:
             self._limits.check_sliding(len(token_ids), params.max_tokens, params.sliding)
@@ -191,7 +222,7 @@ class RequestValidator:
             raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
         received = self._received(message.resume, params)
         request_id, tells = message.request_id or uuid.uuid4().hex, message.return_prompt_token_ids
-        valid = ValidRequest(request_id, token_ids, params, received, resumes, salt, tells)
+        valid = ValidRequest(request_id, token_ids, params, received, resumes, salt, tells, encoder)
         going_on = [len(answer.token_ids) for answer in received if answer.token_ids and not answer.ended]
         if not all(map(valid.fits_window, going_on)):
             raise InvalidRequest(
@@ -322,6 +353,22 @@ class RequestValidator:
         if kind in ("token_ids", "token_bytes"):
             self._check_vocabulary("token_ids.ids" if kind == "token_ids" else kind, token_ids)
         return token_ids if kept is None else token_ids[max(0, len(token_ids) - kept) :].copy()  # without the rest
+
+    def _join(
+        self, encoder_ids: Int64Array, message: inference_pb2.GenerateRequest
+    ) -> tuple[Int64Array, EncoderPrompt]:
+        """The encoder's prompt, padded to whole pages, and the decoder's behind it."""
+        limits = self._limits
+        limits.check_encoder(len(encoder_ids))
+        try:
+            decoder_ids = decoder_prompt(message, self._tokenizer, limits.decoder_start_token_id)
+        except InvalidHalf as error:
+            raise InvalidRequest(str(error)) from error
+        self._check_vocabulary("decoder_prompt", decoder_ids)
+        size = limits.page_size
+        encoder = EncoderPrompt(len(encoder_ids), -(-len(encoder_ids) // size) * size)
+        padding = np.zeros(encoder.border - encoder.length, np.int64)
+        return np.concatenate((encoder_ids, padding, decoder_ids)), encoder
 
     def _check_vocabulary(self, field: str, ids: Int64Array) -> None:
         largest = int(ids.max(initial=0))

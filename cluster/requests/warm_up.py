@@ -14,6 +14,7 @@ from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.validation import ModelLimits, ValidRequest
 from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.router import Router
+from tandem.cluster.text.encoder_prompt import NO_ENCODER, EncoderPrompt
 from tandem.workers.sampling.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -73,12 +74,20 @@ class WarmUp:
     async def _send(self, pair: LinkPair, length: int, params: SamplingParams) -> None:
         """One request, of a prompt that nobody has sent before; none where the workers could not hold it."""
         number = next(self._numbers)
-        if length + NUM_TOKENS > self._limits.longest:
+        encoder = NO_ENCODER
+        if self._limits.max_encoder_tokens:
+            encoder = EncoderPrompt(self._limits.page_size, self._limits.page_size)
+        if encoder.border + length + NUM_TOKENS > self._limits.longest:
             return
-        prompt = np.random.default_rng(number).integers(0, self._limits.vocab_size, length)
-        request = ValidRequest(f"warm-up-{number}", prompt, params)
+        prompt = np.random.default_rng(number).integers(0, self._limits.vocab_size, encoder.border + length)
+        request = ValidRequest(f"warm-up-{number}", prompt, params, encoder=encoder)
         generation = Generation(request, time.perf_counter(), None, (), self._turns)
-        placement = await self._router.place(request.request_id, prompt, params.max_tokens, "", again=True, move=pair)
+        placement = await self._router.place(
+            *(request.request_id, prompt, params.max_tokens, ""),
+            again=True,
+            move=pair,
+            encoder_len=encoder.length,
+        )
         try:
             async for _ in generation.run(placement, MOST_SECONDS):
                 pass

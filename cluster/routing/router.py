@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cluster.errors import DeadlineExceeded, WorkerFull, WorkerTimedOut, WorkerUnreachable
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.islands import Islands, LinkPair
@@ -37,6 +38,7 @@ class _Wanted:
     whole: bool  # the prompt is computed without cached prefixes
     keys: PromptKeys
     sliding: SlidingWindow | None
+    encoder_len: int  # tokens of an encoder's prompt, with which token_ids begin
 
     @property
     def total_tokens(self) -> int:
@@ -101,17 +103,20 @@ class Router:
         near: LinkPair | None = None,
         count: int = 1,
         sliding: SlidingWindow | None = None,
+        encoder_len: int = 0,
     ) -> Placement:
         """Finds a pair of workers and skips those that cannot be reached.
 
         client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. whole: none is
         matched. again: the request was admitted before, so a full queue does not refuse it. move: the pair that is
         tried first, however many wait. near: the pair that is tried first in the request's own turn. count: as how many
-        requests it counts while it waits. sliding: see SamplingParams. Raises Overloaded (queue full),
+        requests it counts while it waits. sliding: see SamplingParams. encoder_len: tokens of an encoder's prompt, with
+        which token_ids begin, padded to whole pages. Raises Overloaded (queue full),
         DeadlineExceeded (no room in time) or WorkerCallError.
         """
-        keys = self._islands.prompt_keys(token_ids[:1] if whole else token_ids, salt)  # one token has none
-        wanted = _Wanted(request_id, token_ids, max_tokens, salt, whole, keys, sliding)
+        key_salt = encoder_salt(token_ids[:encoder_len], salt) if encoder_len else salt
+        keys = self._islands.prompt_keys(token_ids[:1] if whole else token_ids, key_salt)  # one token has none
+        wanted = _Wanted(request_id, token_ids, max_tokens, salt, whole, keys, sliding, encoder_len)
         if move is not None or not self._queue.waits:
             placement = await self._try(wanted, announce=move is None, first=move or near)
             if placement is not None:
@@ -198,6 +203,7 @@ class Router:
                 salt=wanted.salt,
                 whole=wanted.whole,
                 sliding=sliding_to_proto(wanted.sliding),
+                encoder_tokens=wanted.encoder_len,
             )
             expected = pair.first_token_seconds
             announce = announce and prefill is not decode and not prefill.has_prompts and not wanted.whole
@@ -223,7 +229,11 @@ class Router:
     def _announce(self, prefill: WorkerLink, request: worker_pb2.PrepareReceiveRequest) -> EarlyToken:
         token = prefill.hints.expect(request.request_id)
         announcement = worker_pb2.AnnounceRequest(
-            request_id=request.request_id, epoch=prefill.epoch, prompt=request.prompt, salt=request.salt
+            request_id=request.request_id,
+            epoch=prefill.epoch,
+            prompt=request.prompt,
+            salt=request.salt,
+            encoder_tokens=request.encoder_tokens,
         )
         self.in_background(prefill.hints.send(announcement))
         return token

@@ -20,13 +20,13 @@ from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, Shape
-from tandem.cluster.supervision.autoscaler import Autoscaler, IslandRoom
+from tandem.cluster.supervision.autoscaling.autoscaler import Autoscaler, IslandRoom
+from tandem.cluster.supervision.autoscaling.load_meter import LoadMeter
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape
 from tandem.cluster.supervision.gateways.gateway_set import GatewaySet
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
-from tandem.cluster.supervision.load_meter import LoadMeter
-from tandem.cluster.supervision.network import Network
+from tandem.cluster.supervision.network import Network, wait_for_hosts
 from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
@@ -106,6 +106,7 @@ class Cluster:
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
+                wait_for_hosts(self._config, self._processes)
             recovery = self._config.recovery
             self._processes.lease(recovery.partition_seconds, recovery.silent_seconds)
             self._processes.watch(self._fail, self._tell_away)

@@ -1,14 +1,39 @@
 """How the gateway reaches workers, and workers each other: over loopback, or between hosts by mutual TLS."""
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.credentials import is_loopback
+from tandem.cluster.errors import StartFailed
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import LOOPBACK_HOST, Processes
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.workers.tls import Identity
+
+JOIN_POLL_SECONDS = 0.5
+log = logging.getLogger(__name__)
+
+
+def wait_for_hosts(config: ClusterConfig, processes: Processes) -> None:
+    """Returns once ray.min_hosts may have an island. StartFailed when they have not joined in ray.join_seconds, and at
+    once where none can join."""
+    wanted, seconds = config.ray.min_hosts, config.ray.join_seconds
+    where = Where(False, config.island.node_resources, config.island.node_labels)
+    deadline, said = time.monotonic() + seconds, -1
+    while len(there := processes.hosts_for(where)) < wanted:
+        count = f"{len(there)} of {wanted} hosts (ray.min_hosts)"
+        if all(is_loopback(host) for host in processes.hosts):
+            raise StartFailed(f"{count} are there, and none can join a Ray on loopback; give the --address of another")
+        if time.monotonic() >= deadline:
+            raise StartFailed(f"{count} have joined within {seconds:g} s (ray.join_seconds): {', '.join(there)}")
+        if said != len(there):
+            said = len(there)
+            log.info("waiting for hosts: %s have joined", count)
+        time.sleep(JOIN_POLL_SECONDS)
 
 
 class Network:

@@ -143,9 +143,8 @@ class _Rows:
         self._bench.runner.verify(self.ids, tokens, self._sampling, self._positions()).wait()
 
     def take_back(self, counts: Sequence[int]) -> None:
-        for sequence, count in zip(self.ids, counts, strict=True):
-            if count:
-                self._bench.cache.pop(sequence, count)
+        if any(counts):
+            self._bench.cache.pop_each(self.ids, counts)
 
     def close(self) -> None:
         torch.cuda.synchronize()

@@ -158,7 +158,10 @@ class Program:
         count = min(self.random.choice([1, 2, 3, 9, LONGEST]), known.length)
         beyond = len(known.nodes) < count if known.nodes else not side.can_be_cut(sequence, len(known.ids) - count)
         try:
-            side.cache.pop(sequence, count)
+            if count == 2:
+                side.cache.pop_each([sequence], [count])
+            else:
+                side.cache.pop(sequence, count)
         except OutOfPages:
             assert known.reserved
             return

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tandem.cluster.cli.runtime_dir import running_cluster
@@ -31,7 +31,7 @@ PARTS: dict[str, Callable[[str], bool]] = {
 class Launched:
     """One run of `tandem up`, which the constructor begins."""
 
-    def __init__(self, model: Path, name: str, ports: tuple[int, int], settings: tuple[str, ...]) -> None:
+    def __init__(self, model: Path, name: str, ports: Sequence[int], settings: tuple[str, ...]) -> None:
         """ports: of gRPC and of HTTP."""
         self.name = name
         self._ports = ports
@@ -109,11 +109,6 @@ class Launched:
         below = {process for parent in list(self._seen) if runs(parent) for process in children(parent[0])}
         self._seen |= below
         return [f"{process[0]} {_name(process[0])}" for process in self._seen if _runs_on(process)]
-
-
-def free_ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
 
 
 def _name(pid: int) -> str:

@@ -25,8 +25,9 @@ from tandem.cluster.client import AsyncClient
 from tandem.cluster.errors import CallError, Unavailable
 from tandem.cluster.protocol import CLUSTER_ENDS
 from tests.chaos.http_stream import HttpStream
-from tests.chaos.launched import START_SECONDS, Launched, free_ports
+from tests.chaos.launched import START_SECONDS, Launched
 from tests.chaos.storm import Blow
+from tests.support.free_ports import free_ports
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
 VOCABULARY = 512
@@ -96,7 +97,7 @@ class RayStorm:
         self._random = random.Random(seed)
         self._seed = seed
         self._num_clients = num_clients
-        self._ports = free_ports()
+        self._ports = free_ports(2)
         self._received = 0
         self._over = threading.Event()
         self._failed: BaseException | None = None

@@ -14,8 +14,8 @@ import httpx
 from tandem import launch
 from tandem.cluster.cli.demo import MODEL
 from tandem.cluster.credentials import ClientSecurity
-from tests.chaos.launched import free_ports
 from tests.clients.environments import HERE, ROOT
+from tests.support.free_ports import free_ports
 
 PROTO = ROOT / "proto" / "inference.proto"
 
@@ -47,7 +47,7 @@ def from_options(http: str, grpc: str, model: str, tokenizer: str) -> Served:
 def served(folder: Path) -> Iterator[Served]:
     """A cluster of its own until the block ends. folder: gets the checkpoint, with a chat template that shows tools."""
     make_model(folder)
-    grpc, http = free_ports()
+    grpc, http = free_ports(2)
     token = secrets.token_hex(16)
     keys = {"gateway.port": grpc, "gateway.http_port": http, "security.api_key": token}
     with launch(None, keys, model=folder, security=ClientSecurity(token=token)):

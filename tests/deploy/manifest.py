@@ -1,4 +1,4 @@
-"""The objects of deploy/kubernetes/raycluster.yaml, and what is wrong with them.
+"""The objects of a manifest in deploy/kubernetes/, and what is wrong with them.
 
 What a RayCluster may hold is KubeRay's API, ray.io/v1. The rest is what Kubernetes' core API would refuse, and what
 must agree with the configuration in the ConfigMap.
@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -18,24 +18,28 @@ import yaml
 from tandem.cluster.config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.frontends.http.monitoring import HEALTH, READY
-from tandem.cluster.processes.own_ray import OBJECT_STORE_BYTES
+from tandem.cluster.processes.own_ray import LOOPBACK, OBJECT_STORE_BYTES
 from tests.deploy.known import PINS, RAY_START, VERSION, parse_ray, parse_tandem, stop_seconds
 
 KINDS = {"ConfigMap": "v1", "RayCluster": "ray.io/v1", "Service": "v1", "NetworkPolicy": "networking.k8s.io/v1"}
 SPEC = {"authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec"}
 SPEC |= {"headServiceAnnotations", "managedBy", "rayVersion", "suspend", "upgradeStrategy", "workerGroupSpecs"}
 HEAD = {"enableIngress", "headService", "labels", "rayStartParams", "resources", "serviceType", "template"}
+WORKERS = {"groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts", "rayStartParams"}
+WORKERS |= {"replicas", "resources", "scaleStrategy", "suspend", "template"}
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 PORT_NAME_LENGTH = 15
 CONFIG = "cluster.yaml"
 SECRET = "a-secret-of-enough-characters"
 START = "KUBERAY_GEN_RAY_START_CMD"
+GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Parsed. config: the cluster's."""
+    """Parsed. group: whose Pod this is about, the head's or that of one worker group."""
 
+    group: dict[str, Any]
     cluster: dict[str, Any]
     service: dict[str, Any]
     policy: dict[str, Any]
@@ -44,7 +48,15 @@ class Manifest:
 
     @property
     def pod(self) -> dict[str, Any]:
-        return self.cluster["spec"]["headGroupSpec"]["template"]["spec"]
+        return self.group["template"]["spec"]
+
+    @property
+    def is_head(self) -> bool:
+        return "groupName" not in self.group
+
+    @property
+    def workers(self) -> list["Manifest"]:
+        return [replace(self, group=group) for group in self.cluster["spec"].get("workerGroupSpecs", ())]
 
     @property
     def container(self) -> dict[str, Any]:
@@ -53,6 +65,11 @@ class Manifest:
     @property
     def script(self) -> str:
         return self.container["args"][0]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What the manifest says of it; the image has more."""
+        return {one["name"]: one["value"] for one in self.container.get("env", ()) if "value" in one}
 
     def config(self) -> ClusterConfig:
         given = {one["name"]: SECRET for one in self.container["env"] if "secretKeyRef" in one.get("valueFrom", {})}
@@ -64,16 +81,18 @@ class Manifest:
     def ray_start(self, **more: str) -> str:
         """What KubeRay puts into KUBERAY_GEN_RAY_START_CMD: sorted options, between spaces."""
         limits = self.container["resources"]["limits"]
-        given = {"block": "true", "dashboard-agent-listen-port": "52365", "dashboard-host": "0.0.0.0"}
-        given |= {"metrics-export-port": "8080", "num-cpus": limits["cpu"], "num-gpus": limits["nvidia.com/gpu"]}
-        given |= self.cluster["spec"]["headGroupSpec"]["rayStartParams"] | more
+        given = {"block": "true", "dashboard-agent-listen-port": "52365", "metrics-export-port": "8080"}
+        given |= {"num-cpus": limits["cpu"]} | ({"dashboard-host": "0.0.0.0"} if self.is_head else {})
+        if GPU in limits:
+            given["num-gpus"] = limits[GPU]
+        given |= self.group["rayStartParams"] | more
         kept = {"include-dashboard", "include-log-monitor", "log-color"}
         flags = [
             f" --{name}={value} " if value not in ("true", "false") or name in kept else f" --{name} "
             for name, value in sorted(given.items())
             if value != "false" or name in kept
         ]
-        return "ray start --head " + "".join(flags)
+        return f"ray start {'--head ' if self.is_head else ''}" + "".join(flags)
 
 
 def read(text: str) -> Manifest:
@@ -81,6 +100,7 @@ def read(text: str) -> Manifest:
     objects = {one["kind"]: one for one in yaml.safe_load_all(text)}
     config = objects["ConfigMap"]
     return Manifest(
+        objects["RayCluster"]["spec"]["headGroupSpec"],
         objects["RayCluster"],
         objects["Service"],
         objects["NetworkPolicy"],
@@ -96,15 +116,16 @@ def findings(text: str) -> list[str]:
         config = manifest.config()
     except (ConfigError, KeyError, yaml.YAMLError) as error:
         return [f"{type(error).__name__}: {error}"]
-    return [
+    found = [
         *_of_objects(text),
         *_of_cluster(manifest),
-        *_of_ports(manifest, config),
-        *_of_volumes(manifest, config),
+        *_of_services(manifest, config),
         *_of_commands(manifest, config),
-        *_of_probes(manifest, config),
-        *_of_rights(manifest),
     ]
+    for one in (manifest, *manifest.workers):
+        found += [*_of_group(one), *_of_ports(one, config), *_of_volumes(one, config), *_of_rights(one)]
+    found += [finding for one in manifest.workers for finding in _of_workers(one, config)]
+    return [*found, *_of_probes(manifest, config), *_of_gpus(manifest, config)]
 
 
 def _of_objects(text: str) -> Iterator[str]:
@@ -117,37 +138,58 @@ def _of_objects(text: str) -> Iterator[str]:
 
 def _of_cluster(manifest: Manifest) -> Iterator[str]:
     spec, name = manifest.cluster["spec"], manifest.cluster["metadata"]["name"]
-    head = spec["headGroupSpec"]
     yield from (f"RayCluster has no field spec.{key}" for key in set(spec) - SPEC)
-    yield from (f"RayCluster has no field headGroupSpec.{key}" for key in set(head) - HEAD)
     if spec["rayVersion"] != PINS["ray"]:
         yield f"rayVersion {spec['rayVersion']}: constraints.txt pins {PINS['ray']}"
     if manifest.cluster["metadata"]["annotations"].get("ray.io/overwrite-container-cmd") != "true":
         yield "KubeRay would take its own command"
-    options = {name.lstrip("-") for option in RAY_START.params for name in option.opts}
-    yield from (f"ray start has no option {name}" for name in set(head["rayStartParams"]) - options)
-    if not all(isinstance(value, str) for value in head["rayStartParams"].values()):
-        yield "rayStartParams must be texts"
-    elif head["rayStartParams"].get("object-store-memory") != str(OBJECT_STORE_BYTES):
-        yield f"object-store-memory must be {OBJECT_STORE_BYTES}"
     for selector in (manifest.service["spec"]["selector"], manifest.policy["spec"]["podSelector"]["matchLabels"]):
         if selector.get("ray.io/cluster") != name:
             yield f"the label ray.io/cluster of Pods is {name}, not {selector}"
+    if ("ray.io/node-type" in manifest.service["spec"]["selector"]) == bool(manifest.workers):
+        yield "the Service must send clients to each Pod with a gateway"
+
+
+def _of_group(manifest: Manifest) -> Iterator[str]:
+    group = manifest.group
+    kind, fields = ("headGroupSpec", HEAD) if manifest.is_head else ("workerGroupSpecs", WORKERS)
+    yield from (f"RayCluster has no field {kind}.{key}" for key in set(group) - fields)
+    options = {name.lstrip("-") for option in RAY_START.params for name in option.opts}
+    yield from (f"ray start has no option {name}" for name in set(group["rayStartParams"]) - options)
+    if not all(isinstance(value, str) for value in group["rayStartParams"].values()):
+        yield "rayStartParams must be texts"
+    elif (manifest.environ.get(LOOPBACK) == "1") != bool(manifest.workers):
+        yield f"{LOOPBACK} must be 1 where Pods join each other; the image has 0"
+    elif group["rayStartParams"].get("object-store-memory") != str(OBJECT_STORE_BYTES):
+        yield f"object-store-memory must be {OBJECT_STORE_BYTES}"
 
 
 def _of_ports(manifest: Manifest, config: ClusterConfig) -> Iterator[str]:
     ports = {port["name"]: port["containerPort"] for port in manifest.container["ports"]}
-    wanted = {"grpc": config.gateway.port, "https": config.gateway.http_port, "monitor": config.metrics.port}
-    if ports != wanted:
+    wanted = _ports(config)
+    if {name: ports.get(name) for name in wanted} != wanted:
         yield f"container ports {ports}: the configuration has {wanted}"
     if any(len(name) > PORT_NAME_LENGTH for name in ports):
         yield "a port's name is too long"
+
+
+def _ports(config: ClusterConfig) -> dict[str, int | None]:
+    return {"grpc": config.gateway.port, "https": config.gateway.http_port, "monitor": config.metrics.port}
+
+
+def _of_services(manifest: Manifest, config: ClusterConfig) -> Iterator[str]:
+    wanted, rules = _ports(config), manifest.policy["spec"]["ingress"]
     targets = {port["targetPort"]: port["port"] for port in manifest.service["spec"]["ports"]}
     if targets != wanted:
         yield f"Service ports {targets}: the configuration has {wanted}"
-    admitted = {port["port"] for rule in manifest.policy["spec"]["ingress"] for port in rule["ports"]}
+    admitted = {port["port"] for rule in rules for port in rule.get("ports", ())}
     if admitted != set(wanted):
         yield f"NetworkPolicy admits {admitted}"
+    if any(rule["ports"] == [{"port": "monitor"}] and "from" not in rule for rule in rules if "ports" in rule):
+        yield "NetworkPolicy admits everybody to metrics"
+    own = [{"podSelector": {"matchLabels": {"ray.io/cluster": manifest.cluster["metadata"]["name"]}}}]
+    if [rule.get("from") for rule in rules if "ports" not in rule] != [own] * bool(manifest.workers):
+        yield "NetworkPolicy must admit the cluster's Pods, and nobody else, to each other's ports"
     if config.gateway.host != "0.0.0.0" or config.metrics.host != "0.0.0.0":
         yield "the gateway does not listen on the Pod's address"
 
@@ -162,7 +204,7 @@ def _of_volumes(manifest: Manifest, config: ClusterConfig) -> Iterator[str]:
     for path in ("/tmp", "/dev/shm", "/home/tandem", "/var/cache/tandem"):  # where tandem and Ray write
         if path not in paths.values():
             yield f"{path} cannot be written"
-    if volumes.get("config", {}).get("configMap", {}).get("name") != manifest.config_name:
+    if manifest.is_head and volumes.get("config", {}).get("configMap", {}).get("name") != manifest.config_name:
         yield "the ConfigMap is not mounted"
     if not str(config.model.path).startswith(f"{paths.get('models')}/"):
         yield f"model.path {config.model.path} is not on the volume of models"
@@ -184,8 +226,11 @@ def _of_commands(manifest: Manifest, config: ClusterConfig) -> Iterator[str]:
         yield f"Ray is not started by {START} without --block: {start}"
     stop = manifest.container["lifecycle"]["preStop"]["exec"]["command"]
     try:
-        if parse_ray(shlex.split(manifest.ray_start()))[1]["node_ip_address"] != "127.0.0.1":
-            yield "Ray listens on the Pod's address"
+        address = parse_ray(shlex.split(manifest.ray_start()))[1]["node_ip_address"]
+        if address != (None if manifest.workers else "127.0.0.1"):
+            yield f"Ray listens on {address}, and " + (
+                "other Pods join" if manifest.workers else "not on loopback: Pod's address"
+            )
         name, given = parse_tandem(shlex.split(up)[1:])
         if (name, str(given["config"]), given["address"]) != ("up", f"/etc/tandem/{CONFIG}", "${RAY_ADDRESS}"):
             yield f"not the ConfigMap's configuration on KubeRay's Ray: {up}"
@@ -229,7 +274,41 @@ def _of_rights(manifest: Manifest) -> Iterator[str]:
             yield f"{container['name']}: securityContext must be {wanted}"
         if container["image"] != f"tandem:{VERSION}-cuda13":
             yield f"{container['name']}: the Dockerfile makes tandem:{VERSION}-cuda13"
-    limits, config = manifest.container["resources"]["limits"], manifest.config()
-    gpus = config.num_islands * (config.island.num_prefill + config.island.num_decode)
-    if limits["nvidia.com/gpu"] != str(gpus) or manifest.container["resources"]["requests"] != limits:
-        yield f"resources: {gpus} GPUs are needed, and requests must be as limits"
+
+
+def _of_workers(manifest: Manifest, config: ClusterConfig) -> Iterator[str]:
+    """Of a worker group."""
+    if manifest.script != f'eval "exec ${{{START}}}"':
+        yield f"a worker's Ray is not started by {START}: {manifest.script}"
+    group, container = manifest.group, manifest.container
+    name, given = parse_ray(shlex.split(manifest.ray_start(address="head:6379")))
+    raylet = {port["name"]: port["containerPort"] for port in container["ports"]}.get("raylet")
+    if (name, given["node_manager_port"]) != ("start", raylet):
+        yield f"the port raylet is {raylet}, and Ray's node is at {given['node_manager_port']}"
+    if container["livenessProbe"].get("tcpSocket") != {"port": "raylet"}:
+        yield "livenessProbe must ask Ray's node, as the gateway ends with `tandem up`"
+    ready = container["readinessProbe"]["httpGet"]
+    if ready != {"path": READY, "port": "monitor", "scheme": "HTTPS"}:
+        yield f"a worker's readinessProbe asks {ready}; it must ask {READY}"
+    if not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
+        yield "replicas must be between minReplicas and maxReplicas"
+    if config.gateway.nodes != "all" or config.island.network != "node":
+        yield "gateway.nodes must be all, and island.network node"
+    if config.ray.min_hosts != group["replicas"]:
+        yield f"ray.min_hosts is {config.ray.min_hosts}, and there are {group['replicas']} replicas"
+
+
+def _of_gpus(manifest: Manifest, config: ClusterConfig) -> Iterator[str]:
+    each = config.island.num_prefill + config.island.num_decode
+    groups = manifest.workers or [manifest]
+    there = 0
+    for one in groups:
+        resources = one.container["resources"]
+        if resources["requests"] != resources["limits"]:
+            yield "resources: requests must be as limits"
+        gpus = int(resources["limits"].get(GPU, 0))
+        there += gpus * one.group.get("replicas", 1)
+        if manifest.workers and (gpus % each or config.island.node_resources.get("GPU") != gpus):
+            yield f"an island has {each} GPUs, and island.node_resources must have the GPU of a Pod: {gpus}"
+    if there != config.num_islands * each:
+        yield f"resources: {config.num_islands * each} GPUs are needed"

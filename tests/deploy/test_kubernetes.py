@@ -6,10 +6,12 @@ from tests.deploy.known import DEPLOY
 from tests.deploy.manifest import findings
 
 TEXT = (DEPLOY / "kubernetes" / "raycluster.yaml").read_text(encoding="utf-8")
+HOSTS = (DEPLOY / "kubernetes" / "raycluster-hosts.yaml").read_text(encoding="utf-8")
 
 
-def test_the_manifest_is_true() -> None:
-    assert findings(TEXT) == []
+@pytest.mark.parametrize("text", [TEXT, HOSTS])
+def test_the_manifest_is_true(text: str) -> None:
+    assert findings(text) == []
 
 
 @pytest.mark.parametrize(
@@ -55,4 +57,30 @@ def test_the_manifest_is_true() -> None:
 def test_an_error_in_it_is_found(before: str, after: str, finding: str) -> None:
     assert before in TEXT
     found = findings(TEXT.replace(before, after, 1))
+    assert any(finding in one for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "finding"),
+    [
+        ('_OSX_CLUSTER, value: "1"}', '_OSX_CLUSTER, value: "0"}', "must be 1 where Pods join"),
+        ("replicas: 2", "replicas: 3", "replicas must be between"),
+        ("min_hosts: 2", "min_hosts: 3", "ray.min_hosts is 3"),
+        ("num_islands: 2", "num_islands: 3", "6 GPUs are needed"),
+        ("{GPU: 2.0}", "{GPU: 1.0}", "the GPU of a Pod: 2"),
+        ("nodes: all", "nodes: launcher", "gateway.nodes must be all"),
+        ("network: node", "network: auto", "island.network node"),
+        ("groupName: gpus", "groupNames: gpus", "has no field headGroupSpec.groupNames"),
+        ("groupName: gpus", "groupName: gpus\n      hosts: 2", "no field workerGroupSpecs.hosts"),
+        ('node-manager-port: "6380"', 'node-manager-port: "6381"', "the port raylet is 6380"),
+        ("tcpSocket: {port: raylet}", "tcpSocket: {port: monitor}", "livenessProbe must ask Ray's node"),
+        ('eval "exec ${', 'eval "${', "a worker's Ray is not started"),
+        ("tandem}  # Pods of both kinds", "tandem, ray.io/node-type: head}", "each Pod with a gateway"),
+        ("    - from:\n        - podSelector:", "    - from:\n        - namespaceSelector:", "nobody else"),
+        ("include-dashboard:", "node-ip-address: 127.0.0.1\n      include-dashboard:", "other Pods join"),
+    ],
+)
+def test_an_error_in_the_one_of_several_hosts_is_found(before: str, after: str, finding: str) -> None:
+    assert before in HOSTS
+    found = findings(HOSTS.replace(before, after, 1))
     assert any(finding in one for one in found), found

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from socket import socket
 
 import httpx
 import psutil
@@ -22,6 +21,7 @@ from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.credentials import is_loopback
 from tests.deploy import dockerfile, manifest
 from tests.deploy.known import DEPLOY
+from tests.support.free_ports import free_ports
 from tests.support.http_client import COMPLETIONS
 from tests.support.waiting import until
 
@@ -68,16 +68,6 @@ class Container:
         return found
 
 
-def free_ports(count: int) -> list[str]:
-    sockets = [socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def certify(folder: Path) -> dict[str, str]:
     issued = trustme.CA().issue_cert("localhost", "127.0.0.1")
     certificate, key = folder / "tls.crt", folder / "tls.key"
@@ -89,7 +79,7 @@ def certify(folder: Path) -> dict[str, str]:
 
 def environment(folder: Path, model: Path, ray_folder: str) -> dict[str, str]:
     """What the image, the manifest and KubeRay give the container, and HERE."""
-    gcs, *others = free_ports(4)
+    gcs, *others = map(str, free_ports(4))
     names = ("dashboard-agent-listen-port", "metrics-export-port", "ray-client-server-port")
     options = dict(zip(names, others, strict=True))
     options |= {"port": gcs, "num-cpus": "2", "num-gpus": "0", "temp-dir": ray_folder}

@@ -18,11 +18,13 @@ import torch
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.worker import Worker
+from tests.cluster.scripted_model import named_events
 from tests.support.client_requests import complete, text_of, tokens_of
 from tests.support.http_client import CHATS, COMPLETIONS, GREEDY, answer, chunks, get, post, refused
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
+RESPONSES = "/v1/responses"
 PROMPT = "The cache keeps keys and values in pages."
 CHAT = [{"role": "user", "content": "Where is the page?"}]
 
@@ -228,6 +230,24 @@ def test_logprobs_of_chats(island: Island, tokenizer: Tokenizer) -> None:
         assert {"token", "logprob", "bytes"} == set(entry["top_logprobs"][0])
     without = only_choice(answer(island.http, CHATS, **asked))["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in without] == [[]] * 6
+
+
+def test_logprobs_of_responses(island: Island) -> None:
+    """Those of a chat, in the whole answer and piece by piece in its events."""
+    common: dict[str, Any] = {"top_logprobs": 3, **GREEDY}
+    chat = answer(island.http, CHATS, messages=CHAT, max_tokens=6, logprobs=True, **common)
+    expected = only_choice(chat)["logprobs"]["content"]
+    asked: dict[str, Any] = {"input": CHAT, "max_output_tokens": 6, "include": ["message.output_text.logprobs"]}
+    whole = answer(island.http, RESPONSES, **asked, **common)
+    assert whole["output"][0]["content"][0]["logprobs"] == expected
+    assert whole["top_logprobs"] == 3
+    events = named_events(post(island.http, RESPONSES, {**asked, **common, "stream": True}))
+    pieces = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert len(pieces) > 1
+    assert [entry for piece in pieces for entry in piece] == expected
+    (done,) = (event for event in events if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == expected
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == expected
 
 
 def test_draws_are_those_of_the_other_frontend(island: Island) -> None:

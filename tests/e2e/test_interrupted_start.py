@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.launched import Launched, free_ports
+from tests.chaos.launched import Launched
 from tests.chaos.ray_storm import SETTINGS
+from tests.support.free_ports import free_ports
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", ["GCS", "process host"])
 def test_a_start_is_interrupted(part: str, small_model: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(small_model)
-    starting = Launched(tmp_path / "model", f"interrupted-{os.getpid()}", free_ports(), SETTINGS)
+    starting = Launched(tmp_path / "model", f"interrupted-{os.getpid()}", free_ports(2), SETTINGS)
     starting.interrupt(part, 0.2)

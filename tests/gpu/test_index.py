@@ -1,5 +1,6 @@
 """Index keys in 16 bits on a GPU: a step in graph buffers gives what an eager one gives, and what is pushed arrives."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,7 +65,9 @@ def draw(num_tokens: int, seed: int) -> Inputs:
     return [(rows(HEADS, 128 + ROTATED), rows(RANK), rows(RANK + ROTATED)[:, RANK:], of) for of in (choice, None)]
 
 
+@functools.cache
 def up() -> UpProjections:
+    """Made once: a capture takes no new generator."""
     generator = torch.Generator("cuda").manual_seed(0)
     return UpProjections(
         (torch.randn(HEADS, 256, RANK, generator=generator, device="cuda") * RANK**-0.5).to(DTYPE), LATENT_HEADS

@@ -64,10 +64,10 @@ def any_generation_is_granted(patch: pytest.MonkeyPatch) -> None:
 def any_epoch_is_granted(patch: pytest.MonkeyPatch) -> None:
     check = Grants.check
 
-    def checked(self: Grants, reservation: Any, num_tokens: int) -> Any:
+    def checked(self: Grants, reservation: Any, num_tokens: int, border: int) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self._transport, "epoch", reservation.epoch)
-            return check(self, reservation, num_tokens)
+            return check(self, reservation, num_tokens, border)
 
     patch.setattr(Grants, "check", checked)
 

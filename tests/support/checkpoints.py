@@ -358,7 +358,8 @@ def sizes_on_gpu(family: str) -> dict[str, int]:
     if family.startswith("deepseek"):
         # transformers takes the width of RoPE from head_dim in V3, from qk_rope_head_dim in V2.
         rotated = {"qk_rope_head_dim": 64, "head_dim": 64}
-        return {"kv_lora_rank": 512, **rotated, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        index = {"index_head_dim": 128, "index_n_heads": 64} if family == "deepseek_v32" else {}
+        return {"kv_lora_rank": 512, **rotated, "qk_nope_head_dim": 128, "v_head_dim": 128, **index}
     return {"head_dim": 96 if family == "phi3-head-dim" else 64, "hidden_size": 256}
 
 

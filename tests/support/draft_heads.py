@@ -2,19 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import make_model
 
 VOCAB, DRAFT_VOCAB = 199, 60
 
 
-def save_mtp(folder: Path) -> Path:
-    """A DeepSeek-V3 of two layers, and one for multi-token prediction."""
-    save_checkpoint("deepseek_v3", folder)
+def save_mtp(folder: Path, **changes: Any) -> Path:
+    """A DeepSeek-V3 of two layers, and one for multi-token prediction. changes: of its configuration."""
+    make_model("deepseek_v3", **changes).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(4)
 
@@ -36,11 +37,11 @@ def save_mtp(folder: Path) -> Path:
     return folder
 
 
-def save_eagle3(folder: Path, *, whole_vocab: bool) -> dict[str, Tensor]:
-    """A head for llama-shaped targets of `COMMON`; its tensors."""
+def save_eagle3(folder: Path, *, whole_vocab: bool, hidden: int = 64, head_dim: int = 16) -> dict[str, Tensor]:
+    """A head for llama-shaped targets of `COMMON`, or of these sizes; its tensors."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(6)
-    hidden, inner, rows = 64, 48, {"q": 64, "k": 32, "v": 32}
+    inner, rows = 48, {"q": 4 * head_dim, "k": 2 * head_dim, "v": 2 * head_dim}
     drafts = VOCAB if whole_vocab else DRAFT_VOCAB
 
     def drawn(*shape: int) -> Tensor:
@@ -48,7 +49,7 @@ def save_eagle3(folder: Path, *, whole_vocab: bool) -> dict[str, Tensor]:
 
     tensors = {f"midlayer.self_attn.{name}_proj.weight": drawn(count, 2 * hidden) for name, count in rows.items()}
     tensors |= {
-        "midlayer.self_attn.o_proj.weight": drawn(hidden, 64),
+        "midlayer.self_attn.o_proj.weight": drawn(hidden, 4 * head_dim),
         "midlayer.mlp.gate_proj.weight": drawn(inner, hidden),
         "midlayer.mlp.up_proj.weight": drawn(inner, hidden),
         "midlayer.mlp.down_proj.weight": drawn(hidden, inner),
@@ -70,7 +71,7 @@ def save_eagle3(folder: Path, *, whole_vocab: bool) -> dict[str, Tensor]:
         "intermediate_size": inner,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "num_hidden_layers": 1,
         "vocab_size": VOCAB,
         "draft_vocab_size": drafts,

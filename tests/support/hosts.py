@@ -40,7 +40,7 @@ class Hosts:
     def __init__(self, count: int, home: Path, *, remembers: bool = False) -> None:
         """home: of the user on all hosts. A short path: sockets lie in it. remembers: Ray's GCS stores what it
         knows."""
-        self._home = home
+        self.home = home
         self._stored = home / "gcs" if remembers else None
         self._gcs_command: list[str] = []
         self._gcs: subprocess.Popen[bytes] | None = None
@@ -76,7 +76,7 @@ class Hosts:
         ray["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"
         if self._stored is not None:
             ray |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._stored)}
-        return known | ray | {"HOME": str(self._home)}
+        return known | ray | {"HOME": str(self.home)}
 
     @property
     def ray(self) -> str:
@@ -86,7 +86,7 @@ class Hosts:
         """Its head on the first host."""
         if self._stored is not None:
             self._stored.mkdir(exist_ok=True)
-        head = ["--head", f"--port={self._ray_port}", "--include-dashboard=false", f"--temp-dir={self._home / 'ray'}"]
+        head = ["--head", f"--port={self._ray_port}", "--include-dashboard=false", f"--temp-dir={self.home / 'ray'}"]
         where = head if host == 0 else [f"--address={self.ray}"]
         options = [f"--node-ip-address={self.addresses[host]}", f"--num-cpus={cpus}"]
         store = f"--object-store-memory={STORE_BYTES}"

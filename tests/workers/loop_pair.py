@@ -56,6 +56,9 @@ class Collected(TokenFanout):
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, FinishReason | WorkerError] = {}
 
+    def hold(self, updates: list[TokenUpdate]) -> None:
+        self.publish(updates)
+
     def publish(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
             if update.run.token_ids:

@@ -99,11 +99,13 @@ class Decodes:
         salt: bytes = b"",
         whole: bool = False,
         sliding: SlidingWindow | None = None,
+        encoder_len: int = 0,
     ) -> Reservation:
         """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
         if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
-        return self._reservations.prepare(request_id, token_ids, max_tokens, writer_pe, salt, whole, sliding)
+        prepare = self._reservations.prepare
+        return prepare(request_id, token_ids, max_tokens, writer_pe, salt, whole, sliding, encoder_len)
 
     def start(
         self,
@@ -124,8 +126,8 @@ class Decodes:
             return
         self._awaiting.append(request)
         if self._runner.overlaps and len(self._reservations) == 1 and not params.changes_logits:  # there is time
-            sampling, first = SampleBatch.from_params([params]), np.array([len(request.prompt) + 1])
-            self._runner.foresee((request.sequence_id,), sampling, first)
+            first = np.array([len(request.prompt) + 1])
+            self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
@@ -161,7 +163,6 @@ class Decodes:
         self._fanout.publish([TokenUpdate(request.token_stream, run, prefilled)])
 
     def failed(self, request: DecodeRequest, error: WorkerError) -> None:
-        """The forward of its prompt failed."""
         self._fail(request, error)
 
     @property
@@ -213,6 +214,7 @@ class Decodes:
         """
         steps = self._steps
         if step is None and steps.behind is None:
+            self._fanout.publish([])
             self._delivered, self._prompt_tokens = None, 0
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
@@ -228,6 +230,7 @@ class Decodes:
                 if step is not None:
                     launched = self._launched(step, self._runner.step(*step) if forward is None else forward(step))
                 steps.launched(launched, overlaps=self._runner.overlaps)
+            self._fanout.publish([])  # what a verify step has held
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
         except Exception as error:
@@ -251,11 +254,8 @@ class Decodes:
         """Gives a row to every started request whose KV has come."""
         mailbox = self._reservations.mailbox()
         received = received_tokens(mailbox, self._awaiting).tolist()
-        complete = [
-            request
-            for request, tokens in zip(self._awaiting, received, strict=True)
-            if tokens >= request.expected_tokens
-        ]
+        awaited = zip(self._awaiting, received, strict=True)
+        complete = [request for request, tokens in awaited if tokens >= request.expected_tokens]
         joining, updates = [], []
         for request in complete:
             assert request.token_stream is not None
@@ -283,8 +283,7 @@ class Decodes:
         pending = None
         if len(requests) == 1 and not len(self._rows) and self._steps.behind is None:
             try:
-                tokens = np.array(requests[0].output, np.int64)
-                pending = self._runner.step_foreseen((requests[0].sequence_id,), tokens)
+                pending = self._runner.step_foreseen((requests[0].sequence_id,), np.array(requests[0].output, np.int64))
             except Exception as error:
                 self._fail_all(error)
                 return
@@ -302,8 +301,7 @@ class Decodes:
             raise LogitsNotFinite(request.request_id, len(request.prompt))
         request.begin(token)
         reason = request.rule.reason(token, 1)
-        if reason != FinishReason.RUNNING:
-            self._publish_prompts([request])
+        self._publish_prompts([] if reason == FinishReason.RUNNING else [request])
         return reason
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
@@ -325,9 +323,9 @@ class Decodes:
             samples = in_flight.pending.wait()
         finally:
             self._steps.done(in_flight)
-        now, before = self._clock(), self._delivered
-        if before is not None:
-            self._scheduler.pace.measured(now - before, in_flight.prompt_tokens)
+        now = self._clock()
+        if self._delivered is not None:
+            self._scheduler.pace.measured(now - self._delivered, in_flight.prompt_tokens)
         self._delivered, runs = now, in_flight.runs(samples)
         if isinstance(in_flight, Verification):
             self._speculation.settle(in_flight, runs, self._cache)
@@ -352,7 +350,8 @@ class Decodes:
             self._rows.leave(leaving)
             for request in leaving:
                 self._end(request, writer_quiet=True)
-        self._fanout.publish(updates)
+        held = isinstance(in_flight, Verification) and len(self._rows) and not leaving  # behind the next launch
+        (self._fanout.hold if held else self._fanout.publish)(updates)
         if failed:
             self._fail_rows(failed)
 

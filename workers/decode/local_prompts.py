@@ -49,6 +49,8 @@ class LocalPrompts:
             request,
             destination=self,
             salt=request.salt,
+            encoder_len=request.encoder_len,
+            border=request.border,
             num_output=request.num_output,
             constraint=request.constraint,
             gatherer=request.gatherer,

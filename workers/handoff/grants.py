@@ -25,9 +25,9 @@ class Grants:
         self._inbox = RecallInbox(transport)
         self._latest: dict[tuple[int, int], int] = {}  # (receiver, slot) → generation
 
-    def check(self, reservation: Reservation, num_tokens: int) -> PositionMap:
-        """Where the KV of a prompt of num_tokens goes. Raises StaleEpoch, StaleReservation, InvalidCall or
-        InvalidPositionMap unless this worker may write for the reservation."""
+    def check(self, reservation: Reservation, num_tokens: int, border: int = 0) -> PositionMap:
+        """Where the KV of a prompt of num_tokens goes. border: see decode_map. Raises StaleEpoch, StaleReservation,
+        InvalidCall or InvalidPositionMap unless this worker may write for the reservation."""
         transport = self._transport
         if reservation.epoch != transport.epoch:
             self._counters.stale_calls += 1
@@ -59,6 +59,7 @@ class Grants:
             num_pages=transport.num_pages,
             expected_start=reservation.matched_tokens,
             expected_tokens=num_tokens - reservation.matched_tokens,
+            border=border,
         )
         if not reservation.authentic:  # comes last: what the other checks can say is more to the point
             raise InvalidCall("reservation.seal does not fit: it is not as a decode worker of this island made it")

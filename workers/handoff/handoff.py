@@ -85,9 +85,9 @@ class Handoff:
         ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
         return not ended and request_id not in self._requests
 
-    def check(self, reservation: Reservation, num_tokens: int) -> PositionMap:
+    def check(self, reservation: Reservation, num_tokens: int, border: int = 0) -> PositionMap:
         """See Grants.check."""
-        return self._grants.check(reservation, num_tokens)
+        return self._grants.check(reservation, num_tokens, border)
 
     def lease(self, reservation: Reservation) -> Lease:
         """That of a request; it runs until attend()."""

@@ -101,6 +101,7 @@ class Reservations:
         salt: bytes = b"",
         whole: bool = False,
         sliding: SlidingWindow | None = None,
+        encoder_len: int = 0,
     ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
@@ -119,8 +120,8 @@ class Reservations:
         longest = max(self._longest_append, min(len(token_ids), self._max_batch_tokens if local else 0))
         if sliding is not None:
             capacity = min(capacity, self._slid_length(sliding, len(token_ids) if local else 0))
-        pages = self._cache.num_pages_needed(capacity, longest)
-        shortage = self._cache.shortage(capacity, longest)
+        pages = self._cache.num_pages_needed(capacity, longest, encoder_len)
+        shortage = self._cache.shortage(capacity, longest, encoder_len)
         if shortage is not None:
             raise InvalidCall(
                 f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
@@ -138,6 +139,7 @@ class Reservations:
             salt,
             matches,
             sliding,
+            encoder_len,
         )
         self._counters.reservations += 1
         self._requests[request_id] = request
@@ -257,16 +259,17 @@ class Reservations:
         salt: bytes,
         matches: bool,
         sliding: SlidingWindow | None,
+        encoder_len: int,
     ) -> DecodeRequest:
         """reach: how long the sequence may become, and the longest append of one forward."""
         cache, sequence_id, own_pe = self._cache, self._ids.take(), self._transport.pe
-        cache.add_sequence(sequence_id)
+        cache.add_sequence(sequence_id, encoder_len)
         try:
             matched = cache.match_prefix(sequence_id, token_ids, salt) if matches else 0
             if sliding is not None and writer_pe != own_pe:
                 cache.enable_sliding_window(sequence_id, sliding.window, sliding.sinks)
             cache.reserve(sequence_id, *reach)
-            if writer_pe > own_pe and not cache.has_room(cache.max_sequence_length, self._max_batch_tokens):
+            if writer_pe > own_pe and not self._has_room_for_longest():
                 raise NoRoom(f"no room for request {request_id!r}: what is left is for a prompt of a peer")
             signal = None if writer_pe == own_pe else self._signals.acquire()
         except BaseException as error:
@@ -285,8 +288,17 @@ class Reservations:
             max_tokens=max_tokens,
             received=signal is None,
             salt=salt,
+            encoder_len=encoder_len,
+            border=cache.border(sequence_id),
             sliding=sliding,
         )
+
+    def _has_room_for_longest(self) -> bool:
+        """Whether a prompt of the greatest length has room; with an encoder, whichever half has most of it."""
+        cache = self._cache
+        longest, most = cache.max_sequence_length, self._max_batch_tokens
+        halves = (0, longest) if cache.layout.has_encoder else (0,)
+        return all(cache.has_room(longest, most, encoder_len) for encoder_len in halves)
 
     def _slid_length(self, sliding: SlidingWindow, prompt: int) -> int:
         """The most indices that a sequence takes up which slides once it has a prompt of so many tokens: see

@@ -59,6 +59,14 @@ class CachedAttention(Protocol):
         ...
 
 
+class EncoderStore(Protocol):
+    """The cache in a forward of an encoder."""
+
+    def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keeps K and V [T, Hkv, D] of the encoder's positions, as they are, for CachedAttention.read later."""
+        ...
+
+
 AttentionBlock = Callable[[Tensor, int, CachedAttention], Tensor]
 """(x [T, hidden], layer, cached) -> o [T, num_heads · head_dim]."""
 

@@ -91,6 +91,10 @@ class ModelConfig:
     weight_prefix: tuple[str, str] = ("", "")  # of the weight names that are read, and what it stands for
     weight_renames: tuple[tuple[str, str], ...] = ()  # patterns of weight names, and what stands for them here
     skipped_weights: tuple[str, ...] = ()  # prefixes of others, of a part that is not served
+    weight_root: str = "model"  # what the weight names of its layers begin with
+    self_attn_norms: bool = False  # in weight names the norms around attention are those of self_attn
+    encoder: "ModelConfig | None" = None  # each layer attends to its output, too; its own eos and head mean nothing
+    decoder_start_token_id: int | None = None  # with an encoder: what the decoder begins with
     num_extra_layers: int = 0  # layers behind the others that a checkpoint may hold, and that are not served
     shard: Shard = WHOLE  # whose heads and columns the numbers above count, see shard_config
 
@@ -137,16 +141,29 @@ class ModelConfig:
     def max_length(self) -> int:
         """Most positions of a sequence. With dynamic RoPE max_position_embeddings is where the scaling begins."""
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
-        return int(self.max_position_embeddings * stretch)
+        encoded = 0 if self.encoder is None else self.encoder.max_length
+        return encoded + int(self.max_position_embeddings * stretch)
+
+    def max_encoder_tokens(self, max_batch_tokens: int, page_size: int) -> int:
+        """The longest prompt of the encoder, which one forward computes as whole pages; 0 without an encoder."""
+        if self.encoder is None:
+            return 0
+        return min(self.encoder.max_position_embeddings, max_batch_tokens // page_size * page_size)
 
     @property
     def cannot_slide(self) -> str:
         """Why its sequences cannot slide; empty where they can."""
         if self.latent is not None:
             return "the model keeps latents"
+        if self.encoder is not None:
+            return "the model has an encoder"
         if any(keeps.drops_past for keeps in self.layer_spans):
             return "the model has layers with windows or chunks"
         return f"the model's RoPE is {self.rope.rope_type}, by length" if self.rope.by_length else ""
+
+    @property
+    def lm_head_name(self) -> str:
+        return "lm_head.weight" if self.encoder is None else "lm_head.out_proj.weight"
 
     def stored_head_dim(self, head_dim: int) -> int:
         """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. Behind head_dim there are zeros."""

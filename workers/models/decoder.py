@@ -1,19 +1,31 @@
 """The pre-norm decoder that all families share: norms, attention and a feed-forward in every layer."""
 
+import dataclasses
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan.rope import RotaryEmbedding
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear
 from tandem.workers.kernels.choice import choose_fused_gemms, choose_layer_kernels
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
-from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, prepare_attention
+from tandem.workers.models.attention import (
+    AttentionBlock,
+    CachedAttention,
+    EncoderStore,
+    GroupedQueryAttention,
+    prepare_attention,
+)
+from tandem.workers.models.blocks.bidirectional import Bidirectional
+from tandem.workers.models.blocks.cross_attention import CrossAttention
 from tandem.workers.models.blocks.experts_beside import ExpertsBeside
 from tandem.workers.models.blocks.layer_inputs import LayerTail, PerLayerInputs
 from tandem.workers.models.config import ModelConfig
@@ -48,6 +60,7 @@ class DecoderLayer:
     feed_forward: FeedForward
     beside: ExpertsBeside | None = None
     tail: LayerTail | None = None
+    cross: CrossAttention | None = None
 
 
 class DenseDecoder:
@@ -77,6 +90,10 @@ class DenseDecoder:
         self._per_layer: PerLayerInputs | None = None
         if parameters.per_layer is not None:
             self._per_layer = PerLayerInputs(config, parameters.per_layer, self._kernels)
+        self._encoder: Encoder | None = None
+        if parameters.encoder is not None and config.encoder is not None:
+            self._encoder = Encoder(config.encoder, DenseDecoder(config.encoder, parameters.encoder, self._kernels))
+            parameters = dataclasses.replace(parameters, encoder=None)  # whose norms have their offset
         for name, weight in named_weights(config, parameters).items():
             if is_norm(name):
                 weight.add_(config.norm_offset)
@@ -112,8 +129,9 @@ class DenseDecoder:
                 return self._cap(logits)
         return self.logits(self._hidden(token_ids, x, cached, last_rows))
 
-    def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor) -> Tensor:
-        """What logits() takes, [n, hidden_size], of rows `rows` (int64 [n]) of the packed tokens; else as forward()."""
+    def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor | None) -> Tensor:
+        """What logits() takes, [n, hidden_size], of rows `rows` (int64 [n]; None: all) of the packed tokens; else as
+        forward()."""
         return self._hidden(token_ids, self.embed(token_ids), cached, rows)
 
     def tapped(
@@ -150,10 +168,15 @@ class DenseDecoder:
             o = layer.attention(normed, index, cached)
             if last_rows is not None and last_rows.shape[0] == 0 and index == last - self.config.num_readers:
                 return x[:0]  # all K and V are kept
+            project, behind = layer.o, layer.norms.behind_attention
+            if layer.cross is not None:
+                delta = self._norm_if(project(o), behind)
+                o = layer.cross(kernels.add_rms_norm(x, delta, layer.cross.before, eps), cached)
+                project, behind = layer.cross.o, layer.cross.behind
             if last_rows is not None and index == last:  # from here on only last_rows matter
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
                 inputs = None if inputs is None else inputs.index_select(0, last_rows)
-            delta = self._norm_if(layer.o(o), layer.norms.behind_attention)
+            delta = self._norm_if(project(o), behind)
             delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.norms.before_feed_forward, eps))
             if layer.beside is not None:
                 delta = layer.beside(x, delta)
@@ -162,6 +185,15 @@ class DenseDecoder:
                 layer.tail(x, delta, None if inputs is None else inputs[:, index])
                 delta = None
         return kernels.add_rms_norm(x, delta, self._final_norm, eps)
+
+    def encode(self, token_ids: Tensor, lengths: Sequence[int], borders: Sequence[int], cached: EncoderStore) -> None:
+        """Stores what an encoder's output means to each layer. token_ids: int64 [Σ lengths], of whole prompts; borders:
+        positions that each takes up, padding included. Only where the config has an encoder."""
+        assert self._encoder is not None, "the model has no encoder"
+        encoded = self._encoder(token_ids, lengths, borders)
+        for layer in self._layers:
+            assert layer.cross is not None
+            layer.cross.store(encoded, cached)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden_size], a new tensor, of int64 [T]."""
@@ -189,4 +221,23 @@ def prepare_layer(config: ModelConfig, index: int, layer: LayerParameters, kerne
         beside = ExpertsBeside(config, config.moe, layer.beside, kernels)
     if layer.per_layer is not None or layer.scalar is not None:
         tail = LayerTail(config, layer, kernels)
-    return DecoderLayer(layer.norms, attention, o, feed_forward, beside, tail)
+    cross = None if layer.cross is None else CrossAttention(config, index, layer.cross)
+    return DecoderLayer(layer.norms, attention, o, feed_forward, beside, tail, cross)
+
+
+class Encoder:
+    """decoder: that of the encoder's layers, whose logits nobody asks for."""
+
+    def __init__(self, config: ModelConfig, decoder: DenseDecoder) -> None:
+        self._config, self._decoder = config, decoder
+        self._rotary = RotaryEmbedding(config.rope, config.max_position_embeddings, decoder.device, config.dtype)
+
+    def __call__(self, token_ids: Tensor, lengths: Sequence[int], borders: Sequence[int]) -> Tensor:
+        """Its output [Σ borders, H], 0 where that is padding. See DenseDecoder.encode."""
+        ends = np.cumsum(borders)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        rows = positions + np.repeat(ends - np.array(borders), lengths)
+        of_prompts, rows_of = upload([positions, rows], self._decoder.device)
+        attention = Bidirectional(self._config, self._rotary, lengths, of_prompts)
+        hidden = self._decoder.hidden(token_ids, attention, None)
+        return hidden.new_zeros(int(ends[-1]), hidden.shape[1]).index_copy_(0, rows_of, hidden)

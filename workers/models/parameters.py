@@ -115,6 +115,17 @@ class LayerNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossParameters:
+    """Attention to an encoder's output of He numbers; the norms before and behind are [H]."""
+
+    q: Linear  # [Hq·D, H]
+    kv: Linear  # [2·Hkv·D, He]: the rows of k, then v
+    o: Linear  # [H, Hq·D]
+    before: Tensor
+    behind: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParameters:
     """One layer. I intermediate, H hidden. A tensor is None where the model has none."""
 
@@ -125,6 +136,7 @@ class LayerParameters:
     per_layer: PerLayerParameters | None = None
     scalar: Tensor | None = None  # [1], by which the output is multiplied
     hyper: tuple[HyperParameters, HyperParameters] | None = None  # of attention and feed-forward
+    cross: CrossParameters | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +152,7 @@ class DecoderParameters:
     lm_head: Tensor
     per_layer: PerLayerTables | None = None
     hyper_head: HyperParameters | None = None
+    encoder: "DecoderParameters | None" = None  # whose lm_head is its embedding
 
 
 def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderParameters:
@@ -153,6 +166,7 @@ def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderPar
         lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
         per_layer=None if config.per_layer is None else _allocate_tables(config, config.per_layer, new, new_norm),
         hyper_head=None if config.hyper is None else allocate_head(config.hyper, config.hidden_size, device),
+        encoder=None if config.encoder is None else allocate_parameters(config.encoder, device),
     )
 
 
@@ -197,6 +211,19 @@ def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Al
         per_layer=None if config.per_layer is None else _allocate_per_layer(config, config.per_layer, new, new_norm),
         scalar=new.when(config.layer_scalars, 1),
         hyper=None if config.hyper is None else allocate_hyper(config.hyper, hidden, new.device),
+        cross=None if config.encoder is None else _allocate_cross(config, config.encoder, new, new_norm),
+    )
+
+
+def _allocate_cross(config: ModelConfig, encoder: ModelConfig, new: Allocator, new_norm: Allocator) -> CrossParameters:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    return CrossParameters(
+        q=new.linear(q_rows, hidden, biased=False),
+        kv=new.linear(2 * kv_rows, encoder.hidden_size, biased=False),
+        o=new.linear(hidden, q_rows, biased=False),
+        before=new_norm(hidden),
+        behind=new_norm(hidden),
     )
 
 

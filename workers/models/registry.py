@@ -21,6 +21,7 @@ from tandem.workers.models.families import (
     mistral,
     phi3,
     qwen,
+    t5gemma,
 )
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
@@ -44,6 +45,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
         "Qwen2ForCausalLM": qwen.read_qwen2,
         "Qwen3ForCausalLM": qwen.read_qwen3,
         "Qwen3MoeForCausalLM": qwen.read_qwen3_moe,
+        "T5GemmaForConditionalGeneration": t5gemma.read_t5gemma,
     }
 )
 
@@ -62,10 +64,15 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
         if dtype not in DTYPES:
             raise InvalidConfig(f"dtype is {dtype!r}; it must be auto or one of {', '.join(DTYPES)}")
         config = dataclasses.replace(config, dtype=DTYPES[dtype])
+        if config.encoder is not None:
+            config = dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, dtype=config.dtype))
     generation = folder / "generation_config.json"
     if generation.exists():
-        eos = Fields.from_file(generation).integers("eos_token_id")
-        config = dataclasses.replace(config, eos_token_ids=eos or config.eos_token_ids)
+        fields = Fields.from_file(generation)
+        config = dataclasses.replace(config, eos_token_ids=fields.integers("eos_token_id") or config.eos_token_ids)
+        starts = (*fields.integers("decoder_start_token_id"), *fields.integers("bos_token_id"))
+        if config.encoder is not None and starts:
+            config = dataclasses.replace(config, decoder_start_token_id=starts[0])
     return config
 
 

@@ -19,6 +19,7 @@ from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.parameters import (
     AttentionParameters,
     BesideParameters,
+    CrossParameters,
     DecoderParameters,
     GatedParameters,
     IndexParameters,
@@ -28,7 +29,6 @@ from tandem.workers.models.parameters import (
     MoeParameters,
 )
 
-LM_HEAD = "lm_head.weight"
 NORM = re.compile(r"norm(?:_\d)?\.weight$")
 FACTORS = ("layer_scalar", "router.scale", "router.per_expert_scale")
 Parts = tuple[tuple[str, int], ...]
@@ -42,9 +42,12 @@ def named_weights(
 
     stored: the names that the checkpoint has; they decide where there is more than one layout of a family.
     """
-    weights = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
+    root = config.weight_root
+    weights = {f"{root}.embed_tokens.weight": parameters.embedding, f"{root}.norm.weight": parameters.final_norm}
     if parameters.lm_head is not parameters.embedding:
-        weights[LM_HEAD] = parameters.lm_head
+        weights[config.lm_head_name] = parameters.lm_head
+    if parameters.encoder is not None and config.encoder is not None:
+        weights |= named_weights(config.encoder, parameters.encoder, stored)
     joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
     if parameters.per_layer is not None:
         weights["model.embed_tokens_per_layer.weight"] = parameters.per_layer.embedding
@@ -53,7 +56,7 @@ def named_weights(
     if parameters.hyper_head is not None:
         weights |= hyper_head_weights(parameters.hyper_head)
     for index, layer in enumerate(parameters.layers):
-        weights.update(layer_weights(config, index, layer, f"model.layers.{index}", joined))
+        weights.update(layer_weights(config, index, layer, f"{root}.layers.{index}", joined))
     return weights
 
 
@@ -79,6 +82,8 @@ def layer_weights(
     if layer.beside is not None and config.moe is not None:
         weights.update(_beside_weights(config, config.moe, layer.beside, prefix))
     weights.update(_tail_weights(layer, prefix))
+    if layer.cross is not None:
+        weights.update(_cross_weights(layer.cross, prefix))
     return weights
 
 
@@ -115,11 +120,14 @@ def is_factor(name: str) -> bool:
 
 
 def _norm_weights(config: ModelConfig, norms: LayerNorms, prefix: str) -> dict[str, Tensor]:
-    post_norm = "pre_feedforward_layernorm" if config.out_norms else "post_attention_layernorm"
+    before, behind = "input_layernorm", "post_attention_layernorm"
+    post_norm = "pre_feedforward_layernorm" if config.out_norms else behind
+    if config.self_attn_norms:
+        before, behind = "pre_self_attn_layernorm", "post_self_attn_layernorm"
     return _existing(
         {
-            f"{prefix}.input_layernorm.weight": norms.before_attention,
-            f"{prefix}.post_attention_layernorm.weight": norms.behind_attention,
+            f"{prefix}.{before}.weight": norms.before_attention,
+            f"{prefix}.{behind}.weight": norms.behind_attention,
             f"{prefix}.{post_norm}.weight": norms.before_feed_forward,
             f"{prefix}.post_feedforward_layernorm.weight": norms.behind_feed_forward,
         }
@@ -216,6 +224,17 @@ def _tail_weights(layer: LayerParameters, prefix: str) -> dict[str, Tensor]:
     weights[f"{prefix}.post_per_layer_input_norm.weight"] = layer.per_layer.norm
     weights |= _linear(f"{prefix}.per_layer_input_gate", layer.per_layer.gate)
     return weights | _linear(f"{prefix}.per_layer_projection", layer.per_layer.projection)
+
+
+def _cross_weights(cross: CrossParameters, prefix: str) -> dict[str, Tensor]:
+    attention, rows = f"{prefix}.cross_attn", cross.kv.weight.shape[0] // 2
+    return {
+        f"{prefix}.pre_cross_attn_layernorm.weight": cross.before,
+        f"{prefix}.post_cross_attn_layernorm.weight": cross.behind,
+        **_linear(f"{attention}.q_proj", cross.q),
+        **_linear(f"{attention}.o_proj", cross.o),
+        **_split_linear(attention, cross.kv, (("k_proj", rows), ("v_proj", rows))),
+    }
 
 
 def _existing(weights: dict[str, Tensor | None]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
 from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.models.sharding import slices_of
-from tandem.workers.models.weight_names import LM_HEAD, is_factor, is_norm, named_weights
+from tandem.workers.models.weight_names import is_factor, is_norm, named_weights
 
 INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")
@@ -204,7 +204,7 @@ def _allocate(
     InvalidWeights names what is missing, unknown or misshapen. A head that is stored gets a weight of its own even
     where embeddings are to be tied: it may be another, and transformers then serves it.
     """
-    if LM_HEAD in stored:
+    if config.lm_head_name in stored:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     _check_number(stored, config)
     try:

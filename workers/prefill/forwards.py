@@ -8,7 +8,8 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.requests.prompt import Prompt
-from tandem.workers.runner.model_runner import ModelRunner, PromptChunks, Scored
+from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
+from tandem.workers.sampling.prompt_logprobs import Scored
 from tandem.workers.scheduling.batch import Chunk
 
 PromptForward = Callable[[PromptChunks], Tensor]

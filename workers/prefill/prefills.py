@@ -91,7 +91,9 @@ class Prefills:
 
     # Commands
 
-    def speculate(self, request_id: str, token_ids: Int64Array, salt: bytes = b"") -> "Future[FirstToken] | None":
+    def speculate(
+        self, request_id: str, token_ids: Int64Array, salt: bytes = b"", encoder_len: int = 0
+    ) -> "Future[FirstToken] | None":
         """Prefills a prompt that submit() is to come for. abort() or its lease end it where no room is found for it.
 
         Launches its first forward where there is nothing else to do; its first token is in the future once it is
@@ -105,7 +107,7 @@ class Prefills:
             or len(scheduler.rows)
         ):
             return None
-        return self._speculative.take(request_id, token_ids, salt)
+        return self._speculative.take(request_id, token_ids, salt, encoder_len)
 
     def submit(
         self,
@@ -117,6 +119,7 @@ class Prefills:
         num_output: int = 0,
         constraint: Constraint | None = None,
         gatherer: PromptLogprobs | None = None,
+        encoder_len: int = 0,
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
         num_output: tokens at its end that an earlier placement has put out. gatherer: with one, all is computed.
@@ -128,7 +131,8 @@ class Prefills:
         if known is not None:
             return known
         prompt = np.asarray(token_ids, np.int64)
-        position_map = self._checked_map(prompt, reservation)
+        border = -(-encoder_len // self._cache.layout.page_size) * self._cache.layout.page_size
+        position_map = self._checked_map(prompt, reservation, encoder_len, border)
         lease = self._handoff.lease(reservation)
         request = PrefillRequest(
             request_id,
@@ -143,10 +147,12 @@ class Prefills:
             num_output=num_output,
             constraint=constraint,
             gatherer=gatherer,
+            encoder_len=encoder_len,
+            border=border,
         )
         request.begin_output()
         self._handoff.begin(request)
-        speculative = None if gatherer else self._speculative.claim(request_id, prompt, salt)
+        speculative = None if gatherer else self._speculative.claim(request_id, prompt, salt, encoder_len)
         if speculative is not None:
             request.take_over(speculative)
         self._scheduler.add(request)
@@ -254,23 +260,25 @@ class Prefills:
             log.exception("a prefill forward failed", extra=of_requests(*prompts))
             self._fail([prompt for prompt in prompts if self._scheduler.is_running(prompt)], error)
 
-    def _checked_map(self, token_ids: Int64Array, reservation: Reservation) -> PositionMap:
-        position_map = self._handoff.check(reservation, len(token_ids))
-        shortage = self._cache.shortage(len(token_ids), self._max_batch_tokens)
+    def _checked_map(
+        self, token_ids: Int64Array, reservation: Reservation, encoder_len: int, border: int
+    ) -> PositionMap:
+        position_map = self._handoff.check(reservation, len(token_ids), border)
+        shortage = self._cache.shortage(len(token_ids), self._max_batch_tokens, encoder_len)
         if shortage is not None:
             raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
         return position_map
 
     def _has_room(self, request: Prompt) -> bool:
         """Whether there are pages for a prompt; a speculative one gives way."""
-        while not self._cache.has_room(request.num_tokens, self._max_batch_tokens):
+        while not self._cache.has_room(request.num_tokens, self._max_batch_tokens, request.encoder_len):
             if not self._speculative.drop():
                 return False
         return True
 
     def _begin(self, request: Prompt) -> None:
         cache = self._cache
-        cache.add_sequence(request.sequence_id)
+        cache.add_sequence(request.sequence_id, request.encoder_len)
         if self._sharing and request.gatherer is None:
             matched = cache.match_prefix(request.sequence_id, request.token_ids, request.salt)
             request.cached_tokens = request.computed = matched

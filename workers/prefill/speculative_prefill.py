@@ -51,19 +51,23 @@ class SpeculativePrefill:
         """That of the prompt; None without one."""
         return None if self._prompt is None else self._prompt.request_id
 
-    def take(self, request_id: str, token_ids: Int64Array, salt: bytes = b"") -> "Future[FirstToken] | None":
+    def take(
+        self, request_id: str, token_ids: Int64Array, salt: bytes = b"", encoder_len: int = 0
+    ) -> "Future[FirstToken] | None":
         """Launches the prompt's first forward; the token sampled behind the prompt, once it is claimed and that far.
 
         None, and nothing happens, when there is a prompt already, or no room. Where the launch fails, the prompt is
         computed once it has its reservation.
         """
         cache = self._cache
-        if self._prompt is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
+        if self._prompt is not None or not cache.has_room(len(token_ids), self._max_batch_tokens, encoder_len):
             return None
         lease = Lease(self._lease_seconds, self._clock)
-        prompt = self._prompt = SpeculativePrompt(request_id, self._ids.take(), token_ids, lease, salt=salt)
+        prompt = self._prompt = SpeculativePrompt(
+            request_id, self._ids.take(), token_ids, lease, salt=salt, encoder_len=encoder_len
+        )
         try:
-            cache.add_sequence(prompt.sequence_id)
+            cache.add_sequence(prompt.sequence_id, encoder_len)
             if self._sharing:
                 prompt.cached_tokens = cache.match_prefix(prompt.sequence_id, token_ids, salt)
             cache.reserve(prompt.sequence_id, len(token_ids), self._max_batch_tokens)
@@ -73,12 +77,14 @@ class SpeculativePrefill:
             self.drop()
         return prompt.first_token
 
-    def claim(self, request_id: str, token_ids: Int64Array, salt: bytes = b"") -> SpeculativePrompt | None:
+    def claim(
+        self, request_id: str, token_ids: Int64Array, salt: bytes = b"", encoder_len: int = 0
+    ) -> SpeculativePrompt | None:
         """The prompt, whose sequence is the caller's from now on; None where it is another."""
         prompt = self._prompt
         if prompt is None or prompt.request_id != request_id:
             return None
-        if prompt.salt != salt or not np.array_equal(prompt.token_ids, token_ids):
+        if (prompt.salt, prompt.encoder_len) != (salt, encoder_len) or not np.array_equal(prompt.token_ids, token_ids):
             self.drop()
             return None
         self._prompt = None

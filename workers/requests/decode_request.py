@@ -34,6 +34,8 @@ class DecodeRequest:
     ended: bool = False  # a step launched before may still have a row for it, which is then ignored
     output: list[int] = field(default_factory=list)
     salt: bytes = b""  # of the prefixes that it shares
+    encoder_len: int = 0  # tokens of the encoder's prompt, with which the prompt begins
+    border: int = 0  # positions that these take up, padding included
     num_output: int = 0  # tokens at the prompt's end that an earlier placement has put out
     constraint: Constraint | None = None  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = None  # of a local prompt
@@ -58,7 +60,7 @@ class DecodeRequest:
         assert self.rule is not None
         if not self.params.changes_logits:
             return None
-        context = np.concatenate((self.prompt, np.array(self.output, np.int64)))
+        context = np.concatenate((self.prompt[self.border :], np.array(self.output, np.int64)))
         num_output = self.num_output + len(self.output)
         if self.constraint is not None:
             self.constraint.follow(context[context.size - num_output + self.constraint.consumed :].tolist())

@@ -50,6 +50,7 @@ class SpeculativePrompt:
     first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
     started: float = field(default_factory=time.perf_counter)
     salt: bytes = b""  # of the prefixes that it shares
+    encoder_len: int = 0  # see Prompt
 
 
 @dataclass(eq=False)

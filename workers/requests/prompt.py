@@ -47,6 +47,8 @@ class Prompt:
     params: SamplingParams
     destination: Destination[Any] = field(kw_only=True, repr=False)
     salt: bytes = field(default=b"", kw_only=True)  # of the prefixes that it shares
+    encoder_len: int = field(default=0, kw_only=True)  # tokens of the encoder's prompt, with which token_ids begin
+    border: int = field(default=0, kw_only=True)  # positions that these take up, padding included
     num_output: int = field(default=0, kw_only=True)  # tokens at its end that an earlier placement has put out
     constraint: Constraint | None = field(default=None, kw_only=True)  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = field(default=None, kw_only=True)  # where the request asks for them
@@ -62,12 +64,18 @@ class Prompt:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def least_chunk(self) -> int:
+        """The least that its next forward computes: an encoder's prompt as a whole."""
+        return max(self.border - self.computed, 1)
+
     def logit_rules(self, eos_token_ids: tuple[int, ...]) -> LogitRules | None:
         """Those of its first token; None for a request without."""
         if not self.params.changes_logits:
             return None
         stop_ids = FinishRule.of(self.params, eos_token_ids).stop_ids
-        return LogitRules(self.params, stop_ids, self.token_ids, self.num_output, self.num_tokens, self.constraint)
+        context = self.token_ids[self.border :]  # the encoder's tokens are nothing that the decoder has said
+        return LogitRules(self.params, stop_ids, context, self.num_output, self.num_tokens, self.constraint)
 
     def begin_output(self) -> None:
         """The mask of the first token is computed while the prompt is."""

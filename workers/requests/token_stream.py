@@ -112,13 +112,22 @@ class TokenFanout:
     def __init__(self, event_loop: asyncio.AbstractEventLoop, max_messages_per_second: float) -> None:
         self._event_loop = event_loop
         self._seconds_per_message = 1.0 / max_messages_per_second
+        self._held: list[TokenUpdate] = []
+
+    def hold(self, updates: list[TokenUpdate]) -> None:
+        """They go out with what is published next, perhaps nothing more: the event loop would take the interpreter from
+        the step thread, which is about to launch a step."""
+        self._held += updates
 
     def publish(self, updates: list[TokenUpdate]) -> None:
-        """Called on the step thread; does not block."""
+        """Called on the step thread, as all others; does not block."""
+        if self._held:
+            updates, self._held = [*self._held, *updates], []
         if updates:
             self._event_loop.call_soon_threadsafe(self._deliver, updates)
 
     def fail(self, token_stream: TokenStream, error: WorkerError) -> None:
+        self.publish([])
         self._event_loop.call_soon_threadsafe(token_stream.fail, error)
 
     def _deliver(self, updates: list[TokenUpdate]) -> None:

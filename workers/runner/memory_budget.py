@@ -12,7 +12,7 @@ from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.errors import GpuTooSmall
-from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.decoder import Decoder, DenseDecoder
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -79,6 +79,9 @@ class WithoutPages:
             q, k = norm.apply(q, k)
         return torch.cat((q, k), 1)[:, : q.shape[1]]
 
+    def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Nowhere."""
+
     def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
         return q.contiguous() if norm is None else norm.apply_to_queries(q)
 
@@ -110,6 +113,9 @@ def run_largest_forward(model: Decoder, max_batch_tokens: int, max_sequences: in
     """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
+    if isinstance(model, DenseDecoder) and model.config.encoder is not None:
+        longest = min(max_batch_tokens, model.config.encoder.max_position_embeddings)
+        model.encode(tokens[:longest], [longest], [longest], WithoutPages(max_positions, tokens))
     logits = model.forward(tokens, WithoutPages(max_positions, tokens), tokens[:rows])
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
     EagerSampler(model.device).sample(logits, batch, np.zeros(rows, np.int64)).wait()

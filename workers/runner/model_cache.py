@@ -15,7 +15,7 @@ from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.spans import Every, Span, Window
+from tandem.cache.plan.spans import Every, Given, Span, Window
 from tandem.workers.models.compressed.fields import HEAVY, SLIDING, SPARSE, CompressedConfig
 from tandem.workers.models.config import ModelConfig
 
@@ -24,7 +24,7 @@ def kv_layout(
     model: ModelConfig, page_size: int, scales: KVScales | None = None, drafter: ModelConfig | None = None
 ) -> KVLayout:
     """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
-    keys beside them. Readers are in none.
+    keys beside them. Readers are in none. What layer i keeps of an encoder is layer num_layers + i, in a last group.
 
     drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
@@ -74,6 +74,9 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     for keeps, layers in layers_of.items():
         heads = model.heads_of(layers[0])
         groups.append(LayerGroup(tuple(layers), heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps))
+    if model.encoder is not None:
+        layers, width = range(model.num_layers, 2 * model.num_layers), model.stored_head_dim(model.head_dim)
+        groups.append(LayerGroup(tuple(layers), model.num_kv_heads, width, Given()))
     return groups
 
 
@@ -122,11 +125,13 @@ def make_cache(
     )
 
 
-def _rope(model: ModelConfig, group: LayerGroup) -> RopeParameters:
-    if model.compressed is not None:
-        has_window_alone = model.compressed.every(group.layers[0]) is None
-        return model.local_rope if has_window_alone and model.local_rope is not None else model.rope
-    return model.local_rope or model.rope if group.keeps.drops_past else model.rope
+def _rope(owner: ModelConfig, group: LayerGroup) -> RopeParameters:
+    if group.keeps.given:
+        return RopeParameters("none", 0)
+    if owner.compressed is not None:
+        has_window_alone = owner.compressed.every(group.layers[0]) is None
+        return owner.local_rope if has_window_alone and owner.local_rope is not None else owner.rope
+    return owner.local_rope or owner.rope if group.keeps.drops_past else owner.rope
 
 
 def _heads(model: ModelConfig) -> Heads:

@@ -1,7 +1,6 @@
 """From a batch and its token ids to sampled tokens."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,28 +27,15 @@ from tandem.workers.runner.batch_buckets import (
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.drafts import Drafts, HeadDrafts, ModelDrafts, Noted
 from tandem.workers.runner.eager_sampler import EagerSampler
+from tandem.workers.runner.encoder_prompts import PromptChunks, encode, encoded
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.logits_processor import LogitsProcessor
-from tandem.workers.runner.step_inputs import NUM_INPUTS, ON_HOST, StepInputs
+from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
+from tandem.workers.runner.verify_rows import VerifyRows
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
-from tandem.workers.sampling.prompt_logprobs import PromptLogprobs, logprobs_of_targets
+from tandem.workers.sampling.prompt_logprobs import Scored, logprobs_of_targets
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-
-
-class PromptChunks(NamedTuple):
-    """The next tokens of some prompts: chunks[i] of prompt sequence_ids[i], whose length is lengths[i]."""
-
-    sequence_ids: Sequence[int]
-    chunks: Sequence[Int64Array]
-    lengths: Sequence[int]
-
-
-class Scored(NamedTuple):
-    """Prompt tokens whose log-probabilities are wanted: those that follow the first rows of a chunk."""
-
-    gatherer: PromptLogprobs
-    targets: Int64Array
 
 
 class ModelRunner:
@@ -68,6 +54,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: ForwardGraphs | None = None
         self._verify_graphs: DecodeGraphs | None = None
+        self._verify_rows: VerifyRows | None = None  # of the last verify step
         self._drafts: Drafts | None = None
         if isinstance(model, DraftedDecoder):
             self._drafts = ModelDrafts(model.draft_steps, cache, self._processor)
@@ -81,7 +68,11 @@ class ModelRunner:
         size = self._cache.layout.page_size
         length = min(2 * size, self._cache.num_pages * size - 1, self._cache.max_sequence_length - 1)
         greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
-        self._cache.add_sequence(sequence)
+        encodes = self._model.config.encoder is not None
+        self._cache.add_sequence(sequence, 1 if encodes else 0)
+        if encodes:
+            length = min(length, self._cache.max_sequence_length - size - 1)
+            encode(self._model, self._cache, [sequence], [np.zeros(1, np.int64)], push=False)
         for count in filter(None, (length, 1)):
             logits = self.launch(Batch([sequence], [count]), np.zeros(count, np.int64), np.array([count - 1]))
             self.sample(logits, greedy, np.array([count]))
@@ -176,17 +167,17 @@ class ModelRunner:
         no draft. No step is in flight.
         """
         appends = np.array([one.size for one in tokens])
-        rows = np.repeat(np.arange(appends.size), appends)
-        total = rows.size
-        offsets = np.arange(total) - np.repeat(np.cumsum(appends) - appends, appends)
-        token_ids, sampling, each = np.concatenate(tokens), sampling.take(rows), positions[rows] + offsets
+        rows = self._verify_rows
+        if rows is None or not rows.are_of(appends, sampling):
+            self._verify_rows = rows = VerifyRows(appends, sampling)
+        token_ids, each = np.concatenate(tokens), positions[rows.rows] + rows.offsets
         graphs = self._verify_graphs
-        if graphs is not None and total <= graphs.largest:
-            pending = graphs.step(sequence_ids, token_ids, np.full(total, ON_HOST), sampling, each, appends)
+        if graphs is not None and token_ids.size <= graphs.largest:
+            pending = graphs.step(sequence_ids, token_ids, rows.sources, rows.sampling, each, appends)
             self._note(graphs.outputs, sequence_ids, positions, appends)
             return pending
         batch = Batch(sequence_ids, appends, push=False)
-        return self._sampled(batch, token_ids, self._verify_sampler, sampling, each, positions)
+        return self._sampled(batch, token_ids, self._verify_sampler, rows.sampling, each, positions)
 
     @torch.inference_mode()
     def _sampled(
@@ -286,7 +277,11 @@ class ModelRunner:
 
         push: whether what is marked to be sent goes along.
         """
-        appends, last_rows = self._ends(PromptChunks(sequence_ids, chunks, lengths))
+        prompts = encoded(self._model, self._cache, PromptChunks(sequence_ids, chunks, lengths), push=push)
+        sequence_ids, chunks, lengths = prompts
+        if not chunks:  # encoders' prompts alone
+            return torch.empty(0, self._model.config.vocab_size, dtype=torch.float32, device=self._model.device)
+        appends, last_rows = self._ends(prompts)
         token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
 
@@ -311,9 +306,9 @@ class ModelRunner:
 
     def _ends(self, prompts: PromptChunks) -> tuple[Int64Array, Int64Array]:
         """Tokens of each chunk, and the rows of the last tokens of prompts that end with theirs. int64."""
-        appends = np.array([chunk.size for chunk in prompts.chunks])
-        stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids])
-        return appends, np.cumsum(appends)[stored + appends == np.array(prompts.lengths)] - 1
+        appends = np.array([chunk.size for chunk in prompts.chunks], np.int64)
+        stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids], np.int64)
+        return appends, np.cumsum(appends)[stored + appends == np.array(prompts.lengths, np.int64)] - 1
 
     def capture_steps_with_prompts(self, capture: Capture | None = None) -> None:
         """From now on step_with_prompts() replays CUDA graphs; capture_steps and capture_prompts come first."""
@@ -333,6 +328,7 @@ class ModelRunner:
         self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
     ) -> tuple[PendingSamples, Tensor]:
         """step() and prompts() in one forward, which reads the weights once; nothing is pushed with it."""
+        prompts = encoded(self._model, self._cache, prompts, push=False)
         appends, last_rows = self._ends(prompts)
         self._note(None, sequence_ids, inputs.positions)
         if self._graphs is None:
@@ -346,8 +342,8 @@ class ModelRunner:
         rows = len(sequence_ids)
         batch = Batch(
             [*sequence_ids, *prompts.sequence_ids],
-            np.array([1] * rows + [chunk.size for chunk in prompts.chunks]),
-            np.concatenate((inputs.positions, prompts.lengths)),
+            np.array([1] * rows + [chunk.size for chunk in prompts.chunks], np.int64),
+            np.concatenate((inputs.positions, np.array(prompts.lengths, np.int64))),
             push=False,
         )
         token_ids = np.concatenate((inputs.tokens, *prompts.chunks))

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.sampling.pending_samples import to_host
 
 SLICE_BYTES = 32 << 20  # of float32 logits that are in memory together
@@ -53,6 +54,13 @@ class PromptLogprobs:
         """The device is past all forwards of the prompt. Used once."""
         size = max(1, NUMBERS_A_PIECE // (1 + self.num_top))
         self._deliver([piece for chunk in self._chunks for piece in chunk.pieces(size)])
+
+
+class Scored(NamedTuple):
+    """Prompt tokens whose log-probabilities are wanted: those that follow the first rows of a chunk."""
+
+    gatherer: PromptLogprobs
+    targets: Int64Array
 
 
 def logprobs_of_targets(

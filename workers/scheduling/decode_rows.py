@@ -112,12 +112,14 @@ class DecodeRows:
     def verified(self, requests: Sequence[DecodeRequest], runs: Sequence[TokenRun]) -> None:
         """A verify step of all rows has given requests[i] the tokens runs[i], which are on the host. Rows that end with
         them are still there."""
-        grown = {id(request): run.token_ids for request, run in zip(requests, runs, strict=True)}
-        tokens = [grown[id(request)] for request in self.requests]
+        tokens = [run.token_ids for run in runs]
+        if requests is not self.requests:  # some have left
+            grown = dict(zip(map(id, requests), tokens, strict=True))
+            tokens = [grown[id(request)] for request in self.requests]
         self.tokens = np.array([run[-1] for run in tokens], np.int64)
         self.sources = self._on_host
         self.lengths = self.lengths + np.array([len(run) for run in tokens], np.int64)
-        self._set_requests(self.requests)
+        self._count_steps()
 
     def _append(self, name: str, values: Int64Array) -> None:
         setattr(self, name, np.concatenate((getattr(self, name), values)))
@@ -131,12 +133,15 @@ class DecodeRows:
         self.sampling = self.sampling.take(rows)
         self._set_requests([self.requests[row] for row in rows.tolist()])
 
+    def _count_steps(self) -> None:
+        self._steps_left = int((self.ends - self.lengths).min()) if self.requests else 0
+
     def _set_requests(self, requests: list[DecodeRequest]) -> None:
         """These are the rows of the arrays now."""
         self.requests = requests
         self.sequence_ids = tuple(request.sequence_id for request in requests)
         # Steps without a request that has all the tokens that it may have, and what they use again each time.
-        self._steps_left = int((self.ends - self.lengths).min()) if requests else 0
+        self._count_steps()
         self._every_row = np.arange(len(requests))
         self._on_host = np.full(len(requests), ON_HOST)
         self._no_limits = np.full(len(requests), int(FinishReason.RUNNING))

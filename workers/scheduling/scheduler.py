@@ -99,7 +99,9 @@ class Scheduler:
             budget = max(min(budget - len(self.rows), self.pace.chunk_tokens), LEAST_PROMPT_TOKENS)
         for request in self._running:
             length = min(budget, request.num_tokens - request.computed)
-            if length:
+            if length < request.least_chunk and not chunks:  # an encoder's prompt waits for no larger budget
+                length = min(request.least_chunk, request.num_tokens - request.computed)
+            if length >= request.least_chunk:
                 chunks.append(Chunk(request, length))
-                budget -= length
+                budget = max(budget - length, 0)
         return tuple(chunks)

@@ -1,5 +1,7 @@
 """Checks of every call to a worker, before a loop sees it: one bad call must not fail a forward of many requests."""
 
+from typing import NamedTuple
+
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
 from tandem.proto import inference_pb2
@@ -35,6 +37,25 @@ def check_prompt(
             "positions for a sequence"
         )
     return token_ids
+
+
+class EncoderCheck(NamedTuple):
+    """most: tokens of an encoder's prompt; 0: the model has no encoder."""
+
+    most: int
+    page_size: int
+
+    def __call__(self, encoder_tokens: int, prompt: Int64Array) -> int:
+        """encoder_tokens, so many of which, padded to whole pages, the prompt begins with; InvalidCall if it cannot."""
+        least = 1 if self.most else 0
+        if not least <= encoder_tokens <= self.most:
+            raise InvalidCall(f"encoder_tokens is {encoder_tokens}; {least} … {self.most} are accepted")
+        border = -(-encoder_tokens // self.page_size) * self.page_size
+        if prompt.size <= border:
+            raise InvalidCall(
+                f"prompt has {prompt.size} tokens; the encoder's take up {border}, and at least one must follow"
+            )
+        return encoder_tokens
 
 
 def check_salt(salt: bytes) -> bytes:

@@ -26,6 +26,7 @@ from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
 from tandem.workers.service.call_checks import (
+    EncoderCheck,
     check_num_output,
     check_prompt,
     check_request_id,
@@ -60,10 +61,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         loop: StepLoop,
         cache: PagedKVCache,
         grammars: Grammars,
+        max_encoder_tokens: int = 0,
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._check_prompt = partial(check_prompt, vocab_size=vocab_size, max_model_len=config.max_model_len)
+        self._check_encoder = EncoderCheck(max_encoder_tokens, config.page_size)
         self._thread = thread
         self._loop = loop
         self._cache = cache
@@ -147,7 +150,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
             prompt = self._check_prompt(request.request_id, request.prompt, 1)
-            future = prefills.speculate(request.request_id, prompt, check_salt(request.salt))
+            encoder_len = self._check_encoder(request.encoder_tokens, prompt)
+            future = prefills.speculate(request.request_id, prompt, check_salt(request.salt), encoder_len)
             if future is not None:
                 sampled.expect(request.request_id, future)
 
@@ -187,6 +191,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 num_output,
                 constraint,
                 gatherer(stream, params),
+                self._check_encoder(request.encoder_tokens, prompt),
             )
             lease = prefills.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
@@ -228,9 +233,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             salt = check_salt(request.salt)
             if request.writer_pe != self._config.pe:
                 self._loop.check_peers()
-            reservation = decodes.prepare(
-                request.request_id, prompt, request.max_tokens, request.writer_pe, salt, request.whole, sliding
-            )
+            encoder_len, whole = self._check_encoder(request.encoder_tokens, prompt), request.whole
+            asked = request.max_tokens, request.writer_pe
+            reservation = decodes.prepare(request.request_id, prompt, *asked, salt, whole, sliding, encoder_len)
             return reservation, self._loop.windows_past()
 
         reservation, past = await self._on_step_thread(context, request.epoch, prepare)

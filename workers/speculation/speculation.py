@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -101,18 +102,21 @@ class Speculation:
         StepInFlight."""
         step = rows.next_step()
         assert step is not None, "drafts are of rows"
-        inputs = [np.append(token, draft) for token, draft in zip(step.tokens, drafts, strict=True)]
+        parts = [part for index, draft in enumerate(drafts) for part in (step.tokens[index : index + 1], draft)]
+        ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()
+        tokens = np.concatenate(parts)
+        inputs = [tokens[begin:end] for begin, end in pairwise([0, *ends])]
         pending = runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
         return Verification(rows.requests, drafts, pending, prompt_tokens)
 
     def settle(self, step: Verification, runs: Sequence[TokenRun], cache: PagedKVCache) -> None:
         """Takes back the positions of drafted tokens that do not count."""
+        surplus: dict[int, int] = {}
         for request, draft, run in zip(step.requests, step.drafts, runs, strict=True):
             if request.ended:
                 continue
-            surplus = draft.size + 1 - len(run.token_ids)
-            if surplus:
-                cache.pop(request.sequence_id, surplus)
+            if draft.size + 1 > len(run.token_ids):
+                surplus[request.sequence_id] = draft.size + 1 - len(run.token_ids)
             if not draft.size:
                 continue
             accepted = len(run.token_ids) - 1
@@ -122,6 +126,8 @@ class Speculation:
             if request.token_stream is not None:
                 request.token_stream.drafted += draft.size
                 request.token_stream.accepted += accepted
+        if surplus:
+            cache.pop_each(tuple(surplus), list(surplus.values()))
 
     def forget(self, request: DecodeRequest) -> None:
         """The request has ended. Idempotent."""

@@ -29,29 +29,30 @@ class Verification:
     def runs(self, samples: Samples) -> list[TokenRun]:
         """The tokens that count, of each request: those that the target samples, as long as it was asked with what it
         had sampled before."""
-        runs, begin = [], 0
-        for request, draft in zip(self.requests, self.drafts, strict=True):
-            sampled = samples.token_ids[begin : begin + draft.size + 1]
-            logprobs = samples.logprobs[begin : begin + draft.size + 1]
-            begin += draft.size + 1
-            runs.append(_finished(request, sampled[: num_accepted(draft, sampled) + 1].tolist(), logprobs))
-        return runs
-
-
-def num_accepted(draft: Int64Array, sampled: Int64Array) -> int:
-    """How many tokens of draft (int64 [k]) are those that were sampled in their places (int64 [k + 1])."""
-    wrong = np.flatnonzero(draft != sampled[:-1])
-    return int(wrong[0]) if wrong.size else draft.size
+        ends = np.cumsum([draft.size + 1 for draft in self.drafts])
+        wrong = np.ones(samples.token_ids.size, np.bool_)  # behind the last token of each nothing was drafted
+        drafted = wrong.copy()
+        drafted[ends - 1] = False
+        wrong[drafted] = samples.token_ids[drafted] != np.concatenate(self.drafts)
+        (places,) = wrong.nonzero()
+        begins = np.concatenate(([0], ends[:-1]))
+        lasts = places[np.searchsorted(places, begins)]
+        tokens = samples.token_ids.tolist()
+        return [
+            _finished(request, tokens[begin : last + 1], samples.logprobs[begin : last + 1])
+            for request, begin, last in zip(self.requests, begins.tolist(), lasts.tolist(), strict=True)
+        ]
 
 
 def _finished(request: DecodeRequest, tokens: list[int], logprobs: Sequence) -> TokenRun:
     """Up to the first token that ends the request."""
     assert request.rule is not None
+    rule, before = request.rule, len(request.output)
+    if before + len(tokens) < rule.max_tokens and rule.stop_ids.isdisjoint(tokens) and NOT_FINITE not in tokens:
+        return TokenRun(tokens, logprobs, FinishReason.RUNNING)
     reason, count = FinishReason.RUNNING, 0
     for count, token in enumerate(tokens, start=1):
-        reason = request.rule.reason(token, len(request.output) + count)
-        if token == NOT_FINITE:
-            reason = FinishReason.ERROR
+        reason = FinishReason.ERROR if token == NOT_FINITE else rule.reason(token, before + count)
         if reason != FinishReason.RUNNING:
             break
     return TokenRun(tokens[:count], logprobs[:count], reason)

@@ -19,6 +19,9 @@ class TorchEntryKernels(AttentionBackend[Entries]):
         super().__init__(pool)
         self.pool = pool
 
+    def clear_pages(self, pages: Int32Array) -> None:
+        """Nothing: an entry is read when it has been stored, and by its own slot."""
+
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Tensor:
         return self.places(tables.slot_mapping)
 
@@ -43,5 +46,7 @@ class TorchEntryKernels(AttentionBackend[Entries]):
 
     def places(self, slots: IntArray) -> Tensor:
         """int64 [2, n]: the page of each slot (int [n]), and the place in it."""
-        both = np.stack(np.divmod(slots.astype(np.int64), self.pool.shape[4]))
+        size, both = self.pool.shape[4], np.empty((2, slots.size), np.int64)
+        both[0] = pages = slots // size
+        both[1] = slots - pages * size
         return torch.from_numpy(both) if self.pool.device.type == "cpu" else upload([both], self.pool.device)[0]

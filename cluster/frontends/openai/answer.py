@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from tandem.cluster.frontends.http.reply import encode
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
-from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.text.tokenizer import REPLACEMENT, Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.wire.messages import PROMPT_DTYPE, prompt_from_bytes
 
@@ -153,7 +153,7 @@ class Answer(AnyAnswer):
         return entries
 
     def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+        return token_name(token_id, self._tokenizer)
 
     def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
         return FINISH_REASONS.get(message.finish_reason)
@@ -169,6 +169,22 @@ class Answer(AnyAnswer):
 def event(data: str) -> str:
     """A server-sent event of one line of data."""
     return f"data: {data}\n\n"
+
+
+def token_name(token_id: int, tokenizer: Tokenizer | None) -> str:
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def chat_logprobs(tokens: Iterable[inference_pb2.TokenLogprobs], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """Each token with those likeliest in its place, as chats give them. tokenizer None: ids name them."""
+
+    def entry(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
+        """bytes is null for a token that is only a part of a character."""
+        text = token_name(token.token_id, tokenizer)
+        encoded = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": logprob_value(token), "bytes": encoded}
+
+    return [entry(token.chosen) | {"top_logprobs": [entry(other) for other in token.top]} for token in tokens]
 
 
 def logprob_value(token: inference_pb2.TokenLogprob) -> float:

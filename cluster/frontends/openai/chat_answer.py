@@ -7,14 +7,14 @@ from typing import Any, Self
 
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import encode
-from tandem.cluster.frontends.openai.answer import Answer, event, logprob_value
+from tandem.cluster.frontends.openai.answer import Answer, chat_logprobs, event
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.tool_fields import NamedTool
 from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.parsers.output_parser import OutputParser
 from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from tandem.cluster.text.tokenizer import REPLACEMENT, Tokenizer
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
 
@@ -24,13 +24,13 @@ class ChatAnswers:
     def __init__(self, model: str, tokenizer: Tokenizer | None, formats: OutputFormats) -> None:
         """model: the name to answer with. formats: of the checkpoint."""
         self._model = model
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._formats = formats
 
     async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "ChatAnswer":
         """The answer to a chat. Its request keeps special tokens in the text where some are marks."""
         assert isinstance(body, ChatBody)
-        return ChatAnswer(body, self._model, self._tokenizer, await self.reading(body, requests))
+        return ChatAnswer(body, self._model, self.tokenizer, await self.reading(body, requests))
 
     async def reading(
         self, body: ChatBody, requests: list[inference_pb2.GenerateRequest]
@@ -114,17 +114,7 @@ class ChatAnswer(Answer):
         return "tool_calls" if reason == "stop" and called and not named else reason
 
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-        content = [
-            self._entry(token.chosen) | {"top_logprobs": [self._entry(other) for other in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: inference_pb2.TokenLogprob) -> dict[str, Any]:
-        """bytes is null for a token that is only a part of a character."""
-        text = self._token(token.token_id)
-        encoded = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": logprob_value(token), "bytes": encoded}
+        return {"content": chat_logprobs(tokens, self._tokenizer), "refusal": None}
 
 
 def _joined(parts: list[Part], body: ChatBody, is_chunk: bool) -> dict[str, Any]:

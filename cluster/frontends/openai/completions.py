@@ -43,8 +43,20 @@ class CompletionBody(GenerationBody):
         discriminator=Discriminator(_kind),
         description=f"text, a list of token ids, or a list of 1 to {MAX_ANSWERS} of either",
     )
+    encoder_prompt: str | TokenIds | None = Field(default=None, description="text or a list of token ids")
+    decoder_prompt: str | TokenIds | None = Field(default=None, description="text or a list of token ids")
     logprobs: int | None = Field(default=None, description="an integer")
     echo: bool = Field(default=False, description="true or false")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _encoder_prompt(cls, body: Any) -> Any:
+        """It stands in the place of `prompt`."""
+        if not isinstance(body, dict) or body.get("encoder_prompt") is None:
+            return body
+        if body.get("prompt") is not None:
+            raise ValueError("encoder_prompt is set beside prompt; one of both is accepted")
+        return body | {"prompt": body["encoder_prompt"]}
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -66,6 +78,8 @@ class CompletionBody(GenerationBody):
     def _echoes(self) -> Self:
         if self.echo and max(self.n or 1, self.best_of or 1) > 1:
             raise ValueError("echo is true; with n or best_of above 1 only false is accepted")
+        if self.echo and (self.encoder_prompt is not None or self.decoder_prompt is not None):
+            raise ValueError("echo is true; with encoder_prompt or decoder_prompt only false is accepted")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise ValueError("echo is true; with truncate_prompt_tokens only false is accepted")
         return self
@@ -84,6 +98,11 @@ class CompletionBody(GenerationBody):
             reason = f"{name} has {len(prompt)} token ids; 1 to {max_tokens - 1} are accepted"
             error = HttpError(400, reason, param="prompt")
             raise too_long(max_tokens, error) if prompt else error
+
+    @property
+    def halves(self) -> dict[str, Any]:
+        given = {"encoder_prompt": self.encoder_prompt, "decoder_prompt": self.decoder_prompt}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -125,11 +125,13 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
         sampling["sliding"] = None if self.sliding is None else self.sliding.model_dump()
         sampling |= {"add_special_tokens": self.add_special_tokens, "return_prompt_token_ids": self.tells_prompt}
         sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
-        given = {name: value for name, value in sampling.items() if value is not None}
+        given = {name: value for name, value in sampling.items() if value is not None} | self.halves
         if -(2**63) <= given.get("seed", 0) < 0:  # a signed one
             given["seed"] += 2**64
         prompts = self.prompts
         name = self.request_id if len(prompts) == 1 else None  # each prompt is a request of its own
+        if "encoder_prompt" in self.halves:
+            return [build_request(None, given, name, self.cache_salt or "")]
         return [build_request(prompt, given, name, self.cache_salt or "") for prompt in prompts]
 
     def without_prompt(self) -> Self:
@@ -139,6 +141,11 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     @property
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]: ...
+
+    @property
+    def halves(self) -> dict[str, Any]:
+        """encoder_prompt and decoder_prompt, as far as they are given."""
+        return {}
 
     @property
     def num_prompt_logprobs(self) -> int | None:

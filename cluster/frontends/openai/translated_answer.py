@@ -38,6 +38,7 @@ class TranslatedAnswer(AnyAnswer):
         parts: list[Part] = [Content(message.text)] if message.text else []
         if parser is not None:
             parts = parser.push(message.text) + (parser.finish() if ends else [])
+        self._hear(message)
         events = [event for part in parts for event in self._part_events(part)]
         if ends:
             self._last = message
@@ -50,6 +51,9 @@ class TranslatedAnswer(AnyAnswer):
     @abstractmethod
     def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:
         """Before the first message's parts."""
+
+    def _hear(self, message: inference_pb2.GenerateResponse) -> None:
+        """Before the events of its parts."""
 
     @abstractmethod
     def _part_events(self, part: Part) -> list[Event]: ...

@@ -7,12 +7,14 @@ from typing import Any, Self
 
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import ErrorForm, encode
+from tandem.cluster.frontends.openai.answer import chat_logprobs
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
 from tandem.cluster.frontends.openai.translated_answer import Event, TranslatedAnswer
 from tandem.cluster.frontends.responses.body import ResponsesBody
 from tandem.cluster.text.parsers.output_parser import OutputParser
 from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
 
@@ -24,6 +26,17 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self._open = ""  # kind of the last item, unless it has ended
         self._texts: list[str] = []  # of the last item
+        self._logprobs: list[dict[str, Any]] = []  # of its tokens, if it is a message
+        self._waiting: list[dict[str, Any]] = []  # of tokens that no message has yet
+
+    def hear(self, logprobs: list[dict[str, Any]]) -> None:
+        """Of more tokens, whatever their parts are: the next text has them."""
+        self._waiting += logprobs
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        taken, self._waiting = self._waiting, []
+        self._logprobs += taken
+        return taken
 
     def add(self, part: Part) -> list[Event]:
         """The events of one more part."""
@@ -34,9 +47,9 @@ class Output:
             case Content(text):
                 begun = self._begin("message", {"role": "assistant", "content": []})
                 if begun:
-                    begun.append(self._event("response.content_part.added", content_index=0, part=_output_text("")))
-                more = self._more("response.output_text.delta", text, content_index=0)
-                return [*begun, more | {"logprobs": []}]
+                    begun.append(self._event("response.content_part.added", content_index=0, part=_output_text("", [])))
+                more = self._more("response.output_text.delta", text, content_index=0, logprobs=self._take_logprobs())
+                return [*begun, more]
             case CallBegin(_, call_id, name):
                 ended = self.end()
                 return ended + self._begin("function_call", {"call_id": call_id, "name": name, "arguments": ""})
@@ -56,10 +69,13 @@ class Output:
             item["content"] = [{"type": "reasoning_text", "text": text}]
             done = [self._event("response.reasoning_text.done", content_index=0, text=text)]
         elif kind == "message":
-            item["content"] = [_output_text(text)]
+            self._take_logprobs()
+            logprobs, self._logprobs = self._logprobs, []
+            part = _output_text(text, logprobs)
+            item["content"] = [part]
             done = [
-                self._event("response.output_text.done", content_index=0, text=text, logprobs=[]),
-                self._event("response.content_part.done", content_index=0, part=_output_text(text)),
+                self._event("response.output_text.done", content_index=0, text=text, logprobs=logprobs),
+                self._event("response.content_part.done", content_index=0, part=part),
             ]
         else:
             item["arguments"] = text
@@ -97,15 +113,19 @@ class ResponsesAnswers:
     async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "ResponsesAnswer":
         """The answer to a body. HttpError as that of a chat."""
         assert isinstance(body, ResponsesBody)
-        return ResponsesAnswer(body, self._model, await self._chats.reading(body.chat, requests))
+        parser = await self._chats.reading(body.chat, requests)
+        return ResponsesAnswer(body, self._model, self._chats.tokenizer, parser)
 
 
 class ResponsesAnswer(TranslatedAnswer):
     """To POST /v1/responses."""
 
-    def __init__(self, body: ResponsesBody, model: str, parser: Callable[[], OutputParser | None]) -> None:
+    def __init__(
+        self, body: ResponsesBody, model: str, tokenizer: Tokenizer | None, parser: Callable[[], OutputParser | None]
+    ) -> None:
         """parser: as that of ChatAnswer."""
         super().__init__(parser)
+        self._tokenizer = tokenizer
         self._body = body
         self._model = model
         self._created = int(time.time())
@@ -114,7 +134,7 @@ class ResponsesAnswer(TranslatedAnswer):
 
     def __copy__(self) -> Self:
         """One that has seen no message."""
-        return type(self)(self._body, self._model, self._make_parser)
+        return type(self)(self._body, self._model, self._tokenizer, self._make_parser)
 
     def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
         response = self._ended(request_id, usage)
@@ -126,6 +146,9 @@ class ResponsesAnswer(TranslatedAnswer):
     def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:
         response = self._response(message.request_id, "in_progress", [])
         return [{"type": f"response.{word}", "response": response} for word in ("created", "in_progress")]
+
+    def _hear(self, message: inference_pb2.GenerateResponse) -> None:
+        self._output.hear(chat_logprobs(message.logprobs, self._tokenizer))
 
     def _part_events(self, part: Part) -> list[Event]:
         return self._output.add(part)
@@ -173,6 +196,7 @@ class ResponsesAnswer(TranslatedAnswer):
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": given.get("tool_choice", "auto"),
             "tools": given.get("tools", []),
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": given.get("top_p", 1.0),
             "truncation": body.truncation or "disabled",
             "usage": None,
@@ -194,5 +218,5 @@ class ResponsesErrors(ErrorForm):
         return f"event: error\ndata: {encode(data)}\n\n"
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

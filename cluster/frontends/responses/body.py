@@ -131,7 +131,7 @@ class ResponsesBody(TranslatedBody, OneAnswerFields):
     metadata: dict[str, str] | None = Field(
         default=None, max_length=MAX_METADATA, description=f"an object of at most {MAX_METADATA} texts"
     )
-    top_logprobs: Literal[0] | None = Field(default=None, description="0")
+    top_logprobs: int | None = Field(default=None, description="an integer")
     previous_response_id: None = Field(default=None, description="null: no response is stored here")
     conversation: None = Field(default=None, description="null: no response is stored here")
     prompt: None = Field(default=None, description="null: no prompt is stored here")
@@ -140,10 +140,14 @@ class ResponsesBody(TranslatedBody, OneAnswerFields):
     include: Included | None = Field(default=None, description="a list of texts")
 
     @model_validator(mode="after")
-    def _gives_no_logprobs(self) -> Self:
-        if LOGPROBS in (self.include or ()):
-            raise ValueError(f"include has {LOGPROBS!r}; /v1/chat/completions gives log-probabilities")
+    def _of_logprobs(self) -> Self:
+        if self.top_logprobs and not self.includes_logprobs:
+            raise ValueError(f"top_logprobs is of use only with {LOGPROBS!r} in include")
         return self
+
+    @property
+    def includes_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
     def translated(self) -> dict[str, Any]:
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -158,6 +162,8 @@ class ResponsesBody(TranslatedBody, OneAnswerFields):
         same = (*(field.name for field in ONE_ANSWER), *SAME)
         return {name: getattr(self, name) for name in same} | {
             "messages": messages,
+            "logprobs": self.includes_logprobs,
+            "top_logprobs": self.top_logprobs,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": None if form is None else form.chat_format,
             "tools": None if self.tools is None else [tool.chat_tool for tool in self.tools],

@@ -11,6 +11,7 @@ import torch
 
 from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.pages import step_growth
 from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
@@ -43,7 +44,7 @@ class Stepping:
         for sequence in self.batch:
             self.renew(sequence)
         self.of_streams: list[Callable[[int], None]] = [self.renew, self.pop, self.append, self.receive, self.reserve]
-        self.events = [*self.of_streams, self.replace, self.grow_tree]
+        self.events = [*self.of_streams, self.replace, self.grow_tree, self.verify]
         if not num_streams:
             self.events.append(self.receive_all)
         self.foreseen = False
@@ -117,6 +118,23 @@ class Stepping:
         self.foreseen = self.cache._growth._foreseen is not None
         if self.random.random() < 0.3:
             (self.renew if self.layout.drops_past else self.pop)(self.random.choice(self.batch))
+
+    def verify(self, _: int) -> None:
+        """Some drafts hold, and what does not is taken back from all at once."""
+        for one in self.batch:
+            if self.cache.num_tokens(one) > LONGEST - 3:
+                self.renew(one)
+        if not self.num_streams and self.random.random() < 0.5:
+            for one in self.batch:
+                self.cache.reserve(one, LONGEST, 3)
+        counts = [self.random.randint(1, min(3, LONGEST - self.cache.num_tokens(one))) for one in self.batch]
+        check_tables(self.cache, self.cache.begin_forward(self.batch, counts))
+        surplus = [self.random.randint(0, count - 1) for count in counts]
+        lengths = [self.cache.num_tokens(one) - count for one, count in zip(self.batch, surplus, strict=True)]
+        with patch.object(self.cache, "pop", wraps=self.cache.pop) as pop:
+            self.cache.pop_each(self.batch, surplus)
+        assert [self.cache.num_tokens(one) for one in self.batch] == lengths
+        self.counts["pops one by one" if pop.called else "pops at once"] += 1
 
     def grow_tree(self, sequence: int) -> None:
         check_tables(self.cache, self.cache.begin_forward([sequence], [3], None, [[-1, 0, 0]]))
@@ -192,19 +210,25 @@ STEP_KINDS = {"steps", "steps that begin pages", "others"}
 FORESEEN = {"foreseen", "not as foreseen"}
 
 
+@pytest.mark.parametrize("way", ["native", "numpy"])
 @pytest.mark.parametrize(
     ("layout", "num_streams", "kinds"),
     [
-        (PLAIN, 0, FORESEEN),
+        (PLAIN, 0, FORESEEN | {"pops one by one", "pops at once"}),
         (WINDOWED, 0, FORESEEN | {"steps at which pages leave a window"}),
         (PLAIN, 3, {"steps at which streams let go of pages"}),
     ],
     ids=["plain", "windows", "streams"],
 )
-def test_steps_are_as_if_planned_anew(layout: KVLayout, num_streams: int, kinds: set[str]) -> None:
+def test_steps_are_as_if_planned_anew(
+    layout: KVLayout, num_streams: int, kinds: set[str], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "numpy":
+        monkeypatch.setattr(step_growth, "load_short_calls", lambda source: None)
     counts, expected = Counter[str](), STEP_KINDS | kinds
     for seed in range(4):
         stepping = Stepping(seed, layout, num_streams)
+        assert (stepping.pages._steps is None) == (way == "numpy")
         stepping.run()
         counts += stepping.counts
         expected |= {event.__name__ for event in stepping.events}

@@ -64,6 +64,17 @@ def a_stream() -> None:
     check(events[-1].response.output_text == text, "the last event has all of it", events[-1])
 
 
+def logprobs() -> None:
+    asked = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    entries = client.responses.create(**asked).output[0].content[0].logprobs
+    check(entries and all(len(entry.top_logprobs) == 2 for entry in entries), "two alternatives of each token", entries)
+    check(all(entry.logprob <= 0 for entry in entries), "log-probabilities", entries)
+    with client.responses.stream(**asked) as stream:
+        pieces = [entry for one in stream if one.type == "response.output_text.delta" for entry in one.logprobs]
+    texts = [[entry.token for entry in some] for some in (pieces, entries)]
+    check(texts[0] == texts[1][: len(texts[0])], "a stream says the same", *texts)
+
+
 def a_schema() -> None:
     said = client.responses.parse(**ASKED | {"max_output_tokens": 600}, text_format=Answer)
     check(isinstance(said.output_parsed, Answer), "an object of the class", said)
@@ -101,4 +112,4 @@ def errors_by_type() -> None:
 
 
 if __name__ == "__main__":
-    run(a_response, a_stream, a_schema, a_function_call, errors_by_type)
+    run(a_response, a_stream, logprobs, a_schema, a_function_call, errors_by_type)

@@ -4,12 +4,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from tandem.cluster.cli.random_checkpoint import ARCHITECTURES, SIZES, make_checkpoint
+from tandem.cluster.cli.random_checkpoint import ARCHITECTURES, HALVES, SIZES, make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.checkpoint.errors import InvalidConfig
 from tandem.workers.models.weights import INDEX, load_decoder
+from tests.support.encoder_models import EncoderRunner
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 
 
@@ -17,7 +18,23 @@ def load_oracle(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", HALVES)
+def test_transformers_loads_a_model_of_two_halves_and_agrees(tmp_path: Path, arch: str) -> None:
+    config = make_checkpoint(tmp_path, arch, "tiny", dtype="float32")
+    model, report = AutoModelForSeq2SeqLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values())
+    encoder = AutoTokenizer.from_pretrained(tmp_path)("The river", return_tensors="pt")["input_ids"]
+    decoder = torch.tensor([[config.decoder_start_token_id, 300, 301]])
+    masks = {"attention_mask": torch.ones_like(encoder), "decoder_attention_mask": torch.ones_like(decoder)}
+    with torch.inference_mode():
+        expected = model.eval()(input_ids=encoder, decoder_input_ids=decoder, **masks).logits[0, -1]
+    (logits,) = EncoderRunner(tmp_path).prefill([(encoder[0].tolist(), decoder[0].tolist())])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in HALVES])
 def test_transformers_loads_it_and_agrees(tmp_path: Path, arch: str) -> None:
     config = make_checkpoint(tmp_path, arch, "tiny", dtype="float32")
     model, report = load_oracle(tmp_path, output_loading_info=True)

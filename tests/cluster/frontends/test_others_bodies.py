@@ -95,8 +95,16 @@ def test_a_response_takes_sampling_parameters() -> None:
     assert (sampling.top_k, sampling.seed, list(sampling.stop), dict(sampling.logit_bias)) == (3, 4, ["a"], {5: 1.0})
     assert (sampling.repetition_penalty, sampling.min_tokens, made.truncate_prompt_tokens) == (1.5, 2, -1)
     assert asked(ResponsesBody, structured_outputs={"regex": "a+"}).sampling.guided.regex == "a+"
-    with pytest.raises(HttpError, match=r"include has .*; /v1/chat/completions gives"):
-        asked(ResponsesBody, include=["message.output_text.logprobs"])
+
+
+def test_a_response_takes_logprobs() -> None:
+    included = ["message.output_text.logprobs"]
+    assert not asked(ResponsesBody, top_logprobs=0).sampling.HasField("logprobs")
+    assert asked(ResponsesBody, include=included, top_logprobs=3).sampling.logprobs == 3
+    sampling = asked(ResponsesBody, include=included).sampling
+    assert (sampling.HasField("logprobs"), sampling.logprobs) == (True, 0)
+    with pytest.raises(HttpError, match=r"top_logprobs is of use only with 'message.output_text.logprobs' in include"):
+        asked(ResponsesBody, top_logprobs=3)
 
 
 def test_a_message_follows_a_schema() -> None:

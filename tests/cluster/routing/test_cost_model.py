@@ -41,7 +41,8 @@ LOADS = st.lists(
     ),
     unique_by=lambda one: one.key,
 )
-ASKS = st.builds(Ask, st.integers(1, 10**5), st.integers(1, 10**5))
+PUSHES = st.dictionaries(st.just(("", "")), st.floats(0, 1), max_size=1)
+ASKS = st.builds(Ask, st.integers(1, 10**5), st.integers(1, 10**5), matches=st.just({}), pushes=PUSHES)
 
 
 @given(workers=LOADS, ask=ASKS)

@@ -15,9 +15,9 @@ from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState, Shape
-from tandem.cluster.supervision.autoscaler import Autoscaler, IslandRoom
-from tandem.cluster.supervision.load_meter import LoadMeter
-from tandem.cluster.supervision.scaling_policy import Load
+from tandem.cluster.supervision.autoscaling.autoscaler import Autoscaler, IslandRoom
+from tandem.cluster.supervision.autoscaling.load_meter import LoadMeter
+from tandem.cluster.supervision.autoscaling.scaling_policy import Load
 from tests.cluster.fake_processes import FakeProcess, FakeProcesses
 
 SETTINGS: dict[str, Any] = {

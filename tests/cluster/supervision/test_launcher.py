@@ -13,6 +13,7 @@ from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.supervision.network import wait_for_hosts
 from tandem.workers.config import WorkerConfig
 from tests.cluster.fake_processes import FakeProcesses
 from tests.support.checkpoints import make_model
@@ -32,6 +33,36 @@ def test_islands_that_have_no_room_together(tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match=r"^num_islands is 2, .*num_decode 2: 6 processes with 0 GPUs each"):
         Cluster(load_config(None, values), processes).start()
     assert not processes.specs
+
+
+class JoinedProcesses(FakeProcesses):
+    """Two hosts at each look until the third one joins, with the fifth look or never."""
+
+    looks, joins = 0, True
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return ["10.0.0.1", "10.0.0.2"]
+
+    def hosts_for(self, where: Where) -> Sequence[str]:
+        assert where == Where(resources={"NIC": 1.0})
+        self.looks += 1
+        return [*self.hosts, *["10.0.0.3"] * (self.joins and self.looks >= 5)]
+
+
+def test_a_start_waits_for_hosts_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cluster.supervision.network.JOIN_POLL_SECONDS", 0.001)
+    values = {"island.node_resources": {"NIC": 1.0}, "ray.min_hosts": 3, "ray.join_seconds": 0.05}
+    processes = JoinedProcesses()
+    wait_for_hosts(load_config(None, values | {"ray.join_seconds": 60.0}), processes)
+    assert processes.looks == 5
+    processes.joins = False
+    with pytest.raises(
+        StartFailed, match=r"^2 of 3 hosts \(ray.min_hosts\) have joined within 0.05 s .*: 10.0.0.1, 10.0"
+    ):
+        wait_for_hosts(load_config(None, values), processes)
+    with pytest.raises(StartFailed, match=r"^1 of 2 hosts .* none can join a Ray on loopback"):
+        wait_for_hosts(load_config(None, {"ray.min_hosts": 2}), FakeProcesses())
 
 
 def test_pages_that_no_machine_holds(tmp_path: Path) -> None:

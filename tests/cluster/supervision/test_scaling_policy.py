@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.config_sections import ScalingSection
-from tandem.cluster.supervision.scaling_policy import Load, ScalingPolicy
+from tandem.cluster.config_scaling import ScalingSection
+from tandem.cluster.supervision.autoscaling.scaling_policy import Load, ScalingPolicy
 
 CAPACITY = 1000.0  # tokens a second of a simulated island
 TARGETS: dict[str, Any] = {

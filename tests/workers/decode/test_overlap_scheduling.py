@@ -135,8 +135,13 @@ class Collector:
     def __init__(self) -> None:
         self.tokens: dict[TokenStream, list[int]] = {}
         self.ends: dict[TokenStream, FinishReason | str] = {}
+        self._held: list[TokenUpdate] = []
+
+    def hold(self, updates: list[TokenUpdate]) -> None:
+        self._held += updates
 
     def publish(self, updates: list[TokenUpdate]) -> None:
+        updates, self._held = [*self._held, *updates], []
         for update in updates:
             assert update.token_stream not in self.ends
             if update.run.token_ids:
@@ -145,6 +150,7 @@ class Collector:
                 self.ends[update.token_stream] = update.run.reason
 
     def fail(self, token_stream: TokenStream, error: WorkerError) -> None:
+        self.publish([])
         self.ends[token_stream] = str(error)
 
 

@@ -59,6 +59,36 @@ def test_right_drafts_give_their_tokens_in_one_step(overlaps: bool, steps: list[
     assert bench.cache.num_free_pages == NUM_PAGES
 
 
+def test_tokens_go_out_behind_the_next_launch() -> None:
+    """Not one before it, and those of the last step at once."""
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.runner.overlaps = False
+    _, stream = bench.start("a", max_tokens=12)
+    seen: list[tuple[int, int]] = []
+    while stream not in bench.collector.ends:
+        bench.loop.step()
+        launches = sum("launch" in line for line in bench.runner.log)
+        seen.append((launches, len(bench.collector.tokens.get(stream, []))))
+    assert seen == [(1, 0), (2, 5), (3, 11)]
+    assert bench.collector.tokens[stream] == expected(1, 12)
+
+
+@pytest.mark.parametrize("ending", ["abort", "fails"])
+def test_tokens_held_go_out_before_their_request_ends(ending: str) -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.runner.overlaps = False
+    _, stream = bench.start("a", max_tokens=12)
+    bench.loop.step()
+    assert stream not in bench.collector.tokens
+    if ending == "abort":
+        bench.decodes.abort("a", writer_quiet=True)
+    else:
+        bench.runner.fail_reading = True
+        bench.run()
+    assert bench.collector.tokens[stream] == expected(1, 6)
+    assert stream in bench.collector.ends
+
+
 def test_a_stop_in_an_accepted_run_ends_it_there() -> None:
     bench = bench_with(ScriptedDrafter(right=1))
     bench.runner.overlaps = False

@@ -64,6 +64,8 @@ def test_indexers(tmp_path: Path) -> None:
     for fields in ({"indexer_types": kinds}, {"index_topk_pattern": "FSFSS"}, {"index_topk_pattern": kinds}):
         assert indexer_of(tmp_path, {**GLM, **fields}).layers == (0, 2)
     assert indexer_of(tmp_path, {**GLM, "index_topk_freq": 3}).layers == (0, 1, 4)
+    for kind in ("indexed_attention", "deepseek_sparse_attention"):
+        assert load_config(write(tmp_path, {**V32, "layer_types": [kind] * 5})).num_layers == 5
     config = load_config(write(tmp_path, {**V32, "mlp_layer_types": ["sparse", "dense", "sparse", "dense", "dense"]}))
     assert config.moe is not None
     assert config.moe.layers == {0, 2}

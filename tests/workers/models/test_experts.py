@@ -146,7 +146,7 @@ def test_route_within_groups(routing: Routing) -> None:
     correction = torch.randn(12, generator=generator) if routing.corrected else None
     weights, experts = route(logits, routing, correction)
     for row, chosen, ours in zip(logits.double(), experts.tolist(), weights.tolist(), strict=True):
-        scores = row.sigmoid() if routing.sigmoid else row.softmax(0)
+        scores = row.sigmoid() if routing.scores == "sigmoid" else row.softmax(0)
         ranks = (scores if correction is None else scores + correction).tolist()
         allowed = choosable(ranks, routing.groups)
         assert chosen == sorted(allowed, key=lambda expert: -ranks[expert])[: routing.top_k]

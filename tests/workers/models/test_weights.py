@@ -17,7 +17,7 @@ from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, I
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
-from tandem.workers.models.weight_names import LM_HEAD, named_weights
+from tandem.workers.models.weight_names import named_weights
 from tandem.workers.models.weights import INDEX, check_weights, load_parameters, weight_files
 from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.oracle import load_oracle
@@ -155,7 +155,7 @@ def test_progress_counts_all_bytes(sharded: Path) -> None:
 def test_tied_embeddings_are_one_tensor_though_the_head_is_stored(tmp_path: Path) -> None:
     save_checkpoint("llama-tied", tmp_path)
     head = load_file(tmp_path / SINGLE)["model.embed_tokens.weight"]
-    rewrite(tmp_path, {LM_HEAD: head.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    rewrite(tmp_path, {"lm_head.weight": head.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     load_places(tmp_path)
     parameters = load_parameters(tmp_path, load_config(tmp_path))
     assert parameters.lm_head is parameters.embedding
@@ -165,11 +165,11 @@ def test_a_stored_head_that_is_not_the_embedding_is_not_tied_to_it(tmp_path: Pat
     """As in transformers, whatever tie_word_embeddings says."""
     save_checkpoint("llama-tied", tmp_path)
     head = torch.randn(199, 64)
-    rewrite(tmp_path, {LM_HEAD: head})
+    rewrite(tmp_path, {"lm_head.weight": head})
     assert torch.equal(load_oracle(tmp_path).lm_head.weight, head)
     load_places(tmp_path)
     assert torch.equal(load_parameters(tmp_path, load_config(tmp_path)).lm_head, head)
-    rewrite(tmp_path, {LM_HEAD: torch.randn(200, 64)})
+    rewrite(tmp_path, {"lm_head.weight": torch.randn(200, 64)})
     with pytest.raises(InvalidWeights, match=r"lm_head\.weight has shape \[200, 64\]; config\.json asks for"):
         load_places(tmp_path)
 

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.authentication import HEADER
+from tandem.workers.errors import InvalidCall
+from tandem.workers.service.call_checks import EncoderCheck
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.workers.service.test_service import EPOCH, PROMPT, Pair, code_of, running_pair
 
@@ -43,6 +46,7 @@ def served(pair: Pair, request_id: str) -> None:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 2**32 - 1}, "positions for a sequence"),
         ({"request_id": "x" * 257}, "request_id has 257 characters"),
+        ({"encoder_tokens": 3}, "encoder_tokens is 3; 0 … 0 are accepted"),
     ],
 )
 def test_a_reservation_that_cannot_be(pair: Pair, values: dict[str, Any], named: str) -> None:
@@ -112,3 +116,17 @@ def test_pages_that_its_receiver_did_not_offer_are_not_written(pair: Pair) -> No
     assert pair.abort(pair.decode, "other", writer_quiet=True)
     pair.send("mine", mine)
     assert len(pair.generate("mine", mine)) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "encoder_tokens", "named"),
+    [
+        (20, 0, "encoder_tokens is 0; 1 … "),
+        (20, 2**32 - 1, "encoder_tokens is 4294967295; 1 … "),
+        (16, 9, "prompt has 16 tokens; the encoder's take up 16, and at least one must follow"),
+    ],
+)
+def test_prompts_of_an_encoder_that_cannot_be(tokens: int, encoder_tokens: int, named: str) -> None:
+    with pytest.raises(InvalidCall, match=named):
+        EncoderCheck(most=64, page_size=8)(encoder_tokens, np.zeros(tokens, np.int64))
+    assert EncoderCheck(most=64, page_size=8)(9, np.zeros(17, np.int64)) == 9

@@ -20,6 +20,7 @@ from tests.support.client_requests import GREEDY, tokens_of
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
+MOST_TRIES = 20
 PROMPT = random_prompt(150, 0)  # three chunks, of which one may be computed speculatively
 
 
@@ -53,7 +54,8 @@ def test_a_failure_is_logged_with_the_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And the request goes on: it is placed once more."""
+    """And the request goes on: it is placed once more. On a busy machine a prompt can be sent before it was computed
+    speculatively, so several are tried."""
     real, failures = getattr(part, method), iter([RuntimeError("as the test says")])
 
     def fail_once(*given: Any, **named: Any) -> Any:
@@ -62,11 +64,16 @@ def test_a_failure_is_logged_with_the_request(
         return real(*given, **named)
 
     monkeypatch.setattr(part, method, fail_once)
-    name = f"request-{method}"
+    name, expected, records = "", greedy(load_oracle(folder), PROMPT, 4), list[logging.LogRecord]()
     with caplog.at_level(logging.ERROR, "tandem.workers"), Client(island.address) as client:
-        updates = list(client.generate(PROMPT, request_id=name, timeout=60, max_tokens=4, **GREEDY))
-    assert tokens_of(updates) == greedy(load_oracle(folder), PROMPT, 4)
-    (record,) = [one for one in caplog.records if one.message == message]
+        for number in range(MOST_TRIES):
+            name = f"request-{method}-{number}"
+            updates = list(client.generate(PROMPT, request_id=name, timeout=60, max_tokens=4, **GREEDY))
+            assert tokens_of(updates) == expected
+            records = [one for one in caplog.records if one.message == message]
+            if records:
+                break
+    (record,) = records
     assert record.exc_info
     line = formatter(LogSettings(), "").format(record).splitlines()[0]
     assert line.partition(" request_id=")[2].endswith(f"/{name}")

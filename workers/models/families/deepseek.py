@@ -20,7 +20,7 @@ from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.routing import GroupLimit, Routing
 
 METHODS = ("greedy", "group_limited_greedy")
-INDEXED = "indexed_attention"
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # its name today, and in transformers before 5.23
 MLP_KINDS = ("dense", "sparse")
 
 
@@ -60,8 +60,8 @@ def _read_with_indexer(
     latents' are, whose neighbours are rotated, but for `interleaved`."""
     _refuse_others(fields, mlp_bias=False)
     kinds = fields.raw("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != INDEXED for kind in kinds)):
-        raise UnsupportedFeature(f"{fields.source}: layer_types is {SHOWN.repr(kinds)}; only {INDEXED} is served")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind not in INDEXED for kind in kinds)):
+        raise UnsupportedFeature(f"{fields.source}: layer_types is {SHOWN.repr(kinds)}; only {INDEXED[0]} is served")
     latent = read_latent(fields, interleaved=True)
     if latent.q_rank is None:
         raise UnsupportedFeature(f"{fields.source}: q_lora_rank is null; an indexer takes what q's first map makes")

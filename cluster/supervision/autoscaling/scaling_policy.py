@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.cluster.config_sections import ScalingSection
+from tandem.cluster.config_scaling import ScalingSection
 
 COMFORT = 0.8  # of every target: what figures must be below before an island ends
 HEADROOM = 0.75  # of what an island can do: what the islands that stay may get to do

@@ -11,7 +11,7 @@ from tandem.cluster.metrics import series
 from tandem.cluster.metrics.cells import Counter, Histogram
 from tandem.cluster.metrics.quantile import quantile
 from tandem.cluster.peers.table import Column, GatewayTable
-from tandem.cluster.supervision.scaling_policy import Load
+from tandem.cluster.supervision.autoscaling.scaling_policy import Load
 
 FRACTION = 0.9  # of values that a target is for
 LEAST_VALUES = 10  # fewer in a window say nothing

@@ -13,8 +13,8 @@ from tandem.cluster.errors import TandemError
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
-from tandem.cluster.supervision.load_meter import LoadMeter
-from tandem.cluster.supervision.scaling_policy import Decision, ScalingPolicy
+from tandem.cluster.supervision.autoscaling.load_meter import LoadMeter
+from tandem.cluster.supervision.autoscaling.scaling_policy import Decision, ScalingPolicy
 
 TICK_SECONDS = 1.0
 JOIN_SECONDS = 10.0

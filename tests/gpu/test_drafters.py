@@ -1,0 +1,131 @@
+"""Drafters that are models or heads in CUDA graphs, against the eager path on the same GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.load import load_drafter
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.support.checkpoints import make_model, sizes_on_gpu
+from tests.support.draft_heads import save_eagle3, save_mtp
+from tests.support.oracle import random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+PROMPTS = {sequence: random_prompt(9 + 20 * sequence, seed=sequence) for sequence in range(5)}
+LENGTHS = ((1, 4, 2, 3, 4), (4, 1, 3, 2, 1), (2, 2, 4, 4, 3))  # of each sequence's draft, step after step
+NUM_STEPS = 9
+MOSTLY = 0.9  # of tokens; near-equals swap where kernels differ
+Drafted = list[list[Int64Array]]
+
+
+def with_itself(folder: Path) -> SpeculationSettings:
+    make_model("qwen3", **sizes_on_gpu("qwen3")).save_pretrained(folder / "target")
+    return SpeculationSettings("draft_model", 4, 32, draft=str(folder / "target"))
+
+
+def with_mtp(folder: Path) -> SpeculationSettings:
+    save_mtp(folder / "target", **sizes_on_gpu("deepseek_v3"))
+    return SpeculationSettings("mtp", 4, 32)
+
+
+def with_eagle3(folder: Path) -> SpeculationSettings:
+    make_model("llama", num_hidden_layers=8, **sizes_on_gpu("llama")).save_pretrained(folder / "target")
+    save_eagle3(folder / "head", whole_vocab=True, hidden=256, head_dim=64)
+    return SpeculationSettings("eagle3", 4, 32, draft=str(folder / "head"))
+
+
+KINDS: dict[str, Callable[[Path], SpeculationSettings]] = {
+    "draft_model": with_itself,
+    "mtp": with_mtp,
+    "eagle3": with_eagle3,
+}
+
+
+class Made(NamedTuple):
+    """By step and sequence: what was drafted, and the target's token at each drafted position and behind."""
+
+    drafts: Drafted
+    tokens: Drafted
+
+
+class Drafting:
+    """A runner with prompts stored."""
+
+    def __init__(self, folder: Path, speculation: SpeculationSettings, *, graphs: bool, device: str = "cuda") -> None:
+        config = load_config(folder / "target", "bfloat16")
+        drafter = load_drafter_config(speculation, config)
+        assert drafter is not None
+        layout = kv_layout(config, 16, drafter=drafter)
+        pools = [
+            torch.full((200, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device=device)
+            for group in range(len(layout.groups))
+        ]
+        self.cache = make_cache(config, layout, pools, max_sequences=8, max_length=256, drafter=drafter)
+        target = load_decoder(folder / "target", config, device=torch.device(device))
+        self.runner = ModelRunner(load_drafter(folder / "target", speculation, target, drafter), self.cache)
+        if graphs:
+            self.runner.capture_steps(8)
+            self.runner.capture_verification(32)
+            self.runner.capture_drafts(8)
+        self.last: dict[int, int] = {}
+        for sequence, prompt in PROMPTS.items():
+            self.cache.add_sequence(sequence)
+            logits = self.runner.prompts([sequence], [np.array(prompt)], [len(prompt)], push=False)
+            self.last[sequence] = int(logits.argmax())
+
+    def run(self, given: Made | None = None) -> Made:
+        """given: of another run, whose tokens and drafts are taken in place of the own ones."""
+        made = Made([], [])
+        for step in range(NUM_STEPS):
+            ids, counts = list(PROMPTS), np.array(LENGTHS[step % len(LENGTHS)])
+            sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * len(ids))
+            positions = np.array([self.cache.num_tokens(sequence) + 1 for sequence in ids])
+            last = np.array([self.last[sequence] for sequence in ids])
+            made.drafts.append(self.runner.draft(ids, last, counts, sampling, positions))
+            drafts = made.drafts[-1] if given is None else given.drafts[step]
+            tokens = [np.concatenate(([token], draft)) for token, draft in zip(last, drafts, strict=True)]
+            sampled = self.runner.verify(ids, tokens, sampling, positions).wait().token_ids
+            made.tokens.append(np.split(sampled, np.cumsum([one.size for one in tokens])[:-1]))
+            followed = made.tokens[-1] if given is None else given.tokens[step]
+            for sequence, draft, its in zip(ids, drafts, followed, strict=True):
+                held = int(np.cumprod(draft == its[:-1]).sum())
+                self.cache.pop(sequence, draft.size - held)
+                self.last[sequence] = int(its[held])
+        return made
+
+
+def flat(arrays: Drafted) -> Int64Array:
+    return np.concatenate([one for step in arrays for one in step])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_draft_as_the_eager_path(kind: str, tmp_path: Path) -> None:
+    speculation = KINDS[kind](tmp_path)
+    graphs, eager = (Drafting(tmp_path, speculation, graphs=graphs) for graphs in (True, False))
+    assert graphs.runner.overlaps
+    last = dict(graphs.last)
+    eager.last = last
+    ours = graphs.run()
+    theirs = eager.run(ours)
+    assert flat(ours.drafts).size >= (NUM_STEPS - 1) * 12
+    assert (flat(ours.drafts) == flat(theirs.drafts)).mean() >= MOSTLY
+    assert (flat(ours.tokens) == flat(theirs.tokens)).mean() >= MOSTLY
+    if kind == "draft_model":
+        right = [draft == its[:-1] for step in zip(*ours, strict=True) for draft, its in zip(*step, strict=True)]
+        assert np.concatenate(right).mean() >= MOSTLY, "a drafter with the target's weights is right"

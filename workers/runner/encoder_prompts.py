@@ -1,0 +1,52 @@
+"""Prompt chunks, and what a model with an encoder computes of them before its decoder does."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tandem.cache.kernels.upload import upload
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.models.decoder import Decoder, DenseDecoder
+
+
+class PromptChunks(NamedTuple):
+    """The next tokens of some prompts: chunks[i] of prompt sequence_ids[i], whose length is lengths[i].
+
+    A prompt with an encoder begins with the encoder's, padded to whole pages, and its first chunk has all of that.
+    """
+
+    sequence_ids: Sequence[int]
+    chunks: Sequence[Int64Array]
+    lengths: Sequence[int]
+
+
+def encoded(model: Decoder, cache: PagedKVCache, prompts: PromptChunks, *, push: bool) -> PromptChunks:
+    """Encodes what chunks begin with of an encoder's prompt; what is left of them. push: see encode()."""
+    if model.config.encoder is None:
+        return prompts
+    ids = prompts.sequence_ids
+    borders = [0 if cache.num_tokens(one) else cache.border(one) for one in ids]
+    fresh = [index for index, border in enumerate(borders) if border]
+    if fresh:
+        firsts = [prompts.chunks[index][: cache.encoder_len(ids[index])] for index in fresh]
+        encode(model, cache, [ids[index] for index in fresh], firsts, push=push)
+    rest = zip(*prompts, borders, strict=True)
+    left = [(one, chunk[border:], length) for one, chunk, length, border in rest if chunk.size > border]
+    return PromptChunks(*zip(*left, strict=True)) if left else PromptChunks((), (), ())
+
+
+@torch.inference_mode()
+def encode(
+    model: Decoder, cache: PagedKVCache, sequence_ids: Sequence[int], prompts: Sequence[Int64Array], *, push: bool
+) -> None:
+    """Computes what the encoder makes of whole prompts, into empty sequences of so many encoder positions. push:
+    whether what is marked to be sent goes along."""
+    assert isinstance(model, DenseDecoder), "drafters stand beside decoders without an encoder"
+    borders = [cache.border(sequence) for sequence in sequence_ids]
+    forward = cache.encode(sequence_ids, push=push)
+    (ids,) = upload([np.concatenate(prompts)], model.device)
+    model.encode(ids, [prompt.size for prompt in prompts], borders, forward.attention)
+    cache.commit(forward)

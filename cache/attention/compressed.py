@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.kernels.base import Compression, Extra, GroupPlan, IndexQuery
-from tandem.cache.kernels.torch.compressed import compress, extra_of, rotate_neighbours, sequence_slots
+from tandem.cache.kernels.torch.compressed import compress, mask_of, rotate_neighbours, sequence_slots
 from tandem.cache.kernels.torch.entries import TorchEntryKernels
 from tandem.cache.kernels.torch.index import SCORES_AT_ONCE, choose, score
 from tandem.cache.plan.attention_inputs import EntryInputs, check_tensor
@@ -114,21 +114,21 @@ class CompressedForward:
         seen = torch.arange(count, device=visible.device) < visible
         backend = kind.made[0].backend
         if query is None or of.top_k is None or count <= of.top_k:
-            return extra_of(backend.entries_at(places[1], where)[0].squeeze(1), seen, begin)
+            return Extra(backend.entries_at(places[1], where)[0].squeeze(1), seen, begin)
         keys = kind.made[1].backend.entries_at(places[2], kind.places[1][sequence])[0].squeeze(1)
         at_once, chosen = max(1, SCORES_AT_ONCE // (query.q.shape[1] * count)), []
         for first in range(begin, end, at_once):
             rows = slice(first, min(first + at_once, end))
-            mask = extra_of(keys, seen[rows.start - begin : rows.stop - begin], first).mask
+            mask = mask_of(seen[rows.start - begin : rows.stop - begin])
             chosen.append(choose(score(query.q[rows], query.weights[rows], keys, mask), of.top_k).long())
         if end - begin == 1:  # a decode reads what it has chosen alone
             only = chosen[0][chosen[0] >= 0]
             entries = backend.entries_at(places[1], where[:, only])[0].squeeze(1)
-            return extra_of(entries, torch.ones(1, only.shape[0], dtype=torch.bool, device=seen.device), begin)
+            return Extra(entries, torch.ones(1, only.shape[0], dtype=torch.bool, device=seen.device), begin)
         positions = torch.cat(chosen)
         taken = torch.zeros(seen.shape[0], count + 1, dtype=torch.bool, device=seen.device)
         taken.scatter_(1, torch.where(positions < 0, count, positions), True)
-        return extra_of(backend.entries_at(places[1], where)[0].squeeze(1), taken[:, :count], begin)
+        return Extra(backend.entries_at(places[1], where)[0].squeeze(1), taken[:, :count], begin)
 
     def _plan(self, of: CompressedGroups, attended: int) -> _Kind:
         inputs, entries = self._group(of.inputs), self._group(of.entries)

@@ -195,11 +195,11 @@ class Entries(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What the new tokens of one sequence attend to beside their windows: entries [m, D], with mask float32 [n, m]: 0
-    where a token sees an entry, -inf elsewhere. first: the first of the tokens among the packed ones."""
+    """What the n new tokens of one sequence attend to beside their windows: entries [m, D], and seen bool [n, m],
+    whether a token attends to an entry. first: the first of the tokens among the packed ones."""
 
     entries: Tensor
-    mask: Tensor
+    seen: Tensor
     first: int
 
 

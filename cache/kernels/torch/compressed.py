@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Appended, AttentionBackend, Extra, GroupPlan, SharedKV
+from tandem.cache.kernels.base import Appended, AttentionBackend, GroupPlan, SharedKV
 from tandem.cache.kernels.scoring import additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
 from tandem.cache.kernels.torch.latent_entries import LatentEntries
@@ -93,9 +93,8 @@ class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
             extra = None if x.extra is None else x.extra[part.sequence]
             if extra is not None:
                 keys = torch.cat((keys, extra.entries))
-                mask = torch.cat(
-                    (mask, extra.mask[part.tokens.start - extra.first : part.tokens.stop - extra.first]), 1
-                )
+                seen = extra.seen[part.tokens.start - extra.first : part.tokens.stop - extra.first]
+                mask = torch.cat((mask, mask_of(seen)), 1)
             output[part.tokens] = self._attend(q[part.tokens], keys, mask, x.sinks)
         return rotate_neighbours(output, plan.rotation, back=True)
 
@@ -132,10 +131,6 @@ def sequence_slots(tables: PageTables, sequence: int, page_size: int) -> np.ndar
     return (pages + np.arange(page_size)).reshape(-1)[: tables.kv_lens[sequence]]
 
 
-def extra_of(entries: Tensor, seen: Tensor, first: int) -> Extra:
-    """What the new tokens of a sequence attend to beside their windows: entries [m, D].
-
-    seen: bool [n, m]. first: the first of the tokens among the packed ones.
-    """
-    mask = torch.zeros(seen.shape, dtype=torch.float32, device=seen.device).masked_fill_(~seen, -torch.inf)
-    return Extra(entries, mask, first)
+def mask_of(seen: Tensor) -> Tensor:
+    """float32: 0 where bool `seen` is True, -inf elsewhere."""
+    return torch.zeros(seen.shape, dtype=torch.float32, device=seen.device).masked_fill_(~seen, -torch.inf)

@@ -116,10 +116,9 @@ class Attention:
         """See PagedKVCache.attention. norm: of q and k, before they are rotated."""
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, AttentionInputs):
-            raise InvalidArgument(
-                f"layer is {layer}, which keeps latents, or K and V in one plane; latent_attention or shared_attention "
-                "serves it"
-            )
+            shared = isinstance(group.inputs, SharedInputs)
+            kept, serves = ("K and V in one plane", "shared") if shared else ("latents", "latent")
+            raise InvalidArgument(f"layer is {layer}, which keeps {kept}; {serves}_attention serves it")
         if layer in self.layers.readers:
             of = self.layers.readers[layer]
             raise InvalidArgument(f"layer is {layer}, which reads layer {of} and stores nothing; read serves it")

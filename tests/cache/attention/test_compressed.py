@@ -110,7 +110,9 @@ def test_calls_that_do_not_fit() -> None:
         cache.shared_attention(plan, 1, q, kv[:, 0], SINKS, compression)
     with pytest.raises(InvalidArgument, match="sinks is "):
         cache.shared_attention(plan, 1, q, kv, SINKS[1:], compression)
-    with pytest.raises(InvalidArgument, match="or K and V in one plane"):
+    with pytest.raises(
+        InvalidArgument, match="layer is 1, which keeps K and V in one plane; shared_attention serves it"
+    ):
         cache.attention(plan, 1, q, kv, kv)
     plain = made(KVLayout((LayerGroup((0,), 1, HEAD_DIM),), 4, torch.float32))
     with pytest.raises(InvalidArgument, match="layer is 0, whose K and V are not in one plane; attention serves it"):

@@ -1,9 +1,12 @@
 """A digest of stored KV by which sender and receiver compare what one wrote into the other's pages."""
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.layout import KVLayout
 
 DIGEST_BITS = 31
 POSITIONS_AT_A_TIME = 1024  # bounds the copies of a long sequence
@@ -19,11 +22,12 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: 
     order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
     """
     total: Tensor | int = 0
-    size, border = cache.layout.page_size, cache.border(sequence)
-    for index, group in enumerate(cache.layout.groups):
-        seen, stop = max(begin, group.keeps.first_page_index(end, size) * size), end
+    layout, numbers, border = cache.layout, _group_numbers(cache.layout), cache.border(sequence)
+    for index, (group, paging) in enumerate(zip(layout.groups, layout.paging, strict=True)):
+        seen = max(paging.num_entries(begin), layout.first_page_index(index, end) * paging.entries)
+        stop = paging.num_entries(end)
         if group.keeps.given:
-            stop = min(end, border)
+            stop = min(stop, border)
         else:
             seen = max(seen, border)
         parts = [range(seen, stop)]
@@ -34,11 +38,17 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: 
         )
         for first, last in ((piece.start, piece.stop) for piece in pieces):
             gathered = cache.gather_group(sequence, index, first, last)
-            beside = 0 if group.top_k is None else cache.layout.num_layers  # index keys are of layers that have more
+            beside = layout.num_layers * numbers[index]
             for layer, (k, v) in zip(group.layers, gathered, strict=True):
                 salt = 2 * (beside + layer)
                 total = total + _weigh(k, first, salt) + _weigh(v, first, salt + 1)
     return int(total) >> 32 & (1 << DIGEST_BITS) - 1
+
+
+def _group_numbers(layout: KVLayout) -> list[int]:
+    """Of each group 0, or a number of its own where its layers stand in another, too."""
+    more = count(1)
+    return [next(more) if group.beside or group.top_k is not None else 0 for group in layout.groups]
 
 
 def _weigh(entries: Tensor, position: int, salt: int) -> Tensor:

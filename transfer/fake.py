@@ -56,7 +56,8 @@ class _Memory:
     def make(cls, config: TransportConfig) -> "_Memory":
         layout = config.layout
         shapes = [(count, *layout.page_shape(group)) for group, count in enumerate(config.num_pages)]
-        pools = [PagePool(torch.zeros(shape, dtype=layout.stored_dtype)) for shape in shapes]
+        dtypes = map(layout.stored_dtype_of, range(len(shapes)))
+        pools = [PagePool(torch.zeros(shape, dtype=dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
         return cls(pools, np.zeros((config.num_signals, 2), np.int64))
 
 
@@ -293,7 +294,7 @@ class FakeTransport(Transport):
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
         self._check_peer(pe)
-        size, limit = self.layout.page_size, self._num_slots(group)
+        size, limit = self.layout.paging[group].entries, self._num_slots(group)
         check_slots("source_slots", source_slots, limit)
         check_slots("target_slots", target_slots, limit)
         if not target_slots.size:
@@ -329,7 +330,7 @@ class FakeTransport(Transport):
         self._joined = False
 
     def _entry(self, pool: PagePool, region: Region | None, layer: int, slot: int) -> Tensor:
-        page, offset = divmod(slot, self.layout.page_size)
+        page, offset = divmod(slot, pool.pool.shape[4])
         return pool.pool[page, layer, 0, 0 if region is None else region.peer_heads.start, offset]
 
     def _pools(self, pe: int) -> list[PagePool]:

@@ -66,7 +66,7 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
     ]
     pairs.append(("number of layer groups", len(own.groups), len(peer.groups)))
     for index, groups in enumerate(zip(own.groups, peer.groups, strict=False)):
-        for name in ("head_dim", "keeps", "latent_rank"):
+        for name in ("head_dim", "keeps", "latent_rank", "top_k", "beside", "planes", "dtype"):
             mine, theirs = (getattr(group, name) for group in groups)
             pairs.append((f"{name} of group {index}", mine, theirs))
         pairs.append(

@@ -41,13 +41,14 @@ class Segment:
     """
 
     def __init__(self, memory: mmap.mmap, config: TransportConfig) -> None:
-        layout, dtype, words = config.layout, config.layout.stored_dtype, 2 * config.num_signals
+        layout, words = config.layout, 2 * config.num_signals
         self.token = memory[:TOKEN_BYTES]
         self.mailbox: NDArray[np.int64] = np.frombuffer(memory, np.int64, words, offset=ALIGNMENT).reshape(-1, 2)
         shapes = [(count, *layout.page_shape(group)) for group, count in enumerate(config.num_pages)]
+        dtypes = map(layout.stored_dtype_of, range(len(shapes)))
         self.pools: tuple[Tensor, ...] = tuple(
             torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
-            for shape, offset in zip(shapes, pool_offsets(config), strict=False)
+            for shape, dtype, offset in zip(shapes, dtypes, pool_offsets(config), strict=False)
         )
 
 

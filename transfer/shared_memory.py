@@ -73,7 +73,7 @@ class SharedMemoryTransport(Transport):
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
         self._check_peer(pe)
-        plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
+        plan = plan_copy(source_slots, target_slots, self.layout.paging[group].entries, self._num_slots(group))
         self._pools[pe][group].copy(self._pools[self.pe][group], plan, self._regions[pe][group])
 
     def fence(self, pe: int) -> Fence:

@@ -145,7 +145,7 @@ class Transport(ABC):
             raise InvalidArgument(f"pe is {pe}; 0 … {self.num_pes - 1} are accepted")
 
     def _num_slots(self, group: int) -> int:
-        return self.num_pages[group] * self.layout.page_size
+        return self.num_pages[group] * self.layout.paging[group].entries
 
     def _check_token_slots(self, group: int, slots: Tensor) -> None:
         """IndexError unless `slots`, one at least, are in the group's pools."""

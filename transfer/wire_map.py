@@ -73,28 +73,30 @@ def decode_map(
             raise InvalidPositionMap(f"{field} is {value}; {expected} is expected")
     if len(wire.runs) != len(layout.groups):
         raise InvalidPositionMap(f"runs holds {len(wire.runs)} layer groups; the layout has {len(layout.groups)}")
-    runs = tuple(_decode_group(f"runs[{group}]", data, expected_tokens) for group, data in enumerate(wire.runs))
-    end, size = expected_start + expected_tokens, layout.page_size
-    for group, decoded in enumerate(runs):
-        keeps = layout.groups[group].keeps
-        if keeps.given:
-            _check_tail(f"runs[{group}]", decoded, max(min(border, end) - expected_start, 0))
+    start, end, found = expected_start, expected_start + expected_tokens, []
+    for group, (data, paging) in enumerate(zip(wire.runs, layout.paging, strict=True)):
+        first, last = paging.num_entries(start), paging.num_entries(end)
+        decoded = _decode_group(f"runs[{group}]", data, last - first)
+        if layout.groups[group].keeps.given:
+            _check_tail(f"runs[{group}]", decoded, max(min(border, end) - start, 0))
         elif wire.sliding is None:
-            needed = min(max(keeps.first_page_index(end, size) * size, border), end)
-            _check_skips(f"runs[{group}]", decoded, max(needed - expected_start, 0))
+            needed = min(max(layout.first_page_index(group, end) * paging.entries, border), last)
+            _check_skips(f"runs[{group}]", decoded, max(needed - first, 0))
         else:
-            _check_slide(f"runs[{group}]", decoded, wire.sliding, expected_start, end)
-        _check_slots(f"runs[{group}]", decoded, num_pages[group] * size)
-    return PositionMap(expected_start, runs, wire.sliding)
+            _check_slide(f"runs[{group}]", decoded, wire.sliding, start, end)
+        _check_slots(f"runs[{group}]", decoded, num_pages[group] * paging.entries)
+        found.append(decoded)
+    return PositionMap(start, tuple(found), wire.sliding, tuple(paging.every for paging in layout.paging))
 
 
-def _decode_group(field: str, data: bytes, expected_tokens: int) -> SlotRuns:
+def _decode_group(field: str, data: bytes, expected: int) -> SlotRuns:
+    """expected: how many positions it must hold, or entries for several each."""
     try:
-        runs = decode_runs(data, max_tokens=expected_tokens)
+        runs = decode_runs(data, max_tokens=expected)
     except InvalidPositionMap as error:
         raise InvalidPositionMap(f"{field}: {error}") from error
-    if runs.num_tokens != expected_tokens:
-        raise InvalidPositionMap(f"{field} holds {runs.num_tokens} positions; {expected_tokens} are expected")
+    if runs.num_tokens != expected:
+        raise InvalidPositionMap(f"{field} holds {runs.num_tokens} positions; {expected} are expected")
     return runs
 
 

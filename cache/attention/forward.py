@@ -2,20 +2,33 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from tandem.cache.attention.compressed import CompressedForward
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import QKV, GroupPlan, Index, Latents, Part, Query, StepPages
+from tandem.cache.kernels.base import (
+    QKV,
+    Compression,
+    Entries,
+    GroupPlan,
+    Index,
+    Latents,
+    Part,
+    Query,
+    SharedKV,
+    StepPages,
+)
 from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
-from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.layout import CompressedGroups, KVLayout
 from tandem.cache.plan.tables import TokenLayout
 from tandem.cache.plan.temperature import Temperature
 
@@ -30,18 +43,27 @@ class LayerIndex(NamedTuple):
 
     places: of each layer its group, and its index there; a reader has those of the layer that it reads. readers: of
     each layer that stores nothing the one that it reads. index_keys: of each layer with those their group, and its
-    index there. given: the layers that keep an encoder's entries.
+    index there. beside: of each group that stands beside others its layers, and the index of each there. given: the
+    layers that keep an encoder's entries. compressed: of each layer with compressed KV the groups that hold it.
     """
 
     places: Mapping[int, tuple[int, int]]
     readers: Mapping[int, int]
     index_keys: Mapping[int, tuple[int, int]]
+    beside: Mapping[int, Mapping[int, int]]
     given: frozenset[int] = frozenset()
+    compressed: Mapping[int, CompressedGroups] = MappingProxyType({})
 
     @classmethod
     def of(cls, layout: KVLayout) -> "LayerIndex":
+        beside = {
+            index: {layer: place for place, layer in enumerate(group.layers)}
+            for index, group in enumerate(layout.groups)
+            if group.beside
+        }
         given = (layer for group in layout.groups if group.keeps.given for layer in group.layers)
-        return cls(layout.layer_index, dict(layout.readers), layout.index_keys, frozenset(given))
+        places = (layout.layer_index, dict(layout.readers), layout.index_keys, beside)
+        return cls(*places, frozenset(given), layout.compressed)
 
 
 class Batch(NamedTuple):
@@ -75,7 +97,9 @@ class Attention:
     standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
     locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
     encodes: bool = False  # the forward stores an encoder's entries, and nothing else
+    compressed: CompressedForward | None = None  # of layouts with compressed KV
     ran: int = 0  # a bit for each layer that has stored K and V, or latents
+    stored_beside: set[tuple[int, int]] = field(default_factory=set)  # groups and layers whose store() ran
     _chosen: Tensor | None = None  # by the last layer with index keys
     _factors: Tensor | None = None
     _reads: dict[tuple[int, bool], Any] = field(default_factory=dict)  # plans of read_part, by group and causality
@@ -92,7 +116,9 @@ class Attention:
         """See PagedKVCache.attention. norm: of q and k, before they are rotated."""
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, AttentionInputs):
-            raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
+            shared = isinstance(group.inputs, SharedInputs)
+            kept, serves = ("K and V in one plane", "shared") if shared else ("latents", "latent")
+            raise InvalidArgument(f"layer is {layer}, which keeps {kept}; {serves}_attention serves it")
         if layer in self.layers.readers:
             of = self.layers.readers[layer]
             raise InvalidArgument(f"layer is {layer}, which reads layer {of} and stores nothing; read serves it")
@@ -102,7 +128,7 @@ class Attention:
         self.ran |= 1 << layer
         return output
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See PagedKVCache.encode."""
         group, plan, index = self._find(layer)
         self._check_side(layer, stores_given=True)
@@ -124,6 +150,27 @@ class Attention:
         self.ran |= 1 << layer
         return output
 
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        """See PagedKVCache.shared_attention."""
+        group, plan, index = self._find(layer)
+        if not isinstance(group.inputs, SharedInputs):
+            raise InvalidArgument(f"layer is {layer}, whose K and V are not in one plane; attention serves it")
+        group.inputs.check(plan.num_tokens, q, kv, sinks)
+        of, extra = self.layers.compressed.get(layer), None
+        if (of is None) != (compression is None):
+            raise InvalidArgument(
+                f"layer is {layer}; compression must be given exactly where a layer has compressed KV beside its window"
+            )
+        if of is not None and compression is not None and self.compressed is not None:
+            beside = [0 if one is None else self.layers.beside[one][layer] for one in (of.inputs, of.entries, of.keys)]
+            places = (beside[0], beside[1], beside[2])
+            extra = self.compressed.extend(of, group.group, layer, places, compression, self.store)
+        output = group.run(plan, index, SharedKV(q, kv, sinks, extra))
+        self.ran |= 1 << layer
+        return output
+
     def _choose(self, layer: int, choice: Index | None) -> Tensor | None:
         """What a layer's queries attend to, see Latents: a layer without index keys takes what the one before took."""
         if choice is None and layer in self.layers.index_keys:
@@ -137,6 +184,32 @@ class Attention:
             group.inputs.check(plan.num_tokens, *choice)
             self._chosen = group.run(plan, place, choice)
         return self._chosen
+
+    def store(self, group: int, layer: int, k: Tensor, v: Tensor | None = None) -> None:
+        """See PagedKVCache.store."""
+        place = self._check_beside(group, layer)
+        self._find(layer)
+        own, plan = self.groups[group], self.plans[group]
+        assert isinstance(own.inputs, EntryInputs)
+        own.inputs.check(plan.num_tokens, k, v)
+        own.run(plan, place, Entries(k, v))
+        self.stored_beside.add((group, layer))
+
+    def new_entries(self, group: int) -> TokenLayout:
+        """See PagedKVCache.new_entries."""
+        tokens = self.plans[group].tokens if 0 <= group < len(self.plans) else None
+        if tokens is None:
+            raise InvalidArgument(f"group is {group}; 0 … {len(self.plans) - 1} are accepted, not in graph buffers")
+        return tokens
+
+    def _check_beside(self, group: int, layer: int) -> int:
+        """The index of a layer in a group that stands beside others."""
+        if group not in self.layers.beside or layer not in self.layers.beside[group]:
+            accepted = {one: list(layers) for one, layers in self.layers.beside.items()}
+            raise InvalidArgument(
+                f"group is {group} and layer {layer}; of groups beside others these layers are accepted: {accepted}"
+            )
+        return self.layers.beside[group][layer]
 
     def read(self, layer: int, q: Tensor, sinks: Tensor | None = None, norm: HeadNorm | None = None) -> Tensor:
         """See PagedKVCache.read. norm: of q, before it is rotated."""
@@ -186,6 +259,14 @@ class Attention:
         missing = [layer for layer in stored if not self.ran >> layer & 1]
         if missing:
             raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
+        for group, places in self.layers.beside.items():
+            wanted = set(places).intersection(layers or places)
+            left = sorted(layer for layer in wanted if (group, layer) not in self.stored_beside)
+            if left:
+                raise InvalidArgument(
+                    f"layers {left} have stored none of their {self.plans[group].num_tokens} new entries of group "
+                    f"{group}; end_forward comes after store"
+                )
 
     def _check_side(self, layer: int, *, stores_given: bool) -> None:
         """InvalidArgument unless the forward is of the kind that the layer's call is for."""
@@ -219,7 +300,7 @@ class Attention:
         return group, plan, index
 
 
-NO_ATTENTION = Attention((), (), LayerIndex({}, {}, {}), None)
+NO_ATTENTION = Attention((), (), LayerIndex({}, {}, {}, {}), None)
 """Of a forward in graph buffers, whose layers the graph computes."""
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.attention.encoder_views import see_encoder
 from tandem.cache.attention.page_look_up import PageLookUp
-from tandem.cache.kernels.base import QKV, AttentionBackend, GroupPlan, Index, Latents, Query
+from tandem.cache.kernels.base import QKV, AttentionBackend, Entries, GroupPlan, Index, Latents, Query, SharedKV
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
 from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
@@ -29,7 +29,7 @@ class GroupAttention:
 
     group: int
     backend: AttentionBackend
-    inputs: AttentionInputs | LatentInputs | IndexInputs
+    inputs: AttentionInputs | LatentInputs | IndexInputs | EntryInputs | SharedInputs
     fp8: Fp8Entries | None
     table: GroupTable
     writer: PageWriter | None
@@ -51,9 +51,12 @@ class GroupAttention:
         return can.sharing_graphs and self.prefixes.rule is not None
 
     def split(self, rows: Int64Array, tokens: TokenLayout) -> tuple[Int64Array, TokenLayout]:
-        """The sequences of a forward as the group's kernels take them: see split_by_chunks and see_encoder."""
+        """The sequences of a forward as the group's kernels take them: see split_by_chunks and see_encoder. Of a group
+        with an entry for several positions the new entries stand in place of tokens."""
         if self.given and self.encoder_lens is not None:
             return see_encoder(rows, tokens, self.encoder_lens)
+        if self.table.every > 1:
+            return rows, tokens.entries(self.table.every)
         return (rows, tokens) if self.chunk is None else split_by_chunks(rows, tokens, self.chunk)
 
     def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
@@ -87,7 +90,7 @@ class GroupAttention:
             own, sends = self.backend.push_with_append(own, sends, peer_pool)
         return GroupPlan(own, rotation, tables, sends, sliding, tokens, tokens.positions.size, self.stored)
 
-    def run(self, plan: GroupPlan, layer: int, x: QKV | Latents | Index) -> Tensor:
+    def run(self, plan: GroupPlan, layer: int, x: QKV | Latents | Index | Entries | SharedKV) -> Tensor:
         """See AttentionBackend.run; pushes what the plan sends."""
         if not plan.captured:
             hooked = plan.sends or plan.stored is not None

@@ -10,9 +10,11 @@ from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_index_kernels, choose_latent_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.torch.compressed import TorchSharedKernels
+from tandem.cache.kernels.torch.entries import TorchEntryKernels
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import Int64Array, check_factor
-from tandem.cache.plan.attention_inputs import AttentionInputs, IndexInputs, LatentInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
@@ -76,7 +78,15 @@ def make_groups(
         latent = own.latent
         stored = StoredLayers(len(group.layers)) if pool.is_cuda and writer is not None else None
         fp8, rank = Fp8Entries.of_group(layout, index, pool.device), group.latent_rank
-        if rank is not None and group.top_k is not None:
+        if group.beside:
+            backend, dtype = TorchEntryKernels(pool), layout.stored_dtype_of(index)
+            inputs = EntryInputs(group.planes, group.num_kv_heads, group.head_dim, dtype, pool.device)
+        elif group.shares_planes:
+            window = group.keeps.window
+            assert window is not None  # the layout has checked it
+            backend = TorchSharedKernels(pool, own.scale_of(group.head_dim), window)
+            inputs = SharedInputs(group.head_dim, layout.dtype, pool.device)
+        elif rank is not None and group.top_k is not None:
             backend = choose_index_kernels(pool, rank, group.top_k)
             inputs = IndexInputs(rank, group.head_dim - rank, layout.dtype, pool.device)
         elif rank is not None and latent is not None:

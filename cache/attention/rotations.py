@@ -25,12 +25,13 @@ class Rotations:
         max_positions: int,
         device: torch.device,
     ) -> None:
-        """rope: one for all layer groups or one for each; InvalidArgument when a rotary_dim exceeds a head."""
+        """rope: one for all layer groups or one for each, which groups beside others do not use; InvalidArgument when a
+        rotary_dim exceeds a head."""
         of_groups = [rope] * len(layout.groups) if isinstance(rope, RopeParameters) else list(rope)
         if len(of_groups) != len(layout.groups):
             raise InvalidArgument(f"rope has {len(of_groups)} entries; the layout has {len(layout.groups)} groups")
         for kind, group in zip(of_groups, layout.groups, strict=True):
-            if kind.rope_type == "none":
+            if kind.rope_type == "none" or group.beside:
                 continue
             if group.latent_rank is not None and kind.rotary_dim != group.head_dim - group.latent_rank:
                 rotated = group.head_dim - group.latent_rank

@@ -186,6 +186,59 @@ class Index(NamedTuple):
     weights: Tensor
 
 
+class Entries(NamedTuple):
+    """What a layer stores beside what it attends to: of each new entry k [n, heads, head_dim], and v where there are
+    two planes."""
+
+    k: Tensor
+    v: Tensor | None = None
+
+
+class Extra(NamedTuple):
+    """What the n new tokens of one sequence attend to beside their windows: entries [m, D], and seen bool [n, m],
+    whether a token attends to an entry. first: the first of the tokens among the packed ones."""
+
+    entries: Tensor
+    seen: Tensor
+    first: int
+
+
+class SharedKV(NamedTuple):
+    """What a layer attends with whose K and V are the same numbers: q [T, num_heads, D] and kv [T, 1, D], not rotated;
+    sinks [num_heads], see QKV. extra: for each sequence of the forward, or None.
+
+    RoPE rotates neighbours, the last rotary_dim numbers, and the output is rotated back.
+    """
+
+    q: Tensor
+    kv: Tensor
+    sinks: Tensor
+    extra: Sequence[Extra] | None = None
+
+
+class IndexQuery(NamedTuple):
+    """What a layer chooses compressed entries by: q [T, heads, Di], rotated here, and weights float32 [T, heads]."""
+
+    q: Tensor
+    weights: Tensor
+
+
+class Compression(NamedTuple):
+    """What the new tokens of a layer give to compressed entries, see tandem.cache.kernels.torch.compressed.
+
+    values, gates: float32 [T, W], what entries are made of, then what index keys are made of, as they are stored. bias:
+    float32 [every, W], added to gates by the position in the entry. norms: weights [D], and [Di] where there are index
+    keys. query: by which tokens choose, where there are.
+    """
+
+    values: Tensor
+    gates: Tensor
+    bias: Tensor
+    norms: tuple[Tensor, ...]
+    eps: float
+    query: IndexQuery | None = None
+
+
 InputsT = TypeVar("InputsT")
 Appended = Callable[[Tensor | None, Tensor | None], None]
 """A function that takes k and v as they were stored, between append and attention. Of latents: the entries and None. k
@@ -214,8 +267,10 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
 
     A pool of K and V is `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`, and InputsT is QKV. One of latents
     is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents. One
-    of index keys is shaped alike, InputsT is Index, and run() returns what is chosen in place of o. A subclass has no
-    graph buffers and does not store into peers, unless it says so.
+    of index keys is shaped alike, InputsT is Index, and run() returns what is chosen in place of o. One of entries
+    beside these has one plane or two, InputsT is Entries, and run() returns k. One whose K and V are the same numbers
+    has one plane, and InputsT is SharedKV. A subclass has no graph buffers and does
+    not store into peers, unless it says so.
     """
 
     capabilities = Capabilities()
@@ -283,5 +338,7 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
 KVBackend = AttentionBackend[QKV]
 LatentBackend = AttentionBackend[Latents]
 IndexBackend = AttentionBackend[Index]
+EntryBackend = AttentionBackend[Entries]
+SharedBackend = AttentionBackend[SharedKV]
 KernelFactory = Callable[[Tensor, Scoring, Fp8Entries | None], KVBackend]
 """A backend for a pool of K and V, scored so. The third says how K and V become its elements; None: as they are."""

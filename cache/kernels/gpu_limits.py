@@ -50,6 +50,8 @@ def check_layout(layout: KVLayout, heads: LatentHeads | None) -> None:
     if layout.dtype == torch.float32:
         return
     for group in layout.groups:
+        if group.beside:  # torch's, which takes all
+            continue
         sizes = head_sizes(group.head_dim)
         if group.latent_rank is not None and group.top_k is not None:
             sizes = index_sizes(group.head_dim, group.latent_rank)

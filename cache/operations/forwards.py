@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from tandem.cache.attention.compressed import CompressedForward
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import NO_PLAN, Index, Limits, Part
+from tandem.cache.kernels.base import NO_PLAN, Compression, Index, Limits, Part
 from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
@@ -56,17 +57,19 @@ class ForwardCalls(Parts):
             for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
         )
         standing = self._table.standing(rows)
-        attention = Attention(self._groups, plans, self._layers, standing, partial(self._rotations.locate, tokens))
+        compressed = CompressedForward(self._groups, plans, self._rotations.at) if self._layers.compressed else None
+        locate = partial(self._rotations.locate, tokens)
+        attention = Attention(self._groups, plans, self._layers, standing, locate, compressed=compressed)
         return Forward(sequences, tokens, attention, sent, standing)
 
     def encode(self, seq_ids: Ids, *, push: bool = True) -> Forward:
         """Begins the forward that stores the encoder's entries of empty sequences, in a layout with an encoder.
 
         A sequence's tokens are its encoder's positions, padded to whole pages: border(sequence) of them. The caller
-        calls attention.store(layer, k, v) once for each layer that keeps them, in order: k and v [T, num_kv_heads,
-        head_dim], not rotated, where those of the padding mean nothing. Then commit() ends it, and forwards of begin()
-        append behind the border. In these, read() of such a layer attends to the encoder_len entries of its sequence,
-        from every position. push: whether the forward sends what is marked.
+        calls attention.store_given(layer, k, v) once for each layer that keeps them, in order: k and v [T,
+        num_kv_heads, head_dim], not rotated, where those of the padding mean nothing. Then commit() ends it, and
+        forwards of begin() append behind the border. In these, read() of such a layer attends to the encoder_len
+        entries of its sequence, from every position. push: whether the forward sends what is marked.
         """
         if not self.layout.has_encoder:
             raise InvalidArgument("the layout has no encoder; only sequences of one that has are encoded")
@@ -177,6 +180,43 @@ class ForwardCalls(Parts):
         """
         self._check_owner(plan)
         return plan.attention.attend_latents(layer, q, latents, keys, up, choice)
+
+    def shared_attention(
+        self,
+        plan: Forward,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor,
+        compression: Compression | None = None,
+    ) -> Tensor:
+        """As attention, of a layer whose K and V are the same numbers of one head: o [T, num_heads, head_dim].
+
+        q [T, num_heads, head_dim] and kv [T, 1, head_dim] are not rotated; sinks are as for attention. RoPE rotates the
+        last numbers of a head, neighbours as one pair, and o is rotated back.
+
+        compression: of a layer with groups of compressed KV: inputs and entries are stored here and with receivers, and
+        each token attends to its window and to the entries that are complete before it, or the top_k of these.
+        """
+        self._check_owner(plan)
+        return plan.attention.attend_shared(layer, q, kv, sinks, compression)
+
+    def new_entries(self, plan: Forward, group: int) -> TokenLayout:
+        """The entries that a forward's tokens complete in a layer group, packed as tokens are: `owners` says whose they
+        are, among the forward's sequences, and `positions` which entries of these. In a group with an entry for each
+        position they are the tokens."""
+        self._check_owner(plan)
+        return plan.attention.new_entries(group)
+
+    def store(self, plan: Forward, group: int, layer: int, k: Tensor, v: Tensor | None = None) -> None:
+        """Stores what a layer keeps in `group`, which stands beside others: here and with receivers, as it is.
+
+        k [n, num_kv_heads, head_dim] of each of the group's new_entries(), and v where it has two planes, in the
+        group's dtype. Call it once for each such group and layer, in order, between begin and commit. Where n is 0 it
+        sends what is cached.
+        """
+        self._check_owner(plan)
+        plan.attention.store(group, layer, k, v)
 
     def end_forward(self, plan: Forward) -> None:
         """commit()."""

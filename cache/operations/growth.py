@@ -115,7 +115,7 @@ class Growth:
             raise InvalidArgument(f"seq_ids is {list(seq_ids)}; all have to be received now")
         lengths = self.table.lengths[rows]
         self.receptions.clear_ends(rows, lengths)
-        if not self.pages.clear_next(rows[lengths % self.table.page_size == 0]):
+        if not self.pages.clear_next(rows[self.pages.begin_pages(lengths)]):
             return None
         self._foreseen = Foreseen(rows, lengths, self.table.num_cuts)
         return lay_out_tokens(lengths, np.ones_like(lengths))

@@ -24,6 +24,7 @@ class OpenTrees:
         self._table, self._pages, self._marks = table, pages, marks
         self._backends = [group.backend for group in groups]
         self._chunks = [group.chunk for group in groups]
+        self._every = [group.table.every for group in groups]
         self._parents: dict[int, Int64Array] = {}
 
     @property
@@ -109,13 +110,21 @@ class OpenTrees:
             self._pages.cut(int(row), int(base) + path.size)
 
     def _check_chunks(self, name: str, base: int, num_nodes: int) -> None:
-        """A node is stored behind those before it, wherever in the text it stands: all have to see one chunk."""
+        """A node is stored behind those before it, wherever in the text it stands: all have to see one chunk, and what
+        an entry for several positions would hold is not known before the commit."""
         for group, chunk in enumerate(self._chunks):
             room = num_nodes if chunk is None else chunk - base % chunk
             if num_nodes > room:
                 raise InvalidArgument(
                     f"{name} makes a tree of {num_nodes} nodes behind {base} positions; layer group {group} keeps "
                     f"chunks of {chunk}, so at most {room} nodes are accepted"
+                )
+        for group, every in enumerate(self._every):
+            if (base + num_nodes) // every > base // every and every > 1:
+                raise InvalidArgument(
+                    f"{name} makes a tree of {num_nodes} nodes behind {base} positions; layer group {group} keeps an "
+                    f"entry for {every} positions, which no node may complete, so at most {every - 1 - base % every} "
+                    "nodes are accepted"
                 )
 
     def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
@@ -129,6 +138,8 @@ class OpenTrees:
     def _compact(self, rows: Int64Array, bases: Int64Array, paths: list[Int64Array]) -> None:
         """Moves the nodes of each path to the first positions after the base; a node never moves up."""
         for backend, group in zip(self._backends, self._table.groups, strict=True):
+            if group.every > 1:  # no node has an entry there
+                continue
             sources, targets = [], []
             for row, base, path in zip(rows, bases, paths, strict=True):
                 nodes = np.arange(path.size)

@@ -53,11 +53,10 @@ class Parts:
         integer("max_sequence_length", max_sequence_length, least=1)
         self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, LayerIndex.of(layout)
         self._writer = writer
-        self._pools = PagePools(
-            tuple(pool.shape[0] for pool in pools), layout.page_size, [group.keeps for group in layout.groups]
-        )
-        self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
-        self._marks = SendMarks(len(pools), max_sequences)
+        spans, num_pages = [group.keeps for group in layout.groups], tuple(pool.shape[0] for pool in pools)
+        self._pools = PagePools(num_pages, layout.page_size, spans, layout.pages_together)
+        self._table = SequenceTable(layout.paging, max_sequences, max_sequence_length, layout.page_size)
+        self._marks = SendMarks([span.every for span in spans], max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._sliding = SlidingSequences(self._table, self._rotations)
         if heads is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.sliding_sequences import SlidingSequences
+from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_pools import PageIds, PagePools
 from tandem.cache.pages.sequence_pages import SequencePages
 from tandem.cache.pages.sequence_table import SequenceTable
@@ -37,7 +38,7 @@ class Receptions:
 
     def begin(self, sequence: int, length: int) -> PositionMap:
         """Grows a sequence by `length` ≥ 1 positions; where each of them goes. OutOfPages changes nothing."""
-        table, size = self.table, self.table.page_size
+        table = self.table
         row = table.row(sequence)
         begin = table.num_positions(row)
         if begin + length < table.border(row):
@@ -51,14 +52,18 @@ class Receptions:
             end = begin + length - int(table.sliding.dropped[row])
             ends = np.array([end])
             self.pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone, clear=False)
-        pages = table.held_pages(row, min(stored, end) // size, -(-end // size))
+        spans = ((group, group.paging) for group in table.groups)
+        pages = tuple(
+            group.held(row, min(stored, end) // paging.positions, paging.num_pages(end)) for group, paging in spans
+        )
         self.pools.hold(pages)
         self.incoming[sequence] = pages
-        table.receiving[row], table.unclean[row] = True, end % size != 0
+        table.receiving[row], table.unclean[row] = True, self._ends_in_pages(end)
         device = self.memory[0].device
-        if device.type == "cuda" and stored % size:  # growing may have queued the copy of a shared partial page
+        if device.type == "cuda" and self._ends_in_pages(stored):  # a copy of a shared partial page may be queued
             torch.cuda.current_stream(device).synchronize()
-        return PositionMap(begin, self._runs(row, begin, begin + length), table.sliding.sliding(row))
+        runs, every = self._runs(row, begin, begin + length), tuple(group.every for group in table.groups)
+        return PositionMap(begin, runs, table.sliding.sliding(row), every)
 
     def clear_ends(self, rows: Int64Array, lengths: Int64Array) -> None:
         """Clears what stands past `lengths` (int64 [B]) in the last pages of rows that have not been cleared yet, on
@@ -68,20 +73,28 @@ class Receptions:
             return
         self.table.unclean[rows] = False
         for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):
-            page_index, offset = divmod(length, self.table.page_size)
             for group, pool in zip(self.table.groups, self.memory, strict=True):
+                page_index, offset = divmod(group.paging.num_entries(length), group.page_size)
                 if offset and group.begins[row] <= page_index < group.ends[row]:
                     pool[int(group.pages[row, page_index]), ..., offset:, :].zero_()
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
         groups, size = self.table.groups, self.table.page_size
         if self.table.sliding.windows[row] == 0:
-            held = [(group.pages[row], int(group.begins[row]), int(group.ends[row])) for group in groups]
-            return tuple(runs_of(pages, begin, end, size, first, last) for pages, first, last in held)
+            return tuple(self._runs_of(group, row, begin, end) for group in groups)
         indices = self.table.sliding.find(row, begin, end)
         wanted = indices >= 0
         slots = (np.where(wanted, slots_of(group.pages, row, np.maximum(indices, 0), size), SKIP) for group in groups)
         return tuple(map(SlotRuns.from_slots, slots))
+
+    @staticmethod
+    def _runs_of(group: GroupTable, row: int, begin: int, end: int) -> SlotRuns:
+        first, last = (group.paging.num_entries(position) for position in (begin, end))
+        return runs_of(group.pages[row], first, last, group.page_size, int(group.begins[row]), int(group.ends[row]))
+
+    def _ends_in_pages(self, length: int) -> bool:
+        """Whether `length` positions use a part of a page, in some group."""
+        return any(group.paging.num_entries(length) % group.page_size for group in self.table.groups)
 
     def finish(self, sequence: int) -> None:
         """The writer is quiet. Idempotent."""

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.send_marks import SendMarks, Sent
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
@@ -19,18 +20,19 @@ NO_SLOTS = (np.empty(0, np.int32), np.empty(0, np.int32))
 
 @dataclass(frozen=True, eq=False)
 class _Due:
-    """What is due of m marked rows, int64 [m] each: positions begins … middles - 1 were cached before the forward,
+    """What is due of m marked rows, int64 [m] each: entries begins … middles - 1 were cached before the forward,
     middles … ends - 1 are new.
 
-    entries and tokens: from a position to where its slots stand in the maps, and to its row among the packed tokens.
+    to_slots and to_tokens: from an entry to where its slots stand in the maps, and to its row among the packed new
+    entries, by adding.
     """
 
     rows: Int64Array
     begins: Int64Array
     middles: Int64Array
     ends: Int64Array
-    entries: Int64Array
-    tokens: Int64Array
+    to_slots: Int64Array
+    to_tokens: Int64Array
 
     def of(self, which: NDArray[np.bool_]) -> "_Due":
         return _Due(*(array[which] for array in vars(self).values()))
@@ -50,14 +52,17 @@ def plan_sends(
     if marked.size == 0:
         return nothing, None
     due = _find_due(marks, table, rows[marked], tokens.qo_indptr[marked], tokens.qo_indptr[marked + 1])
+    dues = {every: _of_entries(due, every, marks, tokens, marked) for every in dict.fromkeys(marks.every)}
     pes = marks.target_pes[due.rows]
-    targets = sorted(set(pes.tolist()))
-    of_pes = [_plan_sends_to(pe, due if len(targets) == 1 else due.of(pes == pe), marks, table) for pe in targets]
-    return list(zip(*of_pes, strict=True)), marks.take(due.rows, due.ends)
+    sends = []
+    for pe in sorted(set(pes.tolist())):
+        own = dues if pes.size == 1 else {every: one.of(pes == pe) for every, one in dues.items()}
+        sends.append(_plan_sends_to(pe, own, marks, table))
+    return list(zip(*sends, strict=True)), marks.take(due.rows, due.ends)
 
 
 def _find_due(marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: Int32Array, lasts: Int32Array) -> _Due:
-    """firsts, lasts: int32 [m], tokens firsts[i] … lasts[i] - 1 are those of rows[i]."""
+    """Of entries of one position. firsts, lasts: int32 [m], tokens firsts[i] … lasts[i] - 1 are those of rows[i]."""
     lengths = table.lengths[rows] + table.sliding.dropped[rows]
     cached, begins = lengths - (lasts - firsts), marks.planned[rows]
     ends = np.maximum(np.minimum(lengths, marks.ends[rows]), begins)
@@ -65,29 +70,57 @@ def _find_due(marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: 
     return _Due(rows, begins, middles, ends, marks.slots.offsets[rows] - marks.begins[rows], firsts - cached)
 
 
-def _plan_sends_to(pe: int, due: _Due, marks: SendMarks, table: SequenceTable) -> list[Send]:
-    """Per layer group."""
-    aheads, tokens = ragged_pairs(due.entries - due.tokens, due.middles + due.tokens, due.ends - due.middles)
-    entries = tokens + aheads
+def _of_entries(due: _Due, every: int, marks: SendMarks, tokens: TokenLayout, marked: Int64Array) -> _Due:
+    """The entries of `every` positions that those of `due` complete. marked: int64 [m], whose sequences these are."""
+    if every == 1:
+        return due
+    cached, starts = tokens.qo_indptr[marked] - due.to_tokens, marks.begins[due.rows]
+    to_tokens = tokens.entries(every).qo_indptr[marked] - cached // every
+    to_slots = marks.slots.offsets[due.rows] - starts // every
+    return _Due(due.rows, due.begins // every, due.middles // every, due.ends // every, to_slots, to_tokens)
+
+
+def _plan_sends_to(pe: int, dues: dict[int, _Due], marks: SendMarks, table: SequenceTable) -> list[Send]:
+    """Per layer group. dues: of entries of so many positions."""
+    new = {every: _new_entries(due) for every, due in dues.items()}
+    cached = {every: _cached_entries(due) for every, due in dues.items()}
     sends = []
-    for slots, cached in zip(marks.slots.slots, _cached_slots(due, marks, table), strict=True):
-        targets = slots[entries]
+    for slots, every, group in zip(marks.slots.slots, marks.every, table.groups, strict=True):
+        tokens, places = new[every]
+        targets = slots[places]
         wanted = targets != SKIP
-        sends.append(Send(pe, torch.from_numpy(tokens[wanted]), torch.from_numpy(targets[wanted]), *cached))
+        sources = _cached_slots(slots, group, table, cached[every])
+        sends.append(Send(pe, torch.from_numpy(tokens[wanted]), torch.from_numpy(targets[wanted]), *sources))
     return sends
 
 
-def _cached_slots(due: _Due, marks: SendMarks, table: SequenceTable) -> list[tuple[Int32Array, Int32Array]]:
-    """Per layer group source_slots and target_slots of a Send."""
+def _new_entries(due: _Due) -> tuple[Int64Array, Int64Array]:
+    """int64 [n] both: rows of what is new among the packed entries, and where its slots stand in the maps."""
+    aheads, tokens = ragged_pairs(due.to_slots - due.to_tokens, due.middles + due.to_tokens, due.ends - due.middles)
+    return tokens, tokens + aheads
+
+
+def _cached_entries(due: _Due) -> tuple[Int64Array, Int64Array, Int64Array] | None:
+    """int64 [n] each: the rows of the table and the entries in them that were cached before, and where their slots
+    stand in the maps; None where there are none."""
     counts = due.middles - due.begins
     if not np.count_nonzero(counts):
-        return [NO_SLOTS] * len(table.groups)
-    of, positions = ragged_pairs(np.arange(counts.size), due.begins, counts)
-    rows, entries = due.rows[of], positions + due.entries[of]
-    indices = table.sliding.indices_of(rows, positions)
-    found = []
-    for slots, group in zip(marks.slots.slots, table.groups, strict=True):
-        targets = slots[entries]
-        wanted = targets != SKIP
-        found.append((slots_of(group.pages, rows[wanted], indices[wanted], table.page_size), targets[wanted]))
-    return found
+        return None
+    of, entries = ragged_pairs(np.arange(counts.size), due.begins, counts)
+    return due.rows[of], entries, entries + due.to_slots[of]
+
+
+def _cached_slots(
+    slots: Int32Array,
+    group: GroupTable,
+    table: SequenceTable,
+    cached: tuple[Int64Array, Int64Array, Int64Array] | None,
+) -> tuple[Int32Array, Int32Array]:
+    """source_slots and target_slots of a Send. slots: of the maps, of this group; cached: see _cached_entries."""
+    if cached is None:
+        return NO_SLOTS
+    rows, entries, places = cached
+    targets = slots[places]
+    wanted = targets != SKIP
+    indices = table.sliding.indices_of(rows, entries)
+    return slots_of(group.pages, rows[wanted], indices[wanted], group.page_size), targets[wanted]

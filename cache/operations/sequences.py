@@ -1,6 +1,7 @@
 """The sequence face of a cache: sequences come, share pages with one another and the prefix index, shrink and go."""
 
 from collections.abc import Sequence
+from operator import mul
 
 from torch import Tensor
 
@@ -124,6 +125,7 @@ class SequenceCalls(Parts):
             (layout.drops_past, "a window"),
             (layout.has_latents, "latents"),
             (layout.has_encoder, "an encoder's entries"),
+            (any(group.beside for group in layout.groups), "entries beside"),
         )
         for has, kind in kinds:
             if has:
@@ -148,7 +150,8 @@ class SequenceCalls(Parts):
     def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
-        At least one token is left over to be computed. Groups with a window get the pages that the next query sees, and
+        At least one token is left over to be computed. Where a page of some group covers more positions than others, a
+        prefix ends with the coarsest. Groups with a window get the pages that the next query sees, and
         a prefix is found only where these are known. salt: at most 16 bytes; only what was published with the same
         one is found.
 
@@ -163,7 +166,7 @@ class SequenceCalls(Parts):
         most = max(tokens.size - 1, 0) // self.layout.page_size
         border = int(self._table.borders[row])
         num_pages, pages = self._pools.prefixes.match(tokens, most, self._salt(row, tokens, salt), border)
-        self._pages.share(row, num_pages, pages)
+        self._pages.share(row, num_pages * self.layout.page_size, pages)
         return num_pages * self.layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> None:
@@ -179,7 +182,7 @@ class SequenceCalls(Parts):
         length, tokens = int(self._table.lengths[row]), integers("token_ids", token_ids)
         if tokens.size > length:
             raise InvalidArgument(f"token_ids has {tokens.size} tokens; sequence {sequence} holds {length}")
-        pages = self._table.held_pages(row, 0, tokens.size // self.layout.page_size)
+        pages = self._table.full_pages(row, tokens.size)
         salt, border = self._salt(row, tokens, salt), int(self._table.borders[row])
         self._pools.prefixes.publish(tokens, pages, salt, border)
 
@@ -249,13 +252,14 @@ class SequenceCalls(Parts):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the smallest layer group."""
-        return min(self._pools.num_pages)
+        """Pages of the smallest layer group; one that covers several times page_size positions counts as so many."""
+        return min(map(mul, self._pools.num_pages, self.layout.pages_together))
 
     @property
     def num_free_pages(self) -> int:
-        """Pages of the scarcest group that can be allocated: free ones, and those that only the prefix index uses."""
-        return min(self._pools.num_free)
+        """Pages of the scarcest group that can be allocated, counted as num_pages: free ones, and those that only the
+        prefix index uses."""
+        return min(map(mul, self._pools.num_free, self.layout.pages_together))
 
     @property
     def num_cached_pages(self) -> int:
@@ -265,24 +269,27 @@ class SequenceCalls(Parts):
     @property
     def num_draining_pages(self) -> int:
         """Pages that nobody uses but a remote writer may still hit."""
-        return max(self._pools.num_draining)
+        return max(map(mul, self._pools.num_draining, self.layout.pages_together))
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K rotated, FP8 widened.
 
         begin is at least first_position(sequence), unless nothing is asked for.
         """
-        found = [self.gather_group(sequence, group, begin, end) for group in range(len(self._groups))]
-        return [found[group][index] for group, index in self._layers.places.values()]
+        places = self._layers.places.values()
+        found = {group: self.gather_group(sequence, group, begin, end) for group in {group for group, _ in places}}
+        return [found[group][index] for group, index in places]
 
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions."""
+        """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions.
+        begin, end: of entries. With one plane, k and v are the same."""
         row, length = self._table.row(sequence), self.num_tokens(sequence)
         if not 0 <= integer("group", group) < len(self._groups):
             raise InvalidArgument(f"group is {group}; 0 … {len(self._groups) - 1} are accepted")
+        length = self.layout.paging[group].num_entries(length)
         if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
-        first = int(self._table.groups[group].begins[row]) * self.layout.page_size
+        first = int(self._table.groups[group].begins[row]) * self.layout.paging[group].entries
         if self.layout.groups[group].keeps.given and end > max(self._table.border(row), begin):
             raise InvalidArgument(f"end is {end}; group {group} has the encoder's {self._table.border(row)} positions")
         if begin < min(first, end):

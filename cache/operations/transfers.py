@@ -62,10 +62,11 @@ class TransferCalls(Parts):
         integer("target_pe", target_pe)
         for group, runs in zip(range(len(self._groups)), position_map.runs, strict=False):
             peer_pool = self._writer.peer_pool(target_pe, group)  # it refuses a PE that is not there
-            if peer_pool is not None and runs.end > peer_pool.shape[0] * size:  # else writes check it
+            num_slots = 0 if peer_pool is None else peer_pool.shape[0] * self.layout.paging[group].entries
+            if peer_pool is not None and runs.end > num_slots:  # else writes check it
                 raise InvalidArgument(
                     f"the position map has slot {runs.end - 1} for layer group {group}; the pool of PE {target_pe} "
-                    f"ends at {peer_pool.shape[0] * size - 1}"
+                    f"ends at {num_slots - 1}"
                 )
         self._sliding.check_map(row, position_map)
         held = [int(group.begins[row]) * size for group in self._table.groups]
@@ -90,8 +91,8 @@ class TransferCalls(Parts):
 
     def bytes_sent(self, sequence: int) -> int:
         """Bytes of those, without what the map skips."""
-        counts, layout = self._marks.num_slots_sent(self._table.row(sequence)), self.layout
-        return sum(count * layout.page_bytes(group) // layout.page_size for group, count in enumerate(counts))
+        counts = self._marks.num_slots_sent(self._table.row(sequence))
+        return sum(count * self.layout.entry_bytes(group) for group, count in enumerate(counts))
 
     def sends_done(self, sequence: int) -> bool:
         """Whether all of its map has been issued; True without one."""

@@ -6,6 +6,8 @@ from numpy.typing import NDArray
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 
+ONE = np.int32(1)  # an int would be cast for each page
+
 
 class PageAllocator:
     """Reference counts of `num_pages` pages, and long runs first: maps get shorter and puts larger by the same act.
@@ -75,7 +77,7 @@ class PageAllocator:
     def _raise(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
         if pages.size and int(self._references[pages].min()) < 1:
             raise InvalidArgument(f"a page without a reference cannot be {verb}; allocate it")
-        np.add.at(counts, pages, 1)
+        np.add.at(counts, pages.astype(np.intp), ONE)
 
     def _lower(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
         if pages.size == 0:
@@ -83,10 +85,10 @@ class PageAllocator:
         at = pages.astype(np.intp)
         held = np.count_nonzero(self._writers[at]) > 0  # else none of them drains, before or after
         draining_before = self._count_draining(at) if held else 0
-        np.subtract.at(counts, at, 1)
+        np.subtract.at(counts, at, ONE)
         left = counts[at]
         if int(left.min()) < 0:
-            np.add.at(counts, at, 1)
+            np.add.at(counts, at, ONE)
             raise InvalidArgument(f"pages {pages.tolist()[:8]} … are {verb} more often than they were taken")
         if held:
             left = self._references[at] + self._writers[at]
@@ -99,10 +101,10 @@ class PageAllocator:
         return np.unique(draining).size
 
     def _pick(self, count: int) -> Int32Array:
-        edges = np.flatnonzero(self._edged[1:] != self._edged[:-1])
+        edges = (self._edged[1:] != self._edged[:-1]).nonzero()[0]
         starts = edges[::2]
         lengths = edges[1::2] - starts
-        fitting = np.flatnonzero(lengths >= count)
+        fitting = (lengths >= count).nonzero()[0]
         if fitting.size:
             first = int(starts[fitting[lengths[fitting].argmin()]])
             return np.arange(first, first + count, dtype=np.int32)

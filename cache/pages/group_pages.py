@@ -9,21 +9,22 @@ from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.step_growth import StepChange
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
-from tandem.cache.plan.spans import Span
+from tandem.cache.plan.spans import Paging, Span
 
 NO_PAGES = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Appends:
-    """Rows of `lengths` positions that are to hold more, seen by queries at `queries` and later; int64 [B] each."""
+    """Rows that are to hold more, seen by queries at `queries` and later, as the groups of one paging see them; int64
+    [B] each."""
 
     rows: Int64Array
-    lengths: Int64Array
     queries: Int64Array
     page_indexes: Int64Array
-    """Of the next position."""
+    """Of the next entry."""
     ends: Int64Array
     """The page index behind the last, after the append."""
     wanted: Int64Array
@@ -35,15 +36,22 @@ class Appends:
 
 
 def lay_out_appends(
-    table: SequenceTable, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array
+    table: SequenceTable,
+    paging: Paging,
+    rows: Int64Array,
+    lengths: Int64Array,
+    new_lengths: Int64Array,
+    queries: Int64Array,
 ) -> Appends:
-    """All int64 [B]; rows: of `table`."""
-    size = table.page_size
+    """All int64 [B], in positions; rows: of `table`."""
+    every, size, reserved = paging.every, paging.entries, table.reserved[rows]
+    if every > 1:
+        lengths, new_lengths, reserved = lengths // every, new_lengths // every, reserved // every
     page_indexes, ends = lengths // size, (new_lengths + (size - 1)) // size
     used = lengths > page_indexes * size
     partial, opened = (used & table.shortened[rows]).nonzero()[0], (ends > page_indexes + used).nonzero()[0]
-    wanted = np.maximum(ends, table.reserved_ends[rows])
-    return Appends(rows, lengths, queries, page_indexes, ends, wanted, partial, opened)
+    wanted = np.maximum(ends, (reserved + (size - 1)) // size)
+    return Appends(rows, queries, page_indexes, ends, wanted, partial, opened)
 
 
 def _before_borders(appends: Appends, borders: Int64Array) -> Appends:
@@ -85,7 +93,7 @@ class Ownership:
 class GroupPages:
     """Moves pages of one group in and out of the rows of `table`, and keeps this true of every row:
 
-        page_indexes:  begins           lengths // page_size                ends
+        page_indexes:  begins           entries // page_size                ends
                  [ full, may be shared ]  [ partial, may be shared ]  [ reserved, its own ]
 
     Nothing is ever written into a shared page, so only a partial one can be in the way; it is copied before it grows.
@@ -97,6 +105,7 @@ class GroupPages:
     table: GroupTable
     allocator: PageAllocator
     memory: PageOperations
+    grain: int  # see Span
 
     def open(self, row: int) -> None:
         """An empty row begins where its first page will be: behind the border, unless the group keeps that side."""
@@ -105,14 +114,16 @@ class GroupPages:
 
     def first_page_index(self, query: int, border: int = 0) -> int:
         """Where what is kept for a query at position `query`, of a row with that border, begins."""
-        return 0 if self.keeps.given else max(self.keeps.first_page_index(query, self.table.page_size), border)
+        if self.keeps.given:
+            return 0
+        return max(self.keeps.first_page_index(query, self.table.page_size, self.grain), border)
 
     def pages_needed(self, num_tokens: int, longest_append: int, border: int) -> int:
         """The most pages that a row with that border holds at once; see Span.most_pages."""
         if self.keeps.given:
             return border
         size = self.table.page_size
-        return self.keeps.most_pages(max(num_tokens - border * size, 0), longest_append, size)
+        return self.keeps.most_pages(max(num_tokens - border * size, 0), longest_append, size, self.grain)
 
     # Many rows
 
@@ -156,6 +167,16 @@ class GroupPages:
         if clear and growth.opened.size:
             self.clear(rows[growth.opened], appends.ends[growth.opened] - 1)
 
+    def step(self, change: StepChange, pages: Int32Array, *, clear: bool) -> None:
+        """Carries a step out with change.num_pages pages; clear: as in grow()."""
+        table, rows = self.table, change.rows
+        if rows.size:
+            if pages.size:
+                table.put(rows, change.starts, change.counts, pages)
+            table.begins[rows], table.ends[rows] = change.begins, change.starts + change.counts
+        if clear and change.opened_rows.size:
+            self.clear(change.opened_rows, change.opened_ends)
+
     def are_leaving(self, rows: Int64Array, queries: Int64Array) -> NDArray[np.bool_]:
         """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later needs."""
         return self._first_page_indexes(queries) > self.table.begins[rows]
@@ -177,24 +198,25 @@ class GroupPages:
         self.memory.clear_pages(self.table.pages[rows, page_indexes])
 
     def _first_page_indexes(self, queries: Int64Array) -> Int64Array:
-        return self.keeps.first_pages(queries, self.table.page_size)
+        return self.keeps.first_pages(queries, self.table.page_size, self.grain)
 
     # One row
 
-    def plan_ownership(self, row: int, length: int, reserved_ends: int, budget: int | None = None) -> Ownership:
-        """What it takes to make what a reservation covers, from `length` on, pages of the row's own.
+    def plan_ownership(self, row: int, length: int, reserved_end: int, budget: int | None = None) -> Ownership:
+        """What it takes to make what a reservation covers, from `length` positions to page index reserved_end, pages of
+        the row's own.
 
         budget None: that of the reservation it has.
         """
         begin, held = int(self.table.begins[row]), int(self.table.ends[row])
         if self.keeps.given:
             border = int(self.table.borders[row])
-            length, reserved_ends = min(length, border * self.table.page_size), min(reserved_ends, border)
+            length, reserved_end = min(length, border * self.table.page_size), min(reserved_end, border)
         budget = int(self.table.budgets[row]) if budget is None else budget
-        tail = max(length // self.table.page_size, begin)
+        tail = max(length // self.table.paging.positions, begin)
         before = self._shared(row, begin, tail)
         first_own = int(before[-1]) + 1 if before.size else begin
-        end = min(first_own + budget, reserved_ends)
+        end = min(first_own + budget, reserved_end)
         shared = self._shared(row, tail, min(held, end))
         return Ownership(shared, end, shared.size + max(end - held, 0))
 
@@ -216,13 +238,17 @@ class GroupPages:
 
     def shared_by_fork(self, parent: int, length: int) -> Int32Array:
         """The full pages of a row that a fork of its first `length` positions shares."""
-        border = int(self.table.borders[parent])
-        return self.table.held(parent, self.first_page_index(length, border), length // self.table.page_size)
+        first = self.first_page_index(length, int(self.table.borders[parent]))
+        return self.table.held(parent, first, length // self.table.paging.positions)
+
+    def num_partial(self, length: int) -> int:
+        """How many pages `length` positions, an encoder's among them, use a part of: 1 or 0."""
+        return 0 if self.keeps.given or not self.table.paging.num_entries(length) % self.table.page_size else 1
 
     def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
         """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""
         table, border = self.table, int(self.table.borders[parent])
-        first, full = self.first_page_index(length, border), length // table.page_size
+        first, full = self.first_page_index(length, border), length // table.paging.positions
         if self.keeps.given:
             full = min(full, border)
         if copies.size:

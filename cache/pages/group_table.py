@@ -3,18 +3,28 @@
 import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
+from tandem.cache.plan.spans import Paging
 
 
 class GroupTable:
     """The page tables of a layer group: one row a sequence, the same in every group.
 
-    Page index i of a row is the page of its positions from i · page_size on. Row i holds those from begins[i] to
-    ends[i] - 1: earlier ones have left the group's window, and those past the sequence's end are reserved.
+    Page index i of a row is the page of its entries from i · page_size on; there is one for `every` positions. Row i
+    holds those from begins[i] to ends[i] - 1: earlier ones have left the group's window, and those past the sequence's
+    end are reserved.
     """
 
-    def __init__(self, max_sequences: int, max_pages: int, page_size: int, borders: Int64Array | None = None) -> None:
+    def __init__(
+        self,
+        max_sequences: int,
+        max_pages: int,
+        page_size: int,
+        every: int = 1,
+        borders: Int64Array | None = None,
+    ) -> None:
         """borders: see SequenceTable, which owns it; None: no row has one."""
-        self.page_size = page_size
+        self.page_size, self.every = page_size, every
+        self.paging = Paging(every, page_size)
         self.borders = np.zeros(max_sequences, np.int64) if borders is None else borders
         self.pages = np.zeros((max_sequences, max_pages), np.int32)
         self.begins = np.zeros(max_sequences, np.int64)

@@ -1,7 +1,8 @@
 """The slots of the position maps of a cache's sequences, side by side: a forward looks up all that it needs at once."""
 
+from collections.abc import Sequence
+
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_range
 from tandem.cache.plan.position_map import SKIP, PositionMap
@@ -11,8 +12,8 @@ FIRST_CAPACITY = 1024
 
 class MapSlots:
     """At most one map a row. slots: int32 [groups, capacity]; slots[g, offsets[row] + i] is where group g's receiver
-    wants the i-th position of the row's map, SKIP if nowhere; counts[row] positions, 0 without a map (int64
-    [max_sequences] each)."""
+    wants the i-th entry of the row's map, SKIP if nowhere; counts[row] positions, 0 without a map (int64
+    [max_sequences] each). There are no more entries than positions."""
 
     def __init__(self, num_groups: int, max_sequences: int) -> None:
         self.slots: Int32Array = np.empty((num_groups, FIRST_CAPACITY), np.int32)
@@ -27,22 +28,22 @@ class MapSlots:
             self._move(position_map.num_tokens)
         begin, self._end = self._end, self._end + position_map.num_tokens
         for slots, runs in zip(self.slots, position_map.runs, strict=True):
-            slots[begin : self._end] = runs.slots()
+            slots[begin : begin + runs.num_tokens] = runs.slots()
         self.offsets[row], self.counts[row] = begin, position_map.num_tokens
 
     def drop(self, row: int) -> None:
         self.counts[row] = 0
 
     def wanted(self, row: int, group: int, begin: int, end: int) -> Int64Array:
-        """Which of the positions begin … end - 1 of a row's map a group's receiver wants, counted from `begin` on."""
+        """Which of the entries begin … end - 1 of a row's map a group's receiver wants, counted from `begin` on."""
         offset = int(self.offsets[row])
         return np.flatnonzero(self.slots[group, offset + begin : offset + max(begin, end)] != SKIP)
 
-    def num_wanted(self, row: int, count: int) -> list[int]:
-        """Per group how many of the first `count` positions of a row's map are not skipped."""
+    def num_wanted(self, row: int, counts: Sequence[int]) -> list[int]:
+        """Per group how many of the first counts[group] entries of a row's map are not skipped."""
         begin = int(self.offsets[row])
-        wanted: NDArray[np.bool_] = self.slots[:, begin : begin + count] != SKIP
-        return wanted.sum(1).tolist()
+        of_groups = zip(self.slots, counts, strict=True)
+        return [int(np.count_nonzero(slots[begin : begin + count] != SKIP)) for slots, count in of_groups]
 
     def _move(self, room: int) -> None:
         """Moves all maps together, and makes the array large enough that this stays rare."""

@@ -17,11 +17,17 @@ PageIds = tuple[Int32Array, ...]
 class PagePools:
     """An allocator per layer group. A call takes from all of them or from none."""
 
-    def __init__(self, num_pages: tuple[int, ...], page_size: int, spans: Sequence[Span] | None = None) -> None:
-        """spans: what each layer group keeps; None: all keep all."""
+    def __init__(
+        self,
+        num_pages: tuple[int, ...],
+        page_size: int,
+        spans: Sequence[Span] | None = None,
+        together: Sequence[int] | None = None,
+    ) -> None:
+        """spans: what each layer group keeps; None: all keep all. together: see PrefixIndex."""
         self.allocators = tuple(PageAllocator(count) for count in num_pages)
         self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
-        self.prefixes = PrefixIndex(self.allocators, page_size, spans)
+        self.prefixes = PrefixIndex(self.allocators, page_size, spans, together)
 
     @property
     def num_pages(self) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ NO_PAGE = -1
 class IndexedPages:
     """The pages of one layer group that the index holds a reference to. All arrays are by page."""
 
-    def __init__(self, allocator: PageAllocator, span: Span) -> None:
+    def __init__(self, allocator: PageAllocator, span: Span, together: int) -> None:
         self.allocator = allocator
         self.span = span
+        self.together = together
         self.indexed = np.zeros(allocator.num_pages, np.bool_)
         self.entries = np.zeros(allocator.num_pages, np.int64)
         self.stamps = np.zeros(allocator.num_pages, np.int64)
@@ -37,10 +38,12 @@ class IndexedPages:
 class PrefixIndex:
     """Full pages by the digest of their salt and of all tokens up to their end: see digest_chain.
 
-    An entry names a page in each layer group, or none where a group with a window has let go of it. The index holds one
+    An entry stands for page_size positions. It names a page in each layer group, or none where a group with a window
+    has let go of it. A page that covers several entries is named by the last of them. The index holds one
     reference to each, so a page that nobody else uses has exactly one. A prefix of n pages is found where each group
-    has the pages that a query behind it needs: all of them, or the last of a window. A border divides the pages of an
-    encoder from those behind: a group has pages on one side of it, and a prefix has all of the encoder's.
+    has the pages that a query behind it needs: all of them, or the last of a window. So n is a multiple of what the
+    coarsest page covers. A border divides the pages of an encoder from those behind: a group has pages on one side of
+    it, and a prefix has all of the encoder's.
 
     A page is stamped when it is matched or published, a page later than those that follow it in its prefix: the least
     recently used page is a leaf, or one whose followers are in use. An entry goes with its page in a group that keeps
@@ -48,11 +51,19 @@ class PrefixIndex:
     """
 
     def __init__(
-        self, allocators: tuple[PageAllocator, ...], page_size: int, spans: Sequence[Span] | None = None
+        self,
+        allocators: tuple[PageAllocator, ...],
+        page_size: int,
+        spans: Sequence[Span] | None = None,
+        together: Sequence[int] | None = None,
     ) -> None:
-        """spans: what each layer group keeps; None: all keep all."""
+        """spans: what each layer group keeps; None: all keep all. together: how many entries a page of each covers;
+        None: one."""
         spans = [ALL] * len(allocators) if spans is None else spans
-        self._groups = [IndexedPages(*both) for both in zip(allocators, spans, strict=True)]
+        together = [1] * len(allocators) if together is None else together
+        self._groups = [IndexedPages(*of) for of in zip(allocators, spans, together, strict=True)]
+        # After so many entries a group has a page without which no longer prefix is found; 0: no group has.
+        self._needed_each = min((of.together for of in self._groups if not of.span.drops_past), default=0)
         self._page_size = page_size
         most = sum(allocator.num_pages for allocator in allocators)  # each entry has a page somewhere
         self._entries: dict[bytes, int] = {}  # digest → entry
@@ -98,11 +109,11 @@ class PrefixIndex:
         """How many pages the longest known prefix has, at most max_pages, and per group those that a query behind it
         needs, which are its last on the group's side of the border; the caller retains them at once. border: how many
         pages are an encoder's, whose prompt is in the salt."""
-        bounded = all(group.span.drops_past for group in self._groups)
+        each = self._needed_each
         found = []
         for digest in digest_chain(token_ids, self._page_size, max_pages, salt):
             entry = self._entries.get(digest, NO_PAGE)
-            if entry == NO_PAGE and not bounded:
+            if entry == NO_PAGE and each and (len(found) + 1) % each == 0:
                 break
             found.append(entry)
         while found and found[-1] == NO_PAGE:  # what a chunk begins behind is needed by nobody, known or not
@@ -111,15 +122,18 @@ class PrefixIndex:
         pages = np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
         length, begins = self._longest(pages, border)
         ends = [self._end(group, length, border) for group in self._groups]
-        matched = tuple(row[begin:end] for row, begin, end in zip(pages, begins, ends, strict=True))
+        matched = tuple(
+            row[begin:end][group.together - 1 :: group.together]
+            for group, row, begin, end in zip(self._groups, pages, begins, ends, strict=True)
+        )
         self._touch(matched, length, border)
         return length, matched
 
     def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"", border: int = 0) -> None:
         """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.
 
-        pages: per group int32, full: all n, or the last of them that a group with a window still has; with a border (as
-        for match) those on the group's side of it.
+        pages: per group int32, full: all that these are, or the last of them that a group with a window still has; with
+        a border (as for match) those on the group's side of it.
         """
         num_pages = token_ids.size // self._page_size
         if num_pages < border:
@@ -128,8 +142,8 @@ class PrefixIndex:
         known = np.array([self._entries.get(digest, NO_PAGE) for digest in digests], np.int64)
         given = np.full((len(self._groups), num_pages), NO_PAGE, np.int32)
         for group, row, ids in zip(self._groups, given, pages, strict=True):
-            end = self._end(group, num_pages, border)
-            row[end - ids.size : end] = ids
+            full = self._end(group, num_pages, border) // group.together
+            row[: full * group.together][group.together - 1 :: group.together][full - ids.size :] = ids
         new = (given != NO_PAGE) & ((known == NO_PAGE) | (self._pages[:, known] == NO_PAGE))
         for group, row, mask in zip(self._groups, given, new, strict=True):
             taken = np.flatnonzero(mask & group.indexed[row])
@@ -183,10 +197,11 @@ class PrefixIndex:
         for group, row in zip(self._groups, pages, strict=True):
             first = group.span.first_needed(ends * self._page_size) // self._page_size
             lasts = np.minimum(ends, border) if group.span.given else ends
-            first = first if group.span.given else np.maximum(first, border)
-            missing = np.concatenate(([0], np.cumsum(row == NO_PAGE)))
-            found &= missing[lasts] == missing[np.minimum(first, ends)]
-            firsts.append(np.minimum(first, ends))
+            first = np.minimum(first if group.span.given else np.maximum(first, border), ends)
+            named = ends[1:] % group.together == 0  # the last entries of pages
+            missing = np.concatenate(([0], np.cumsum((row == NO_PAGE) & named)))
+            found &= (missing[lasts] == missing[first]) & (ends % group.together == 0)
+            firsts.append(first)
         length = int(np.flatnonzero(found)[-1])
         return length, [int(first[length]) for first in firsts]
 

@@ -29,10 +29,12 @@ class SendMarks:
     forward that ended. All are 0 without a mark; one that is used up stays as a count until its sequence goes.
     """
 
-    def __init__(self, num_groups: int, max_sequences: int) -> None:
+    def __init__(self, every: Sequence[int], max_sequences: int) -> None:
+        """every: positions of an entry of each layer group."""
         arrays = (np.zeros(max_sequences, np.int64) for _ in range(6))
         self.target_pes, self.begins, self.ends, self.planned, self.issued, self._serials = arrays
-        self.slots = MapSlots(num_groups, max_sequences)
+        self.every = tuple(every)
+        self.slots = MapSlots(len(self.every), max_sequences)
         self.count = 0  # rows with a mark
         self._last_serial = 0
 
@@ -41,7 +43,7 @@ class SendMarks:
 
         Replaces a mark that is used up; InvalidArgument when it has one that is not, and for a map that does not fit.
         """
-        _check_map(position_map, held_from)
+        _check_map(position_map, self.every, held_from)
         if self.planned[row] < self.ends[row]:
             raise InvalidArgument(
                 f"sequence {sequence} is marked already, up to position {self.ends[row]}; it may be once"
@@ -63,11 +65,13 @@ class SendMarks:
         return int(self.issued[row] - self.begins[row])
 
     def num_slots_sent(self, row: int) -> list[int]:
-        """Per group how many of these positions have a slot."""
-        return self.slots.num_wanted(row, self.num_sent(row))
+        """Per group how many of the entries that these positions complete have a slot."""
+        begin, end = int(self.begins[row]), int(self.issued[row])
+        return self.slots.num_wanted(row, [end // one - begin // one for one in self.every])
 
     def first_unsent(self, row: int, group: int, end: int) -> int | None:
-        """The first position before `end` that a group's receiver wants and no forward was planned to send."""
+        """The first position before `end` that a group's receiver wants and no forward was planned to send; of a group
+        with an entry for each position."""
         begin, end = int(self.planned[row]), min(end, int(self.ends[row]))
         wanted = self.slots.wanted(row, group, *(position - int(self.begins[row]) for position in (begin, end)))
         return begin + int(wanted[0]) if wanted.size else None
@@ -96,12 +100,17 @@ class SendMarks:
         self.issued[rows] = np.minimum(np.maximum(self.issued[rows], ends), self.planned[rows])
 
 
-def _check_map(position_map: PositionMap, held_from: Sequence[int]) -> None:
+def _check_map(position_map: PositionMap, every: tuple[int, ...], held_from: Sequence[int]) -> None:
     if position_map.num_tokens == 0:
         raise InvalidArgument("the position map has no positions; at least 1 is accepted")
     if len(position_map.runs) != len(held_from):
         raise InvalidArgument(
             f"the position map has {len(position_map.runs)} layer groups; the layout has {len(held_from)}"
+        )
+    if not position_map.fits(every):
+        raise InvalidArgument(
+            f"the position map is for entries of {position_map.every} positions in the layer groups; {every} are those "
+            "of the layout"
         )
     for group, (runs, held) in enumerate(zip(position_map.runs, held_from, strict=True)):
         first = position_map.start_position + runs.num_skipped

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,11 @@ from tandem.cache.pages.group_pages import GroupPages, Ownership, lay_out_append
 from tandem.cache.pages.page_pools import PageIds, PagePools
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.step_growth import StepChange, StepGrowth
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.spans import Paging
 
 
 class SequencePages:
@@ -25,13 +28,22 @@ class SequencePages:
         """memory: what moves the pages of each layer group."""
         self._table = table
         self._pools = pools
+        self._layout = layout
         self._groups = [
-            GroupPages(kind.keeps, group, pool, mover)
+            GroupPages(kind.keeps, group, pool, mover, layout.grain)
             for kind, group, pool, mover in zip(layout.groups, table.groups, pools.allocators, memory, strict=True)
         ]
         self._page_size = table.page_size
+        self._paging = list(dict.fromkeys(layout.paging))  # groups that are paged alike grow alike
+        self._paging_of = [self._paging.index(one) for one in layout.paging]
         self._dropping = [group for group in self._groups if group.keeps.drops_past]
-        self._growing = [group for group in self._groups if not group.keeps.given]
+        kinds = zip(self._groups, self._paging_of, strict=True)
+        self._numbers = [number for number, group in enumerate(self._groups) if not group.keeps.given]
+        self._growing = [(group, of) for group, of in kinds if not group.keeps.given]
+        growing = [group for group, _ in self._growing]
+        self._steps = StepGrowth.load(
+            [group.table for group in growing], [group.keeps for group in growing], layout.grain, table.reserved
+        )
 
     def open(self, row: int) -> None:
         """A row was added, which is empty."""
@@ -59,7 +71,7 @@ class SequencePages:
             begin = int(group.table.begins[row])
             if group.first_page_index(length, border) < begin:
                 lengths = range(int(self._table.lengths[row]) + 1)
-                least = bisect_left(lengths, begin, key=group.first_page_index)
+                least = bisect_left(lengths, begin, key=partial(group.first_page_index, border=border))
                 raise InvalidArgument(
                     f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
                     f"window of layer group {index}; at least {least} are accepted"
@@ -96,26 +108,57 @@ class SequencePages:
 
         All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
-        appends = lay_out_appends(self._table, rows, lengths, new_lengths, queries)
-        growths = [group.plan_growth(appends) for group in self._groups]
+        kinds = [lay_out_appends(self._table, one, rows, lengths, new_lengths, queries) for one in self._paging]
+        appends = [kinds[of] for of in self._paging_of]
+        growths = [group.plan_growth(own) for group, own in zip(self._groups, appends, strict=True)]
         gone = tuple(
             np.concatenate((growth.gone, ids)) if ids.size else growth.gone
             for growth, ids in zip(growths, gone, strict=True)
         )
         pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
-        for group, growth, ids in zip(self._groups, growths, pages, strict=True):
-            group.grow(appends, growth, ids, clear=clear)
+        for group, own, growth, ids in zip(self._groups, appends, growths, pages, strict=True):
+            group.grow(own, growth, ids, clear=clear)
         self._table.lengths[rows], self._table.shortened[rows] = new_lengths, False
 
+    def begin_pages(self, lengths: Int64Array) -> NDArray[np.bool_]:
+        """bool [B]: which rows of `lengths` (int64 [B]) begin a page of some group with the next position."""
+        begins = self._begin_pages_of(self._paging[0], lengths)
+        for paging in self._paging[1:]:
+            begins |= self._begin_pages_of(paging, lengths)
+        return begins
+
     def clear_next(self, rows: Int64Array, *, clear: bool = True) -> bool:
-        """Clears the pages that rows (int64 [B], each full to a page's end) begin next, where all are reserved; else
-        False. clear: whether they are cleared."""
-        page_indexes = self._table.lengths[rows] // self._page_size
-        if not all(group.holds(rows, page_indexes) for group in self._growing):
+        """Clears the pages that rows (int64 [B], see begin_pages) begin next, where all are reserved; else False.
+        clear: whether they are cleared."""
+        begun = [self._next_pages(paging, rows) for paging in self._paging]
+        if not all(group.holds(*begun[of]) for group, of in self._growing):
             return False
-        for group in self._growing if clear and rows.size else ():
-            group.clear(rows, page_indexes)
+        for group, of in self._growing if clear else ():
+            if begun[of][0].size:
+                group.clear(*begun[of])
         return True
+
+    @staticmethod
+    def _begin_pages_of(paging: Paging, lengths: Int64Array) -> NDArray[np.bool_]:
+        if paging.every == 1:
+            return lengths % paging.entries == 0
+        return (lengths + 1) % paging.positions == paging.every % paging.positions
+
+    def _gain_pages(self, lengths: Int64Array, new_lengths: Int64Array) -> NDArray[np.bool_]:
+        """bool [B]: which rows of `lengths` take a page of some group to grow to new_lengths; int64 [B] both."""
+        gain = np.zeros(lengths.shape, np.bool_)
+        for every, size in self._paging:
+            before, after = (lengths, new_lengths) if every == 1 else (lengths // every, new_lengths // every)
+            gain |= (after - 1) // size > (before - 1) // size
+        return gain
+
+    def _next_pages(self, paging: Paging, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The rows that begin a page of this paging with the next position, and its page index; int64 [n] each."""
+        lengths = self._table.lengths[rows]
+        if len(self._paging) > 1:
+            begins = self._begin_pages_of(paging, lengths)
+            rows, lengths = rows[begins], lengths[begins]
+        return rows, lengths // paging.positions
 
     def step(
         self,
@@ -133,8 +176,14 @@ class SequencePages:
         one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool [B]; None: none).
 
         each_one: whether each grows by one position."""
-        size = self._page_size
-        changing = lengths % size == 0 if each_one else (new_lengths - 1) // size > (lengths - 1) // size
+        if slid is None and self._steps is not None:
+            changes = self._steps.plan(rows, lengths, new_lengths, queries)
+            if changes is not None:
+                # What was foreseen is one position each, in pages that stay.
+                self._step(changes, clear=clear or not each_one or bool(self._dropping))
+                self._table.lengths[rows] = new_lengths
+                return
+        changing = self.begin_pages(lengths) if each_one else self._gain_pages(lengths, new_lengths)
         if slid is not None:
             changing |= slid
         for group in self._dropping:
@@ -147,28 +196,39 @@ class SequencePages:
                 self.grow(which, began, new_lengths[changed], queries[changed], gone)
         self._table.lengths[rows] = new_lengths
 
+    def _step(self, changes: Sequence[StepChange], *, clear: bool) -> None:
+        """Carries out what changes in the groups that grow; OutOfPages changes nothing."""
+        if not changes:
+            return
+        gone, counts = list(self._pools.none), [0] * len(self._groups)
+        for number, change in zip(self._numbers, changes, strict=True):
+            gone[number], counts[number] = change.gone, change.num_pages
+        pages = self._pools.exchange(tuple(gone), counts)
+        for number, change in zip(self._numbers, changes, strict=True):
+            self._groups[number].step(change, pages[number], clear=clear)
+
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
         """Makes sure that a row can always grow to num_tokens positions; OutOfPages changes nothing."""
-        reserved = -(-num_tokens // self._page_size)
         budgets = self.needed(num_tokens, longest_append, int(self._table.borders[row]))
         length = int(self._table.lengths[row])
         owned = [
-            group.plan_ownership(row, length, reserved, budget)
+            group.plan_ownership(row, length, group.table.paging.num_pages(num_tokens), budget)
             for group, budget in zip(self._groups, budgets, strict=True)
         ]
         self._own(row, owned)
-        self._table.reserved_ends[row] = reserved
+        self._table.reserved[row] = num_tokens
         for group, budget in zip(self._groups, budgets, strict=True):
             group.table.budgets[row] = budget
 
     def cut(self, row: int, length: int) -> None:
         """Shortens a row to `length`; what it has reserved stays, and becomes its own. OutOfPages changes nothing."""
         self.check_held("the sequence", row, length)
-        reserved, used = int(self._table.reserved_ends[row]), -(-length // self._page_size)
         # It takes no page for those that the prefix index shares by now: these come back when they leave the window.
-        owned = [group.plan_ownership(row, length, min(reserved, int(group.table.ends[row]))) for group in self._groups]
+        reserved = [min(end, int(of.table.ends[row])) for of, end in self._reserved_ends(row)]
+        owned = [of.plan_ownership(row, length, end) for of, end in zip(self._groups, reserved, strict=True)]
         self._own(row, owned)
-        ends = [max(used, change.end) for change in owned]
+        used = [group.table.paging.num_pages(length) for group in self._groups]
+        ends = [max(end, change.end) for end, change in zip(used, owned, strict=True)]
         self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))
         self._table.lengths[row] = length
         self._table.count_cut(row)
@@ -178,11 +238,14 @@ class SequencePages:
         share no page from there on; False, and nothing changes, where one of them is not so."""
         table, size, held = self._table, self._page_size, self._table.lengths[rows]
         lengths = held - counts
-        if self._dropping or rows.size == 0 or counts.min() < 0 or lengths.min() < 0:
+        if self._dropping or len(self._paging) > 1 or rows.size == 0 or counts.min() < 0:
+            return False
+        if np.count_nonzero(lengths < table.borders[rows] * size):
             return False
         tails = lengths // size
         spans = -(-held // size) - tails
-        if not all(group.owns(rows, tails, spans, table.reserved_ends[rows]) for group in self._groups):
+        reserved = -(-table.reserved[rows] // size)
+        if not all(group.owns(rows, tails, spans, reserved) for group, _ in self._growing):
             return False
         table.lengths[rows] = lengths
         table.cuts[rows] += 1
@@ -193,12 +256,11 @@ class SequencePages:
         """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""
         if length:
             self.check_held("the fork", parent, length)
-        copied = 1 if length % self._page_size else 0  # by groups that grow
-        copies = [0 if group.keeps.given else copied for group in self._groups]
+        copies = [group.num_partial(length) for group in self._groups]
         shared = tuple(group.shared_by_fork(parent, length) for group in self._groups)
         self._pools.retain(shared)
-        reserved = int(self._table.reserved_ends[parent])
-        owned = [group.plan_ownership(parent, int(self._table.lengths[parent]), reserved) for group in self._groups]
+        held = int(self._table.lengths[parent])
+        owned = [group.plan_ownership(parent, held, end) for group, end in self._reserved_ends(parent)]
         try:
             counts = zip(copies, owned, strict=True)
             pages = self._pools.allocate([count + change.num_pages for count, change in counts])
@@ -211,14 +273,19 @@ class SequencePages:
         self._table.lengths[child] = length
         self._table.unclean[child] = self._table.unclean[parent]
 
-    def share(self, row: int, num_pages: int, pages: PageIds) -> None:
-        """Gives an empty row num_pages full pages: per group the last of them, which others hold."""
-        if not num_pages:
+    def share(self, row: int, length: int, pages: PageIds) -> None:
+        """Gives an empty row `length` positions in full pages: per group the last of them, which others hold."""
+        if not length:
             return
         self._pools.retain(pages)
         for group, ids in zip(self._groups, pages, strict=True):
-            group.share(row, num_pages, ids)
-        self._table.lengths[row] = num_pages * self._page_size
+            group.share(row, length // group.table.paging.positions, ids)
+        self._table.lengths[row] = length
+
+    def _reserved_ends(self, row: int) -> list[tuple[GroupPages, int]]:
+        """Each group, and the page index that a row's reservation reaches to."""
+        reserved = int(self._table.reserved[row])
+        return [(group, group.table.paging.num_pages(reserved)) for group in self._groups]
 
     def _own(self, row: int, owned: Sequence[Ownership]) -> None:
         pages = self._pools.allocate([change.num_pages for change in owned])

@@ -9,6 +9,7 @@ from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, integer
 from tandem.cache.plan.errors import InvalidArgument, OutOfSequences
+from tandem.cache.plan.spans import Paging
 
 
 def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
@@ -42,18 +43,19 @@ class SequenceTable:
     """One row a sequence; its caller knows it by any int, the arrays by its row.
 
     lengths: positions stored, which are those appended except in a sequence with a sliding window, of which
-    `sliding` knows what was evicted. reserved_ends: those that a reservation reaches to. receiving: a remote writer
+    `sliding` knows what was evicted. reserved: those that a reservation reaches to. receiving: a remote writer
     fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
     cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
     last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
     encoder_lens: positions of each row's encoder. borders: the page index behind these; both 0 without an encoder.
     """
 
-    def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
+    def __init__(self, paging: Sequence[Paging], max_sequences: int, max_length: int, page_size: int) -> None:
+        """paging: of each layer group."""
         self.max_sequences = integer("max_sequences", max_sequences, least=1)
         self.max_length, self.page_size = max_length, page_size
         self.lengths = np.zeros(max_sequences, np.int64)
-        self.reserved_ends = np.zeros(max_sequences, np.int64)
+        self.reserved = np.zeros(max_sequences, np.int64)
         self.receiving = np.zeros(max_sequences, np.bool_)
         self.unclean = np.zeros(max_sequences, np.bool_)
         self.cuts = np.zeros(max_sequences, np.int64)
@@ -62,8 +64,10 @@ class SequenceTable:
         self.sliding = SlidingTable(max_sequences, page_size)
         self.encoder_lens = np.zeros(max_sequences, np.int64)
         self.borders = np.zeros(max_sequences, np.int64)
-        max_pages = -(-max_length // page_size)
-        self.groups = tuple(GroupTable(max_sequences, max_pages, page_size, self.borders) for _ in range(num_groups))
+        self.groups = tuple(
+            GroupTable(max_sequences, max(one.num_pages(max_length), 1), one.entries, one.every, self.borders)
+            for one in paging
+        )
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
         self._last_keys: tuple[int, ...] = ()
@@ -86,7 +90,7 @@ class SequenceTable:
             raise OutOfSequences(f"sequence {sequence} is one too many; max_sequences is {self.max_sequences}")
         row = self._vacant.pop()
         self._rows[sequence] = row
-        self.lengths[row] = self.reserved_ends[row] = 0
+        self.lengths[row] = self.reserved[row] = 0
         self.encoder_lens[row], self.borders[row] = encoder_len, -(-encoder_len // self.page_size)
         self.receiving[row] = self.unclean[row] = self.shortened[row] = False
         for group in self.groups:
@@ -147,6 +151,10 @@ class SequenceTable:
         """That of `rows` now."""
         return Standing(self, rows, self.cuts[rows], self.num_cuts)
 
-    def held_pages(self, row: int, begin: int = 0, end: int | None = None) -> tuple[Int32Array, ...]:
-        """Per group a copy of the page ids at those of page indexes begin … end - 1 that a row holds; end None: all."""
-        return tuple(group.held(row, begin, end) for group in self.groups)
+    def held_pages(self, row: int) -> tuple[Int32Array, ...]:
+        """Per group a copy of the page ids that a row holds."""
+        return tuple(group.held(row) for group in self.groups)
+
+    def full_pages(self, row: int, length: int) -> tuple[Int32Array, ...]:
+        """Of those, the pages that the first `length` positions fill."""
+        return tuple(group.held(row, 0, length // group.paging.positions) for group in self.groups)

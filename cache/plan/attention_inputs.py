@@ -84,6 +84,43 @@ class IndexInputs:
             check_tensor(name, x, shape, dtype, self.device)
 
 
+@dataclass(frozen=True)
+class EntryInputs:
+    """Of a group that stands beside others, whose entries have one plane or two."""
+
+    planes: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self, num_entries: int, k: Tensor, v: Tensor | None) -> None:
+        """InvalidArgument unless these are PagedKVCache.store's for num_entries new entries."""
+        if self.planes == 1 and v is not None:
+            raise InvalidArgument("v is given, but entries have one plane; None is accepted")
+        for name, x in (("k", k), ("v", v))[: self.planes]:
+            check_tensor(name, x, (num_entries, self.num_heads, self.head_dim), self.dtype, self.device)
+
+
+@dataclass(frozen=True)
+class SharedInputs:
+    """Of a group whose K and V are the same numbers of one head. dtype: of q and kv."""
+
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self, num_tokens: int, q: Tensor, kv: Tensor, sinks: Tensor) -> None:
+        """InvalidArgument unless these are PagedKVCache.shared_attention's for num_tokens tokens."""
+        num_heads = q.shape[1] if q.dim() == 3 else 1
+        for name, x, shape, dtype in (
+            ("q", q, (num_tokens, num_heads, self.head_dim), self.dtype),
+            ("kv", kv, (num_tokens, 1, self.head_dim), self.dtype),
+            ("sinks", sinks, (num_heads,), sinks.dtype),
+        ):
+            check_tensor(name, x, shape, dtype, self.device)
+
+
 def check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """InvalidArgument, which calls x `name`, unless it is that, with a last stride of 1."""
     if x is None:

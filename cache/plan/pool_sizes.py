@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from operator import mul
 
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.spans import Span
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,18 @@ class PageUse:
 
 def pages_of_groups(layout: KVLayout, num_pages: int, uses: Sequence[PageUse]) -> tuple[int, ...]:
     """Of each group num_pages, or, where pages are let go of, as many as the most demanding of `uses` can hold if that
-    is less. Groups that keep all hold prefixes in what sequences leave."""
+    is less. Groups that keep all hold prefixes in what sequences leave. Of pages that cover several times page_size
+    positions as many as cover those of num_pages, and one for each sequence, whose last one may not be full."""
 
-    def most(span: Span) -> int:
-        return max(use.sequences * span.most_pages(use.length, use.append, layout.page_size) for use in uses)
+    def most(group: int) -> int:
+        return max(use.sequences * layout.most_pages(group, use.length, use.append) for use in uses)
 
-    spans = (group.keeps for group in layout.groups)
-    return tuple(min(num_pages, most(span)) if span.drops_past else num_pages for span in spans)
+    def pages_of(group: int, together: int) -> int:
+        if layout.groups[group].keeps.drops_past:
+            return min(num_pages, most(group))
+        return min(num_pages, -(-num_pages // together) + max(use.sequences for use in uses) * (together > 1))
+
+    return tuple(pages_of(group, together) for group, together in enumerate(layout.pages_together))
 
 
 def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse]) -> int:
@@ -37,4 +41,5 @@ def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse]) -> i
     def bytes_of(num_pages: int) -> int:
         return sum(map(mul, pages_of_groups(layout, num_pages, uses), page_bytes))
 
-    return bisect_right(range(1, num_bytes // min(page_bytes) + 1), num_bytes, key=bytes_of)
+    most = num_bytes // min(page_bytes) * max(layout.pages_together)
+    return bisect_right(range(1, most + 1), num_bytes, key=bytes_of)

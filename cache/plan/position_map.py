@@ -87,23 +87,43 @@ class SlotRuns:
 class PositionMap:
     """Where a receiver wants positions start_position … start_position + num_tokens - 1 of one sequence.
 
-    One SlotRuns per layer group of the layout, each num_tokens long. Not an address: slots of the receiver's pools.
-    sliding: how the receiver slides; None: it does not, and takes all K rotated.
+    One SlotRuns per layer group of the layout, with a slot for each position, num_tokens of them. Of a group with an
+    entry for every[group] positions, those for the entries that the positions complete. Not an address: slots of the
+    receiver's pools. sliding: how the receiver slides; None: it does not, and takes all K rotated. every: None: 1 in
+    all groups, as in one of them at least.
     """
 
     start_position: int
     runs: tuple[SlotRuns, ...]
     sliding: Sliding | None = None
+    every: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         integer("start_position", self.start_position, least=0)
-        counts = {runs.num_tokens for runs in self.runs}
-        if len(counts) != 1:
-            raise InvalidArgument(f"runs hold {sorted(counts)} positions; every layer group must hold the same number")
+        if self.every is not None and set(self.every) == {1}:
+            object.__setattr__(self, "every", None)  # equal maps compare equal
+        if self.every is None:
+            counts = {runs.num_tokens for runs in self.runs}
+            if len(counts) != 1:
+                raise InvalidArgument(
+                    f"runs hold {sorted(counts)} positions; every layer group must hold the same number"
+                )
+            return
+        for group, (runs, count) in enumerate(zip(self.runs, self._counts(self.every), strict=True)):
+            if runs.num_tokens != count:
+                raise InvalidArgument(f"runs[{group}] hold {runs.num_tokens} entries; {count} are accepted")
 
     @property
     def num_tokens(self) -> int:
-        return self.runs[0].num_tokens
+        return self.runs[0 if self.every is None else self.every.index(1)].num_tokens
+
+    def fits(self, every: tuple[int, ...]) -> bool:
+        """Whether the runs are of groups with an entry for `every` positions each."""
+        return (self.every or (1,) * len(self.runs)) == every
+
+    def _counts(self, every: tuple[int, ...]) -> list[int]:
+        """The entries that the positions complete in each group."""
+        return [self.end_position // one - self.start_position // one for one in every]
 
     @property
     def end_position(self) -> int:

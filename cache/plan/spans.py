@@ -1,8 +1,10 @@
-"""Spans: which entries of a sequence a layer group keeps. Entry i of a group is that of position i.
+"""Spans: which entries of a sequence a layer group keeps. Entry i of a group is that of position i, or, in a group that
+keeps an entry for `every` positions, of positions i · every … (i + 1) · every - 1, once all of them are there.
 
-Page index i holds the entries of positions i · page_size … (i + 1) · page_size - 1. Pages are let go of as a whole, and
-a page later than a query could spare it: what a query at the start of the page needs stays until a query stands in the
-next page. So a prefix that ends with full pages can be shared.
+Page index i holds the entries i · page_size … (i + 1) · page_size - 1. Pages are let go of as a whole, and later than a
+query could spare them: what a query at the start of the query's page needs stays until a query stands in the next page.
+So a prefix that ends with full pages can be shared. Where groups have pages of unlike numbers of positions, that is the
+start of the coarsest page: `grain` is its number of positions.
 """
 
 from abc import ABC, abstractmethod
@@ -32,23 +34,28 @@ class Span(ABC):
         """How many positions a chunk has, where a query sees only those of its own chunk; None elsewhere."""
         return None
 
+    @property
+    def every(self) -> int:
+        """How many positions an entry stands for."""
+        return 1
+
     @abstractmethod
     def first_needed(self, queries: Int64Array) -> Int64Array:
         """int64 [n]: the first entry that a query at each position of `queries` (int64 [n]), or after it, needs."""
 
     @abstractmethod
-    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int, grain: int | None = None) -> int:
         """The most pages that a sequence of up to num_tokens positions keeps at once, with forwards that append up to
-        longest_append."""
+        longest_append. page_size: entries of a page. grain: positions of the coarsest page; None: page_size."""
 
-    def first_pages(self, queries: Int64Array, page_size: int) -> Int64Array:
+    def first_pages(self, queries: Int64Array, page_size: int, grain: int | None = None) -> Int64Array:
         """int64 [n]: the first page index that is kept when the next query stands at `queries` (int64 [n]): the first
-        that one at the start of its page needs."""
-        return self.first_needed(queries - queries % page_size) // page_size
+        that one at the start of its coarsest page needs. page_size, grain: as for most_pages()."""
+        return self.first_needed(queries - queries % (grain or page_size)) // page_size
 
-    def first_page_index(self, query: int, page_size: int) -> int:
+    def first_page_index(self, query: int, page_size: int, grain: int | None = None) -> int:
         """first_pages() of one query."""
-        return int(self.first_pages(np.array(query), page_size))
+        return int(self.first_pages(np.array(query), page_size, grain))
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,29 @@ class All(Span):
     def first_needed(self, queries: Int64Array) -> Int64Array:
         return np.zeros_like(queries)
 
-    def first_pages(self, queries: Int64Array, page_size: int) -> Int64Array:
+    def first_pages(self, queries: Int64Array, page_size: int, grain: int | None = None) -> Int64Array:
         return np.zeros_like(queries)
 
-    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
-        return -(-num_tokens // page_size)
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int, grain: int | None = None) -> int:
+        return -(-(num_tokens // self.every) // page_size)
+
+
+@dataclass(frozen=True)
+class Every(All):
+    """Every query needs all entries, of `positions` positions each: n positions have ⌊n / positions⌋ (compressed KV, as
+    in DeepSeek-V4).
+
+    InvalidArgument unless positions is an integer of at least 2.
+    """
+
+    positions: int
+
+    def __post_init__(self) -> None:
+        integer("positions of an entry", self.positions, least=2)
+
+    @property
+    def every(self) -> int:
+        return self.positions
 
 
 @dataclass(frozen=True)
@@ -86,9 +111,10 @@ class Window(Span):
     def first_needed(self, queries: Int64Array) -> Int64Array:
         return np.maximum(queries - (self.size - 1), 0)
 
-    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
-        before = -(-(self.size - 1) // page_size)  # the page that the first query stands in
-        grown = (page_size - 2 + max(longest_append, 1)) // page_size + 1  # it, and what follows if it is nearly full
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int, grain: int | None = None) -> int:
+        before = -(-(self.size - 1) // page_size)  # the coarsest page that the first query stands in
+        # It, and what follows if it is nearly full.
+        grown = ((grain or page_size) - 2 + max(longest_append, 1)) // page_size + 1
         return min(-(-num_tokens // page_size), before + grown)
 
 
@@ -114,8 +140,10 @@ class Chunk(Span):
     def first_needed(self, queries: Int64Array) -> Int64Array:
         return queries - queries % self.size
 
-    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int, grain: int | None = None) -> int:
         reached = self.size - 1 + max(longest_append, 1)  # from the start of the chunk that the first query ends
+        if grain is not None and self.size % grain:
+            reached += grain - 1  # or of the one before, where the coarsest page of the query begins
         return min(-(-num_tokens // page_size), -(-reached // page_size))
 
 
@@ -132,7 +160,7 @@ class Given(Span):
     def first_needed(self, queries: Int64Array) -> Int64Array:
         return np.zeros_like(queries)
 
-    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int, grain: int | None = None) -> int:
         return -(-num_tokens // page_size)
 
 
@@ -146,6 +174,26 @@ def span_of(window: int | None) -> Span:
 
 NO_WINDOW = 1 << 62
 """The window of a sequence that evicts nothing, though some of its K is stored before RoPE."""
+
+
+class Paging(NamedTuple):
+    """How positions become pages: an entry for `every` positions, and `entries` in a page."""
+
+    every: int
+    entries: int
+
+    @property
+    def positions(self) -> int:
+        """Of a page."""
+        return self.every * self.entries
+
+    def num_entries(self, length: int) -> int:
+        """Of `length` positions."""
+        return length if self.every == 1 else length // self.every
+
+    def num_pages(self, length: int) -> int:
+        """That hold the entries of `length` positions."""
+        return -(-self.num_entries(length) // self.entries)
 
 
 class Sliding(NamedTuple):

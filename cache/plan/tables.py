@@ -39,6 +39,20 @@ class TokenLayout:
             indptr, self.positions + np.int32(1), self.positions, np.arange(count), preceding=self.positions - first
         )
 
+    def entries(self, every: int) -> "EntryLayout":
+        """The entries of `every` positions each that the tokens complete. Nodes of a tree complete none."""
+        if self.each_one:
+            after = self.seq_lens // np.int32(every)
+            complete = after * np.int32(every) == self.seq_lens
+            owners = complete.nonzero()[0]
+            return EntryLayout(indptr_of(complete), after, after[owners] - np.int32(1), owners)
+        lengths = self.seq_lens.astype(np.int64)
+        before, after = (lengths - np.diff(self.qo_indptr)) // every, lengths // every
+        counts = after - before
+        positions = ragged_range(before, counts).astype(np.int32)
+        owners = np.arange(counts.size).repeat(counts)
+        return EntryLayout(indptr_of(counts), after.astype(np.int32), positions, owners)
+
     @property
     def each_one(self) -> bool:
         """Whether every sequence has one new token."""
@@ -70,6 +84,14 @@ class TokenLayout:
             appends = np.diff(self.qo_indptr)[trees.sequences]
             positions[trees.tokens] = np.repeat(bases, appends) + trees.depths
         return positions
+
+
+class EntryLayout(TokenLayout):
+    """As TokenLayout, of entries for several positions in place of tokens: a sequence may have no new one, or none."""
+
+    @property
+    def each_one(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +197,12 @@ def runs_of(
     first_page_index: int = 0,
     end_page_index: int | None = None,
 ) -> SlotRuns:
-    """Slots of positions begin … end - 1 (begin < end) of a sequence whose page ids are `pages`, in the fewest runs.
+    """Slots of positions begin … end - 1 of a sequence whose page ids are `pages`, in the fewest runs.
 
     Positions before those of first_page_index are skipped, and those from end_page_index on.
     """
+    if begin == end:
+        return SlotRuns.from_slots([])
     first, last = begin // page_size, (end - 1) // page_size
     used = pages[first : last + 1].copy()
     used[: max(first_page_index - first, 0)] = SKIP

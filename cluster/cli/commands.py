@@ -41,6 +41,7 @@ Family = Literal[
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
+    "deepseek_v4",
     "gemma2",
     "gemma3_text",
     "gemma4",

@@ -63,6 +63,31 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     },
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **DEEPSEEK, "q_lora_rank": 48},
     "deepseek_v32": {"architectures": ["DeepseekV32ForCausalLM"], **DEEPSEEK, **INDEXED},
+    "deepseek_v4": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "q_lora_rank": 48,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "layer_types": [
+            "sliding_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "compressed_sparse_attention",
+        ],
+        "num_hash_layers": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 64,
+        "rope_parameters": {kind: {**ROPE, "partial_rotary_factor": 0.25} for kind in ("main", "compress")},
+    },
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
@@ -203,6 +228,9 @@ def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict
             place.fill_(1 - config.norm_offset)
         elif is_factor(name):
             place.fill_(1)
+        elif place.dtype == torch.int64 and config.moe is not None:  # experts of each token
+            experts = torch.rand(place.shape[0], config.moe.num_experts, generator=generator)
+            place.copy_(experts.topk(place.shape[1]).indices)
         elif name.endswith("bias") or place.ndim == 1:
             place.normal_(0, 0.1, generator=generator)
         else:

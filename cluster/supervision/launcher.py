@@ -240,6 +240,10 @@ class Cluster:
         except InvalidArgument as error:
             raise ConfigError(f"cache.{error}") from error
         if self._config.island.device == "cuda":
+            if model.compressed is not None:
+                raise ConfigError(
+                    f"island.device is cuda, but {model.architecture} runs on device cpu only so far; cpu is accepted"
+                )
             _check_gpu(layout, model if model.latent or drafter is None else drafter)
         else:
             _check_memory(layout, agreed_pages(self._config, (), model.max_length))
@@ -363,7 +367,12 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
 
 def _check_memory(layout: KVLayout, num_pages: int) -> None:
     """ConfigError if one worker's pages exceed this machine's memory. Pages of windows are not counted."""
-    sizes = [layout.page_bytes(index) for index, group in enumerate(layout.groups) if not group.keeps.drops_past]
+    groups = zip(layout.groups, layout.pages_together, strict=True)
+    sizes = [
+        layout.page_bytes(index) // together
+        for index, (group, together) in enumerate(groups)
+        if not group.keeps.drops_past
+    ]
     needed, there = num_pages * sum(sizes), machine_memory()
     if needed > there:
         raise ConfigError(

@@ -49,14 +49,55 @@ def check_kv(
     """positions: by which K is rotated of the first `rotated` positions; that of others is not."""
     wanted, turned = np.array(ids[begin:end], np.int64), max(min(rotated, end) - begin, 0)
     for layer, (k, v) in enumerate(side.cache.gather_kv(sequence, begin, end)):
+        if layer in oracle.shared:
+            where = zip(wanted.tolist(), positions[begin:end].tolist(), strict=True)
+            expected = np.array([oracle.shared[layer].kept(int(id_), int(at)) for id_, at in where])
+            assert_close(k[:, 0], expected.reshape(k[:, 0].shape))
+            assert torch.equal(k, v)
+            continue
         expected = oracle.rotated_k[layer][wanted[:turned], positions[begin:end][:turned].astype(np.int64)]
         assert_close(k[:turned], expected)
         assert np.array_equal(k[turned:].numpy(), oracle.k[layer][wanted[turned:]])
         assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
+    check_beside(side, oracle, sequence, ids, end)
+    check_compressed(side, oracle, sequence, ids[:end])
     for layer, (group, index) in side.cache.layout.index_keys.items():
         assert positions is not None  # sequences with index keys do not slide
         keys, _ = side.cache.gather_group(sequence, group, begin, end)[index]
         assert_close(keys, oracle.index[layer].keys[wanted, positions[begin:end].astype(np.int64)])
+
+
+def check_beside(side: Side, oracle: Oracle, sequence: int, ids: list[int], end: int) -> None:
+    """What layers keep beside is there bit for bit, in every group as far back as that keeps it."""
+    layout, row = side.cache.layout, side.cache._table.row(sequence)
+    for (group, layer), entries in oracle.beside.items():
+        paging, table = layout.paging[group], side.cache._table.groups[group]
+        which = range(min(int(table.begins[row]) * paging.entries, end), end // paging.every)
+        found = side.cache.gather_group(sequence, group, which.start, max(which.start, which.stop))
+        stored = found[layout.groups[group].layers.index(layer)]
+        for plane, expected in enumerate(entries.entries(ids, which)):
+            assert torch.equal(stored[plane], expected)
+
+
+def check_compressed(side: Side, oracle: Oracle, sequence: int, ids: list[int]) -> None:
+    """Inputs, entries and index keys are there, as far back as their groups keep them."""
+    layout, row, tokens = side.cache.layout, side.cache._table.row(sequence), len(ids)
+    for layer, of in layout.compressed.items():
+        shared, place = oracle.shared[layer], layout.groups[of.inputs].layers.index(layer)
+        assert shared.given is not None
+        begin = min(int(side.cache._table.groups[of.inputs].begins[row]) * layout.page_size, tokens)
+        values, gates = side.cache.gather_group(sequence, of.inputs, begin, tokens)[place]
+        index = torch.tensor(ids[begin:], dtype=torch.int64)
+        assert_close(values[:, 0], shared.given.values[index].double().numpy())
+        assert_close(gates[:, 0], shared.given.gates[index].double().numpy())
+        for kind, group in enumerate((of.entries, of.keys)):
+            if group is None:
+                continue
+            expected = shared.entries(ids, kind)
+            stored, _ = side.cache.gather_group(sequence, group, 0, len(expected))[
+                layout.groups[group].layers.index(layer)
+            ]
+            assert_close(stored[:, 0], np.array(expected).reshape(stored[:, 0].shape))
 
 
 def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:
@@ -88,9 +129,10 @@ def rows_close(outputs: list[Tensor], expected: list[NDArray[np.float64]]) -> ND
 
 def check_held(side: Side, position_map: PositionMap) -> None:
     """Every page that a remote writer may hit stays out of use."""
-    for allocator, runs in zip(side.cache._pools.allocators, position_map.runs, strict=True):
+    groups = zip(side.cache._pools.allocators, position_map.runs, side.cache.layout.paging, strict=True)
+    for allocator, runs, paging in groups:
         slots = runs.slots()
-        assert (allocator._writers[slots[slots != SKIP] // side.cache.layout.page_size] > 0).all()
+        assert (allocator._writers[slots[slots != SKIP] // paging.entries] > 0).all()
 
 
 def check_pages(side: Side) -> None:

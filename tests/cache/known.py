@@ -1,5 +1,6 @@
 """What a caller of two paged caches knows of them, and what follows for what they accept."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -7,7 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from tandem.cache.attention.forward import Forward
+from tandem.cache.kernels.base import GroupPlan
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
 from tests.cache.naive import first_seen, run_layer
@@ -125,8 +128,10 @@ class Side:
         inputs: list[tuple[Tensor, Tensor, Tensor]],
         parents: list[list[int] | None],
         sinks: Tensor | None,
+        beside: Callable[[Forward], None] = lambda plan: None,
     ) -> list[Tensor]:
-        """o of each layer. parents: of each sequence's new tokens, None for plain ones."""
+        """o of each layer. parents: of each sequence's new tokens, None for plain ones. beside: stores what layers keep
+        beside what they attend to."""
         trees = parents if any(of is not None for of in parents) else None
         pages = self.cache._pages
         with patch.object(pages, "step", wraps=pages.step) as step:
@@ -134,17 +139,20 @@ class Side:
         self.batch, self.stepped = batch, step.called
         check_tables(self.cache, plan)
         outputs = [run_layer(self.cache, plan, layer, *of_layer, sinks) for layer, of_layer in enumerate(inputs)]
+        beside(plan)
         self.cache.end_forward(plan)
         return outputs
 
     def pages_for(self, sequence: int, count: int) -> int:
-        """The most pages of one group that `count` positions more can take."""
-        known, size = self.known[sequence], self.cache.layout.page_size
+        """The most pages of one group that `count` positions more can take; large ones count as several."""
+        known, layout = self.known[sequence], self.cache.layout
         if known.stream is not None:
-            return -(-count // size) + 2
+            return -(-count // layout.page_size) + 2
         row = self.cache._table.row(sequence)
-        held = min(int(group.ends[row]) for group in self.cache._table.groups)
-        return max(-(-(known.length + count) // size) - held, 0) + 1  # one to copy
+        held = [int(group.ends[row]) for group in self.cache._table.groups]
+        ends = [-(-(known.length + count) // paging.positions) for paging in layout.paging]
+        each = zip(ends, held, layout.pages_together, strict=True)
+        return max((max(end - there, 0) + 1) * together for end, there, together in each)  # one to copy
 
     def is_promised(self, sequence: int, count: int) -> bool:
         """Whether a reservation covers `count` positions more."""
@@ -155,12 +163,15 @@ class Side:
         return len(known.nodes) + count <= longest and (known.slides or known.length + count <= most)
 
     def leaves_chunk(self, sequence: int, count: int, parents: list[int] | None) -> bool:
-        """Whether `count` more nodes do not fit into the chunk that their tree begins in."""
+        """Whether `count` more nodes do not fit into the chunk that their tree begins in, or complete an entry for
+        several positions."""
         if parents is None:
             return False
         base, length = len(self.known[sequence].ids), self.known[sequence].length
-        chunks = [group.keeps.chunk for group in self.cache.layout.groups]
-        return any(base // chunk != (length + count - 1) // chunk for chunk in chunks if chunk is not None)
+        spans = [group.keeps for group in self.cache.layout.groups]
+        chunks = [span.chunk for span in spans if span.chunk is not None]
+        completes = any(base // span.every != (length + count) // span.every for span in spans if span.every > 1)
+        return completes or any(base // chunk != (length + count - 1) // chunk for chunk in chunks)
 
     def overtakes(self, sequence: int, count: int) -> bool:
         """Whether a stream that has not sent what it holds would grow beyond the end of its map."""
@@ -172,9 +183,9 @@ class Side:
         return sent < min(len(known.ids), end) and len(known.ids) + count > end
 
     def first_page_indexes(self, query: int) -> list[int]:
-        size = self.cache.layout.page_size
+        size, grain = self.cache.layout.page_size, self.cache.layout.grain
         spans = [group.keeps for group in self.cache.layout.groups]
-        return [max(first_seen(span, query // size * size), 0) // size for span in spans]
+        return [max(first_seen(span, query // grain * grain), 0) // size for span in spans]
 
     def can_be_cut(self, sequence: int, length: int) -> bool:
         """Whether the windows at `length` show nothing that is gone."""
@@ -195,6 +206,10 @@ def check_tables(cache: PagedKVCache, plan: Forward) -> None:
         assert_same(getattr(plan.tokens, name), getattr(tokens, name))
     for index, (group, planned) in enumerate(zip(table.groups, plan.attention.plans, strict=True)):
         keeps = cache.layout.groups[index].keeps
+        if keeps.every > 1:
+            check_entries(group, rows, tokens, planned)
+            assert not cache._pools.allocators[index].are_shared(planned.tables.slot_mapping // group.page_size).any()
+            continue
         parts = part_tokens(tokens, keeps.chunk or MAX_POSITIONS)
         of = rows[[sequence for sequence, _, _ in parts]]
         begins = group.begins[of] if keeps.drops_past else None
@@ -205,6 +220,27 @@ def check_tables(cache: PagedKVCache, plan: Forward) -> None:
         for name in ("slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_lens"):
             assert_same(getattr(planned.tables, name), getattr(tables, name))
         assert not cache._pools.allocators[index].are_shared(planned.tables.slot_mapping // size).any()
+
+
+def check_entries(group: GroupTable, rows: np.ndarray, tokens: TokenLayout, planned: GroupPlan) -> None:
+    """What a group with an entry for several positions was planned, entry by entry."""
+    size, every, slots, owners, entries, pages, indptr = group.page_size, group.every, [], [], [], [], [0]
+    befores = tokens.seq_lens - np.diff(tokens.qo_indptr)
+    for owner, (row, before, after) in enumerate(zip(rows, befores, tokens.seq_lens, strict=True)):
+        for entry in range(before // every, after // every):
+            slots.append(int(group.pages[row, entry // size]) * size + entry % size)
+            owners.append(owner)
+            entries.append(entry)
+        pages += group.pages[row, : -(-(after // every) // size)].tolist()
+        indptr.append(len(pages))
+    assert planned.tokens is not None
+    assert planned.num_tokens == len(slots)
+    assert planned.tokens.owners.tolist() == owners
+    assert planned.tokens.positions.tolist() == entries
+    assert planned.tables.slot_mapping.tolist() == slots
+    assert planned.tables.kv_indices.tolist() == pages
+    assert planned.tables.kv_indptr.tolist() == indptr
+    assert planned.tables.kv_lens.tolist() == (tokens.seq_lens // every).tolist()
 
 
 def part_tokens(tokens: TokenLayout, chunk: int) -> list[tuple[int, int, int]]:

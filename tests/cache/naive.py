@@ -16,6 +16,7 @@ from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
+from tests.cache.compressed_inputs import compression_of
 
 QUERY_HEADS = 4
 HEAD_DIM = 8
@@ -36,10 +37,12 @@ def layout_of(*kv_heads: int, page_size: int = 4, dtype: torch.dtype = torch.flo
 
 
 def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
-    """Pools full of NaN: what was never written must not matter."""
+    """Pools full of NaN: what was never written must not matter. num_pages: of page_size positions; of larger pages a
+    few more than cover as many."""
+    counts = [num_pages if together == 1 else -(-num_pages // together) + 3 for together in layout.pages_together]
     return tuple(
-        torch.full((num_pages, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype)
-        for group in range(len(layout.groups))
+        torch.full((count, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype_of(group))
+        for group, count in enumerate(counts)
     )
 
 
@@ -176,7 +179,8 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
 
 def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
     """Of a reader that of the layer that it reads."""
-    stored = {layer: group for group in layout.groups if group.top_k is None for layer in group.layers}
+    attended = (group for group in layout.groups if group.top_k is None and not group.beside)
+    stored = {layer: group for group in attended for layer in group.layers}
     return stored | {layer: stored[of] for layer, of in layout.readers}
 
 
@@ -204,6 +208,9 @@ def run_layer(
     rank = groups_by_layer(cache.layout)[layer].latent_rank
     if layer in dict(cache.layout.readers):
         return cache.read(plan, layer, q, sinks)
+    if groups_by_layer(cache.layout)[layer].shares_planes:
+        assert sinks is not None
+        return cache.shared_attention(plan, layer, q, k, sinks, compression_of(cache.layout, layer, q, k))
     if rank is None:
         return cache.attention(plan, layer, q, k, v, sinks)
     keys = k[:, 0, rank:].clone()  # what latent_attention is given it may overwrite

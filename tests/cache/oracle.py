@@ -11,9 +11,10 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
+from tests.cache.compressed_inputs import SharedOracle
 from tests.cache.naive import LATENT_HEADS, choice_of, expand_latents, first_seen, hide_others
 
 NUM_TOKENS = 512  # kinds of tokens
@@ -37,8 +38,12 @@ class Setting:
     @property
     def ropes(self) -> list[RopeParameters]:
         """That of each group: of the shared part of K where it has latents."""
-        widths = [group.head_dim - (group.latent_rank or 0) for group in self.layout.groups]
-        return [replace(self.rope, rotary_dim=width) for width in widths]
+        groups = self.layout.groups
+        widths = [group.head_dim - (group.latent_rank or 0) for group in groups]
+        return [
+            self.rope if group.beside or group.shares_planes else replace(self.rope, rotary_dim=width)
+            for group, width in zip(groups, widths, strict=True)
+        ]
 
 
 def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, max_sequences: int) -> PagedKVCache:
@@ -75,7 +80,10 @@ class Oracle:
             return generator.standard_normal((NUM_TOKENS, heads, width)).astype(np.float32).astype(np.float64)
 
         still = [0 if group.latent_rank is None else LATENT_HEADS.key_dim for group in self._groups]
-        rotated = [rope.rotary_dim for rope in self._ropes]
+        rotated = [
+            group.head_dim if group.shares_planes else rope.rotary_dim
+            for group, rope in zip(self._groups, self._ropes, strict=True)
+        ]
         self.q = [draw(num_q_heads, sum(widths)) for widths in zip(still, rotated, strict=True)]
         self.k = [draw(group.num_kv_heads, group.head_dim) for group in self._groups]
         self.v = [
@@ -87,6 +95,18 @@ class Oracle:
         self.rotated_q, self.rotated_k = (
             [rotate_everywhere(x, rope) for x, rope in zip(of, self._ropes, strict=True)] for of in (self.q, self.k)
         )
+        self.beside = {
+            (number, layer): EntryOracle.of(group, generator)
+            for number, group in enumerate(layout.groups)
+            for layer in (group.layers if group.beside else ())
+            if layer not in layout.compressed
+        }
+        self.shared = {}
+        for layer, group in enumerate(self._groups):
+            if group.shares_planes:
+                assert self._sinks is not None
+                of_layer = self.q[layer], self.k[layer], self._ropes[layer], self._sinks
+                self.shared[layer] = SharedOracle(layout, layer, *of_layer, MAX_POSITIONS)
         self.index = {
             layer: IndexOracle.of(setting, layer, self.q[layer], self.k[layer]) for layer in layout.index_keys
         }
@@ -111,6 +131,9 @@ class Oracle:
         last = ids[np.arange(len(texts)), lengths - 1]
         outputs, chooser = [], None
         for layer, group in enumerate(self._groups):
+            if layer in self.shared:
+                outputs.append(np.stack([self.shared[layer].output(list(text)) for text in texts]))
+                continue
             hidden = (positions >= lengths[:, None]) | (positions < first_seen(group.keeps, lengths[:, None] - 1))
             q = self.rotated_q[layer][last, lengths - 1]
             chooser = self.index.get(layer, chooser)
@@ -136,6 +159,26 @@ class Oracle:
         weights = np.exp(scores)
         weights /= weights.sum(-1, keepdims=True) + extra
         return (weights @ v.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1)
+
+
+@dataclass(frozen=True)
+class EntryOracle:
+    """What a layer keeps beside its K and V, which a cache is given: k and v of an entry follow from the id of
+    the token that completes it. numbers: float64 [tokens, planes, heads, dim]."""
+
+    numbers: NDArray[np.float64]
+    every: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, group: LayerGroup, generator: np.random.Generator) -> "EntryOracle":
+        shape = (NUM_TOKENS, group.planes, group.num_kv_heads, group.head_dim)
+        return cls(generator.standard_normal(shape), group.keeps.every, group.dtype or torch.float32)
+
+    def entries(self, ids: Ids, which: Sequence[int]) -> list[Tensor]:
+        """Of each plane [n, heads, dim]: those entries of a sequence with these ids."""
+        tokens = np.array([ids[(at + 1) * self.every - 1] for at in which], np.int64)
+        return list(torch.from_numpy(self.numbers[tokens]).to(self.dtype).unbind(1))
 
 
 @dataclass(frozen=True)

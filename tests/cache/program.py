@@ -5,11 +5,14 @@ an Oracle that learns of each token what it follows, and with the rules of the A
 """
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
+from tandem.cache.attention.forward import Forward
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tests.cache.inspection import check_contents, check_held, check_outputs, check_pages
@@ -37,7 +40,7 @@ class Program:
             Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
         ]
         self.next_sequence = 0
-        self.takes_streams = not self.layout.has_latents and not self.layout.drops_past
+        self.takes_streams = not self.layout.has_latents and not self.layout.drops_past and not oracle.beside
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -210,7 +213,7 @@ class Program:
         side.cache.publish_prefix(sequence, tokens)
         side.published.append(tokens)
         if len(side.known) < MOST_SEQUENCES:
-            whole = len(tokens) - len(tokens) % self.layout.page_size
+            whole = len(tokens) - len(tokens) % self.layout.grain
             matched = self.match_tokens(side, [*tokens, NUM_TOKENS])
             if side.can_be_cut(sequence, whole):
                 assert matched == whole
@@ -229,7 +232,7 @@ class Program:
         sequence = self.new_sequence()
         side.cache.add_sequence(sequence)
         matched = side.cache.match_prefix(sequence, tokens)
-        assert matched % self.layout.page_size == 0
+        assert matched % self.layout.grain == 0
         assert matched < max(len(tokens), 1)
         assert any(known[:matched] == tokens[:matched] for known in side.published)
         side.known[sequence] = Known(tokens[:matched], queries=matched)
@@ -264,7 +267,7 @@ class Program:
         inputs = self.oracle.inputs([id_ for ids in added for id_ in ids])
         free = side.cache.num_free_pages
         if any(map(side.leaves_chunk, batch, counts, parents)):
-            with pytest.raises(InvalidArgument, match=r"keeps chunks of .* nodes are accepted"):
+            with pytest.raises(InvalidArgument, match=r"keeps (chunks of|an entry for) .* nodes are accepted"):
                 side.forward(batch, counts, inputs, parents, self._sinks)
             self.count("trees across chunks refused")
             return
@@ -274,7 +277,8 @@ class Program:
             self.count("appends beyond a map refused")
             return
         try:
-            outputs = side.forward(batch, counts, inputs, parents, self._sinks)
+            store = partial(self.store, side, batch, added)
+            outputs = side.forward(batch, counts, inputs, parents, self._sinks, store)
         except OutOfPages:
             assert free < sum(map(side.pages_for, batch, counts))
             assert not all(map(side.is_promised, batch, counts))
@@ -287,6 +291,19 @@ class Program:
         ]
         check_outputs(outputs, texts, self.oracle)
         self.land(pe, batch)
+
+    def store(self, side: Side, batch: list[int], added: list[list[int]], plan: Forward) -> None:
+        """What layers keep beside, of the entries that a forward completes. Nodes stand behind what is stored."""
+        ids = [side.known[of].ids + side.known[of].nodes + new for of, new in zip(batch, added, strict=True)]
+        for (group, layer), oracle in self.oracle.beside.items():
+            new = side.cache.new_entries(plan, group)
+            counts = np.bincount(new.owners, minlength=len(batch))
+            cut = np.split(new.positions, np.cumsum(counts)[:-1])
+            made = [oracle.entries(own, which.tolist()) for own, which in zip(ids, cut, strict=True)]
+            planes = [torch.cat(plane) for plane in zip(*made, strict=True)]
+            side.cache.store(plan, group, layer, *planes)
+            if new.positions.size and self.layout.groups[group].keeps.every > 1:
+                self.count("entries completed")
 
     def draw_parents(self, side: Side, sequence: int, count: int) -> list[int] | None:
         """Those of `count` more nodes where the sequence has a tree or is to open one."""
@@ -359,7 +376,10 @@ class Program:
         if source is None:
             return
         own = side.known[source]
-        target = self.pick([of for of in other.resting() if takes_from(other.known[of], own)])
+        able = [of for of in other.resting() if takes_from(other.known[of], own)]
+        if self.layout.compressed:  # entries tell of several tokens: both must have the same before
+            able = [of for of in able if own.ids[: other.known[of].length] == other.known[of].ids]
+        target = self.pick(able)
         if target is None:
             return
         into = other.known[target]

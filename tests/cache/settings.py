@@ -6,7 +6,7 @@ import torch
 
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.plan.layout import KVLayout, LayerGroup
-from tandem.cache.plan.spans import ALL, Chunk
+from tandem.cache.plan.spans import ALL, Chunk, Every, Window
 from tests.cache.naive import HEAD_DIM, ROPE, spanned, windowed
 from tests.cache.oracle import Setting
 
@@ -23,6 +23,30 @@ INDEXED = KVLayout(
     4,
     torch.float32,
 )
+# As in DeepSeek-V4: layers keep compressed KV of 4 and of 6 positions and, of single positions in a window, what
+# that is made of. A page covers 4 positions, or 12.
+COMPRESSED = replace(
+    PLAIN,
+    groups=(
+        *PLAIN.groups,
+        LayerGroup((1,), 1, 6, Every(4), beside=True, num_planes=1),
+        LayerGroup((0, 1), 1, 4, Every(6), beside=True),
+        LayerGroup((1,), 1, 5, Window(6), beside=True, dtype=torch.float16),
+    ),
+)
+# Layer 0 has a window alone; 1 entries of 4 positions that overlap, of which queries choose 2; 2 entries of 6.
+SHARED = KVLayout(
+    (
+        LayerGroup((1, 0, 2), 1, HEAD_DIM, Window(7), num_planes=1),
+        LayerGroup((1,), 1, 2 * (HEAD_DIM + 6), Window(8), beside=True),
+        LayerGroup((1,), 1, HEAD_DIM, Every(4), beside=True, num_planes=1),
+        LayerGroup((1,), 1, 6, Every(4), beside=True, num_planes=1, top_k=2),
+        LayerGroup((2,), 1, HEAD_DIM, Window(6), beside=True),
+        LayerGroup((2,), 1, HEAD_DIM, Every(6), beside=True, num_planes=1),
+    ),
+    4,
+    torch.float32,
+)
 READERS = replace(PLAIN, readers=((2, 0), (3, 1)))
 SINKS = (0.5, -1.0, 3.0, 0.0)
 
@@ -32,6 +56,9 @@ SETTINGS = {
     "page of 1, softcap and sinks": Setting(ONE_GROUP, ROPE, softcap=2.0, sinks=SINKS),
     "latents": Setting(LATENTS, ROPE),
     "index keys": Setting(INDEXED, ROPE),
+    "compressed": Setting(COMPRESSED, ROPE),
+    "compressed, windows": Setting(spanned(COMPRESSED, Window(7), Window(7), Every(4), Every(8), Window(8)), ROPE),
+    "compressed, in one plane": Setting(SHARED, replace(ROPE, rotary_dim=4), sinks=SINKS),
     "window of 7": Setting(windowed(PLAIN, None, 7), ROPE, sinks=SINKS),
     "chunks of 8": Setting(spanned(PLAIN, ALL, Chunk(8)), ROPE, sinks=SINKS),
     "chunks of 4 and 12": Setting(spanned(PLAIN, Chunk(4), Chunk(12)), ROPE, kernels=TorchKernels),

@@ -1,4 +1,4 @@
-"""Each contract is tested on every transport, over layouts of two kinds."""
+"""Each contract is tested on every transport, over layouts of three kinds."""
 
 from collections.abc import Iterator
 
@@ -7,13 +7,15 @@ import pytest
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
-from tests.contracts.islands import ISLANDS, NUM_PAGES
-from tests.transfer.layouts import latents_beside_kv, two_groups
+from tests.contracts.islands import ISLANDS, pages_of
+from tests.transfer.layouts import entries_beside, latents_beside_kv, two_groups
+
+LAYOUTS = {"latents": latents_beside_kv(), "fp8": two_groups(scales=KVScales.uniform(3)), "entries": entries_beside()}
 
 
-@pytest.fixture(params=[latents_beside_kv(), two_groups(scales=KVScales.uniform(3))], ids=["latents", "fp8"])
+@pytest.fixture(params=LAYOUTS.values(), ids=list(LAYOUTS))
 def config(request: pytest.FixtureRequest) -> TransportConfig:
-    return TransportConfig(0, 3, request.param, (NUM_PAGES, NUM_PAGES), num_signals=4, island="contract", epoch=7)
+    return TransportConfig(0, 3, request.param, pages_of(request.param), num_signals=4, island="contract", epoch=7)
 
 
 @pytest.fixture(params=ISLANDS)

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.factory import TRANSPORTS, create_transport
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.membership import TransportConfig
@@ -14,6 +15,11 @@ from tests.transfer.layouts import PAGE_SIZE
 
 NUM_PAGES = 12
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
+
+
+def pages_of(layout: KVLayout) -> tuple[int, ...]:
+    """Per group the pages of NUM_SLOTS slots."""
+    return tuple(NUM_SLOTS // paging.entries for paging in layout.paging)
 
 
 def registered_island(name: str, config: TransportConfig) -> list[Transport]:
@@ -42,5 +48,5 @@ def random_tokens(transport: Transport, group: int, count: int, seed: int) -> tu
     layers = transport.layout.groups[group]
     generator = torch.Generator().manual_seed(seed)
     shape = (count, layers.num_kv_heads, layers.head_dim)
-    k, v = (torch.randn(shape, generator=generator).to(transport.layout.stored_dtype) for _ in range(2))
+    k, v = (torch.randn(shape, generator=generator).to(transport.layout.stored_dtype_of(group)) for _ in range(2))
     return k, v if layers.planes == 2 else None

@@ -12,8 +12,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.transfer.completion import SignalBoard, pack_signal
 from tandem.transfer.transport import Transport
-from tests.contracts.islands import NUM_PAGES, NUM_SLOTS, random_tokens
-from tests.transfer.layouts import PAGE_SIZE
+from tests.contracts.islands import NUM_SLOTS, pages_of, random_tokens
 
 Pools = list[Tensor]
 
@@ -41,9 +40,9 @@ def mailbox_with(transport: Transport, row: int, signal: int) -> Int64Array:
 
 
 def naive_slots(expected: Pools, group: int, source: Pools, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    size = source[group].shape[4]
     for s, t in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
-        rows = source[group][s // PAGE_SIZE, :, :, :, s % PAGE_SIZE]
-        expected[group][t // PAGE_SIZE, :, :, :, t % PAGE_SIZE] = rows
+        expected[group][t // size, :, :, :, t % size] = source[group][s // size, :, :, :, s % size]
 
 
 def runs_of_slots(seed: int) -> tuple[Int32Array, Int32Array]:
@@ -57,9 +56,10 @@ def runs_of_slots(seed: int) -> tuple[Int32Array, Int32Array]:
 
 def test_memory_begins_zeroed_and_in_the_shape_of_the_layout(island: list[Transport]) -> None:
     for transport in island:
-        shapes = [tuple(pool.shape) for pool in transport.pools]
-        assert shapes == [(NUM_PAGES, *transport.layout.page_shape(group)) for group in range(2)]
-        assert all(pool.dtype == transport.layout.stored_dtype and not pool.any() for pool in transport.pools)
+        for group, (pool, pages) in enumerate(zip(transport.pools, pages_of(transport.layout), strict=True)):
+            assert tuple(pool.shape) == (pages, *transport.layout.page_shape(group))
+            assert pool.dtype == transport.layout.stored_dtype_of(group)
+            assert not pool.any()
         assert transport.mailbox().shape == (4, 2)
         assert transport.mailbox().dtype == np.int64
         assert not transport.mailbox().any()
@@ -75,10 +75,11 @@ def test_tokens_land_bit_for_bit_and_nowhere_else(island: list[Transport], targe
         k, v = random_tokens(island[0], group, 7, seed=10 * group + layer)
         island[0].write_tokens(target, group, layer, k, v, indices, slots)
         for index, slot in zip(indices.tolist(), slots.tolist(), strict=True):
-            page = before[target][group][slot // PAGE_SIZE]
-            page[layer, 0, :, slot % PAGE_SIZE] = k[index]
+            size = before[target][group].shape[4]
+            page = before[target][group][slot // size]
+            page[layer, 0, :, slot % size] = k[index]
             if v is not None:
-                page[layer, 1, :, slot % PAGE_SIZE] = v[index]
+                page[layer, 1, :, slot % size] = v[index]
         for source in (k, v):
             if source is not None:
                 source.fill_(-9)  # it may be overwritten at once

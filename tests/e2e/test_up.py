@@ -346,3 +346,16 @@ def test_what_no_kernel_of_a_gpu_serves(
     assert code == 2
     assert error.startswith("tandem: island.device is cuda, which model.path and cache.page_size do not fit: ")
     assert error.endswith(named)
+
+
+def test_a_family_without_kernels_for_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    monkeypatch.setattr(preflight, "read_driver", lambda: Driver("580.1", (Gpu("H200", 139 << 30, (9, 0)),) * 2))
+    make_checkpoint(tmp_path / "model", arch="deepseek_v4", size="tiny", seed=3)
+    settings = ["name=no-kernels", "island.device=cuda", "island.transport=nvshmem"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    code, (error,) = refused(capsys, "--model", str(tmp_path / "model"), *options)
+    assert code == 2
+    assert error.startswith("tandem: island.device is cuda, but DeepseekV4ForCausalLM runs on device cpu only so far")

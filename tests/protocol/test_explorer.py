@@ -161,7 +161,7 @@ def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
         request = reserve(self, request_id, token_ids, *rest)
         cache = self._cache
         position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens, rotated=True)
-        pages = cache._table.held_pages(cache._table.row(request.sequence_id), 0, len(token_ids))
+        pages = cache._table.full_pages(cache._table.row(request.sequence_id), len(token_ids))
         cache._pools.prefixes.publish(np.array(token_ids), pages)
         patched = pytest.MonkeyPatch()
         patched.setattr(cache, "prepare_receive", lambda *_, **__: (patched.undo(), position_map)[1])

@@ -22,7 +22,7 @@ class CachedModel:
         config = load_config(folder, dtype)
         layout = kv_layout(config, 16)
         pools = [
-            torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device=device)
+            torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype_of(group), device=device)
             for group in range(len(layout.groups))
         ]
         self.cache = make_cache(config, layout, pools, max_sequences=8, max_length=256)

@@ -9,6 +9,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     Gemma2Config,
@@ -46,6 +48,7 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
+    "deepseek_v4": (DeepseekV4Config, DeepseekV4ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
@@ -136,6 +139,32 @@ INDEXED = {
     "index_head_dim": 32,
     "index_topk": 24,
 }
+V4 = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 48,
+    "o_groups": 2,
+    "o_lora_rank": 24,
+    "sliding_window": 24,
+    "layer_types": [
+        "sliding_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "compressed_sparse_attention",
+    ],
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "index_n_heads": 16,  # with 8, two of the scores of a query are both 0 now and then
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "hc_mult": 3,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {**YARN, **THETA},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "deepseek_v2",
@@ -185,6 +214,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    # Entries of 32 positions, so that the tests' sequences have some.
+    "deepseek_v4": (
+        "deepseek_v4",
+        {**V4, "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}},
+    ),
+    "deepseek_v4-128": ("deepseek_v4", {**V4, "max_position_embeddings": 512}),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
@@ -329,6 +364,8 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.5, generator=generator)
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(buffer.shape[0], model.config.n_routed_experts, generator=generator).topk(3)[1])
             if name.endswith("layer_scalar"):
                 buffer.normal_(1, 0.3, generator=generator)
     return model

@@ -4,13 +4,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
+from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.spans import Sliding, Window
 from tandem.transfer.codec import encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.wire_map import decode_map, encode_map
-from tests.transfer.layouts import two_groups
+from tests.transfer.layouts import compressed, two_groups
 
 LAYOUT = two_groups()
 NUM_PAGES = 10  # 40 slots
@@ -124,3 +128,74 @@ def test_overlap_is_found_among_many_runs() -> None:
         else:
             with pytest.raises(InvalidPositionMap, match=f"holds slot {last} twice"):
                 decode_map(wire, layout, num_pages=(1250, 1250), expected_start=0, expected_tokens=5000)
+
+
+EVERY = (1, 2, 8, 1)
+PIECE = {"num_pages": (NUM_PAGES,) * 4, "expected_start": 6, "expected_tokens": 15}  # positions 6 … 20
+SLOTS: tuple[list[int], ...] = (  # of entries 6 … 20, 3 … 9, 0 … 1 and 6 … 20
+    [SKIP] * 2 + [*range(8, 21)],  # from 16, where 21's coarsest page starts, a window of 6 sees 11: its page is 8 … 11
+    [7, 4, 5, 0, 1, 18, 19],
+    [9, 3],
+    [SKIP] * 6 + [*range(20, 29)],  # a window of 4 sees 13: 12 … 15
+)
+
+
+def compressed_map(*slots: list[int]) -> PositionMap:
+    return PositionMap(6, tuple(map(SlotRuns.from_slots, slots)), every=EVERY)
+
+
+def test_a_map_has_a_slot_for_each_entry_that_its_positions_complete() -> None:
+    wanted = compressed_map(*SLOTS)
+    assert decode_map(encode_map(wanted, compressed()), compressed(), **PIECE) == wanted
+
+
+@pytest.mark.parametrize(
+    ("group", "slots", "message"),
+    [
+        (0, [SKIP] * 3 + [*range(9, 21)], r"runs\[0\] skips 3 positions; it must skip the first 2"),
+        (3, [SKIP] * 2 + [*range(16, 29)], r"runs\[3\] skips 2 positions; it must skip the first 6"),
+        (1, [SKIP, *SLOTS[1][1:]], r"runs\[1\] skips 1 positions; it must skip the first 0"),
+        (1, [*SLOTS[1][1:], 20], r"runs\[1\] holds slots 0 … 20; the pool has 0 … 19"),
+        (2, [9, 10], r"runs\[2\] holds slots 9 … 10; the pool has 0 … 9"),
+        (2, [3, 3], r"runs\[2\] holds slot 3 twice"),
+    ],
+)
+def test_bad_slots_of_entries_are_refused(group: int, slots: list[int], message: str) -> None:
+    wanted = compressed_map(*(slots if index == group else good for index, good in enumerate(SLOTS)))
+    with pytest.raises(InvalidPositionMap, match=message):
+        decode_map(encode_map(wanted, compressed()), compressed(), **PIECE)
+
+
+@pytest.mark.parametrize(("group", "count", "wanted"), [(1, 8, 7), (1, 6, 7), (2, 15, 2), (0, 14, 15)])
+def test_each_group_holds_as_many_entries_as_the_positions_complete(group: int, count: int, wanted: int) -> None:
+    wire = encode_map(compressed_map(*SLOTS), compressed())
+    runs = [
+        encode_runs(SlotRuns.from_slots(range(count))) if index == group else of for index, of in enumerate(wire.runs)
+    ]
+    message = (
+        "more than|positions; "
+        if count > wanted
+        else rf"runs\[{group}\] holds {count} positions; {wanted} are expected"
+    )
+    with pytest.raises(InvalidPositionMap, match=message):
+        decode_map(replace(wire, runs=tuple(runs)), compressed(), **PIECE)
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4))
+def test_what_a_receiver_asks_for_is_what_its_sender_expects(lengths: list[int]) -> None:
+    layout, pages = compressed(), 24
+    pools = [torch.zeros(pages, *layout.page_shape(group), dtype=layout.stored_dtype_of(group)) for group in range(4)]
+    rope = RopeParameters("none", 8)
+    cache = PagedKVCache(layout, pools, max_sequences=1, max_sequence_length=80, rope=rope, writer=None)
+    cache.add_sequence(0)
+    for length in lengths:
+        start, wanted = cache.num_tokens(0), cache.prepare_receive(0, length)
+        cache.finish_receive(0)
+        found = decode_map(
+            encode_map(wanted, layout), layout, num_pages=(pages,) * 4, expected_start=start, expected_tokens=length
+        )
+        assert found == wanted
+        for group, (runs, every) in enumerate(zip(found.runs, EVERY, strict=True)):
+            entries = range(start // every, (start + length) // every)
+            first = layout.first_page_index(group, start + length) * layout.paging[group].entries
+            assert np.count_nonzero(runs.slots() != SKIP) == len([entry for entry in entries if entry >= first])

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Index
+from tandem.cache.kernels.base import Compression, Index, IndexQuery
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.models.config import ModelConfig
+from tests.workers.reference_compressed import Fed
+from tests.workers.reference_compressed import attend as attend_shared
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Sequence:
     values: dict[int, Tensor] = field(default_factory=dict)
     index_keys: dict[int, Tensor] = field(default_factory=dict)
     chosen: Tensor | None = None
+    compressed: dict[int, Fed] = field(default_factory=dict)
 
 
 class ReferenceAttention:
@@ -48,6 +51,25 @@ class ReferenceAttention:
         """See CachedAttention."""
         begins = [(sequence.cached, sequence.cached + count) for sequence, count in self.batch]
         return rule.factors(torch.cat([torch.arange(begin, end) for begin, end in begins]))
+
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        """See CachedAttention."""
+        config, begin, outputs = self._config.compressed, 0, []
+        assert config is not None
+        rotary = self._rotary[config.every(layer) is None]
+        assert rotary is not None
+        for sequence, count in self.batch:
+            rows = slice(begin, begin + count)
+            its = compression
+            if compression is not None:
+                query = None if compression.query is None else IndexQuery(*(x[rows] for x in compression.query))
+                its = compression._replace(values=compression.values[rows], gates=compression.gates[rows], query=query)
+            fed = sequence.compressed.setdefault(layer, Fed())
+            outputs.append(attend_shared(config, layer, rotary, fed, q[rows], kv[rows], sinks, its))
+            begin += count
+        return torch.cat(outputs)
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None

@@ -121,12 +121,13 @@ class NvshmemTransport(Transport):
     @property
     def pools(self) -> tuple[Tensor, ...]:
         self._check_peer(self.pe)
-        return tuple(pool.view(self.layout.stored_dtype) for pool in self._symmetric[: self._num_pools])
+        pools = enumerate(self._symmetric[: self._num_pools])
+        return tuple(pool.view(self.layout.stored_dtype_of(group)) for group, pool in pools)
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         """See Transport. None also for another shard's, whose pages kernels do not know."""
         peer = None if self._regions[pe][group] is not None else self._peer_elements(pe, group)
-        return None if peer is None else peer.view(self.layout.stored_dtype)
+        return None if peer is None else peer.view(self.layout.stored_dtype_of(group))
 
     def _peer_elements(self, pe: int, group: int) -> Tensor | None:
         """The peer's pool where it is mapped, in the elements that it was made of."""
@@ -160,7 +161,7 @@ class NvshmemTransport(Transport):
             return
         if not stages:
             self._follow_current()  # the device comes to it while the rest is planned
-        plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
+        plan = plan_copy(source_slots, target_slots, self.layout.paging[group].entries, self._num_slots(group))
         peer, region = self._peer_elements(pe, group), self._regions[pe][group]
         if region is not None:
             self._follow(stages[-1:])
@@ -275,10 +276,13 @@ class NvshmemTransport(Transport):
 
     def _make_memory(self) -> None:
         """Symmetric pools, mailbox and staging, zeroed on every PE when it returns."""
-        dtype = torch.uint8 if self.layout.stored_dtype.itemsize == 1 else self.layout.stored_dtype
+        stored = map(self.layout.stored_dtype_of, range(self._num_pools))
+        dtypes = [torch.uint8 if dtype.itemsize == 1 else dtype for dtype in stored]
         sizes = [max(math.prod(shapes[group]) for shapes in self._shapes) for group in range(self._num_pools)]
         try:
-            self._allocated = [nvshmem.core.tensor((size,), dtype=dtype) for size in sizes]
+            self._allocated = [
+                nvshmem.core.tensor((size,), dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)
+            ]
             self._allocated.append(nvshmem.core.tensor((2, self.num_signals), dtype=torch.int64))
             # On every PE, whether it needs it or not: one cannot know which of the others are peer to peer.
             self._allocated.append(nvshmem.core.tensor((STAGING_BYTES,), dtype=torch.uint8))
@@ -328,7 +332,7 @@ class NvshmemTransport(Transport):
     ) -> None:
         own, page_bytes = self._symmetric[group], self.layout.page_bytes(group)
         sizes = np.multiply(plan.num_pages, page_bytes, dtype=np.int64)
-        of_pages = (source_slots.size - plan.source_slots.size) // self.layout.page_size * page_bytes
+        of_pages = (source_slots.size - plan.source_slots.size) // own.shape[4] * page_bytes
         mean = of_pages // max(1, sizes.size)
         if mean < COPY_ENGINE_BYTES:
             self._follow(stages[-1:])

@@ -144,7 +144,7 @@ def entry_bytes(layout: KVLayout, kind: Kind, group: int, region: Region | None 
     """Of a slot in all layers, or of a token in one; of the layers and heads of a region."""
     of = layout.groups[group]
     layers, heads = len(of.layers), of.num_kv_heads
-    one = layout.page_bytes(group) // (layout.page_size * layers * heads)
+    one = layout.entry_bytes(group) // (layers * heads)
     if region is not None:
         layers, heads = region.num_layers, region.num_heads
     return one * heads * (layers if kind == Kind.SLOTS else 1)

@@ -50,7 +50,7 @@ class PageMemory:
     def check_slots(self, group: int, slots: NDArray[np.int32]) -> None:
         """TransportError if one is outside."""
         try:
-            check_slots("slots", slots, self._num_pages[group] * self.layout.page_size)
+            check_slots("slots", slots, self._num_pages[group] * self.layout.paging[group].entries)
         except ValueError as error:
             raise TransportError(str(error)) from error
 

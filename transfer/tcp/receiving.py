@@ -77,7 +77,8 @@ class FrameReader:
         self._connection = connection
         self._memory = memory
         self._header = memoryview(bytearray(HEADER.size))
-        self._staging = memoryview(bytearray(max(STAGED_BYTES, memory.layout.token_bytes)))
+        largest = map(memory.layout.entry_bytes, range(len(memory.layout.groups)))
+        self._staging = memoryview(bytearray(max(STAGED_BYTES, *largest)))
 
     def land_next(self) -> None:
         read_exactly(self._connection, self._header)
@@ -97,7 +98,7 @@ class FrameReader:
         region = self._regions[header.group]
         staging = self._staging[: header.count * entry_bytes(layout, header.kind, header.group, region)]
         read_exactly(self._connection, staging)
-        values = torch.frombuffer(staging, dtype=layout.stored_dtype)
+        values = torch.frombuffer(staging, dtype=layout.stored_dtype_of(header.group))
         memory.put(header.kind, header.group, header.layer, slots, values, region)
 
 

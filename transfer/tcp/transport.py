@@ -153,7 +153,7 @@ class TcpTransport(Transport):
     ) -> None:
         own = self._own
         self._check_peer(pe)
-        plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
+        plan = plan_copy(source_slots, target_slots, self.layout.paging[group].entries, self._num_slots(group))
         pool = own.pools[group]
         if pe == self.pe:
             pool.copy(pool, plan)

@@ -21,7 +21,14 @@ HEADER_LIMIT = 32 << 20  # bytes: 100,000 tensors take 12 MB
 MAX_TENSORS = 1 << 18  # of a file
 MAX_DIMENSIONS = 8
 PART_BYTES = 2 << 20  # small, for each thread that reads may have one staged
-STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+STORED_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
 ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in STORED_DTYPES.items()},
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),

@@ -45,7 +45,18 @@ class ClampedSwiglu:
         return gate.mul_(torch.sigmoid(gate * self.alpha)).mul_(up.add_(1))
 
 
-Activation = Silu | GeluTanh | ClampedSwiglu
+@dataclass(frozen=True)
+class LimitedSilu:
+    """silu(gate) · up, gate first. Before that gate is clamped to at most limit, and up to -limit … limit."""
+
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate.clamp(max=self.limit)).mul_(up.clamp(-self.limit, self.limit))
+
+
+Activation = Silu | GeluTanh | ClampedSwiglu | LimitedSilu
 NAMES: dict[str, Activation] = {"silu": Silu(), "swish": Silu(), "gelu_pytorch_tanh": GeluTanh()}
 
 

@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.cache.kernels.base import Index, StepPages
+from tandem.cache.kernels.base import Compression, Index, StepPages
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.kernels.base import LayerKernels, Linear
+from tandem.workers.models.compressed.attention import SharedKVAttention
+from tandem.workers.models.compressed.parameters import SharedParameters
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.indexer.indexer import Indexer
 from tandem.workers.models.indexer.row_order import halves_first
@@ -46,6 +48,12 @@ class CachedAttention(Protocol):
         """o [T, H, value_dim]; see PagedKVCache.latent_attention. May overwrite q, latents and keys."""
         ...
 
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        """o [T, Hq, D] of q [T, Hq, D] and kv [T, 1, D]; see PagedKVCache.shared_attention."""
+        ...
+
     def temperatures(self, rule: Temperature) -> Tensor:
         """float32 [T, 1, 1]: by what the q of each new token is multiplied, computed once a forward."""
         ...
@@ -54,7 +62,7 @@ class CachedAttention(Protocol):
 class EncoderStore(Protocol):
     """The cache in a forward of an encoder."""
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keeps K and V [T, Hkv, D] of the encoder's positions, as they are, for CachedAttention.read later."""
         ...
 
@@ -64,8 +72,14 @@ AttentionBlock = Callable[[Tensor, int, CachedAttention], Tensor]
 
 
 def prepare_attention(
-    config: ModelConfig, layer: int, parameters: AttentionParameters | LatentParameters, kernels: LayerKernels
+    config: ModelConfig,
+    layer: int,
+    parameters: AttentionParameters | LatentParameters | SharedParameters,
+    kernels: LayerKernels,
 ) -> AttentionBlock:
+    if isinstance(parameters, SharedParameters):
+        assert config.compressed is not None  # parameters of one plane come from it
+        return SharedKVAttention(config.compressed, config.head_dim, config.rms_norm_eps, parameters, kernels)
     if isinstance(parameters, AttentionParameters):
         if config.chunked is not None:
             return ChunkedAttention(config, config.chunked, layer, parameters, kernels)

@@ -13,6 +13,7 @@ from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.quantization import AS_COMPUTED, Quantization, read_quantization
 from tandem.workers.models.activation import Activation, read_activation
+from tandem.workers.models.compressed.fields import CompressedConfig, HyperConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.rope_fields import read_rope
@@ -77,6 +78,8 @@ class ModelConfig:
     quantization: Quantization = AS_COMPUTED  # of the checkpoint
     latent: LatentConfig | None = None  # every layer keeps latents
     chunked: ChunkedConfig | None = None  # some layers attend in chunks
+    compressed: CompressedConfig | None = None  # every layer keeps K and V in one plane, some compressed entries
+    hyper: HyperConfig | None = None  # the residual is several streams
     feed_forward_block: str = "mlp"  # the submodule of a dense layer, in weight names
     full_heads: HeadShape | None = None  # of the layers that see all, where theirs are others
     keys_as_values: bool = False  # v of the layers that see all is k, before that is normalised and rotated
@@ -86,6 +89,7 @@ class ModelConfig:
     per_layer: PerLayerConfig | None = None  # None: layers have no inputs of their own
     layer_scalars: bool = False  # a layer's output is multiplied with a learned number
     weight_prefix: tuple[str, str] = ("", "")  # of the weight names that are read, and what it stands for
+    weight_renames: tuple[tuple[str, str], ...] = ()  # patterns of weight names, and what stands for them here
     skipped_weights: tuple[str, ...] = ()  # prefixes of others, of a part that is not served
     weight_root: str = "model"  # what the weight names of its layers begin with
     self_attn_norms: bool = False  # in weight names the norms around attention are those of self_attn

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.kernels.choice import choose_streamed_gemm
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
@@ -57,12 +58,18 @@ class MixtureOfExperts:
         self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activation, kernels)
         self._experts: Experts = prepare_experts(parameters, choose_activation(activation, kernels))
         self._factors = parameters.factors
+        self._table = parameters.table
+        if self._table is not None:
+            least, most, last = int(self._table.min()), int(self._table.max()), moe.num_experts - 1
+            if least < 0 or most > last:
+                raise InvalidWeights(f"the experts of token ids are {least} … {most}; 0 … {last} are accepted")
 
-    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """routed: what the router takes, [T, H]; None: x."""
+    def __call__(self, x: Tensor, routed: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
+        """routed: what the router takes, [T, H]; None: x. token_ids: int64 [T], for layers that choose by them."""
         routed = (x if routed is None else routed).to(self._router.weight.dtype)
         logits = F.linear(routed, self._router.weight, self._router.bias)
-        weights, experts = route(logits, self._routing, self._correction)
+        by_table = None if self._table is None or token_ids is None else self._table[token_ids]
+        weights, experts = route(logits, self._routing, self._correction, by_table)
         if self._factors is not None:
             weights = weights * self._factors[experts]
         chosen = self._scaled(x, weights, experts) if self._routing.scales_input else self._experts(x, weights, experts)

@@ -13,8 +13,8 @@ KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 
 
 def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
-    """auto: where the checkpoint asks for it. InvalidArgument for a model that keeps latents or has an
-    encoder."""
+    """auto: where the checkpoint asks for it. InvalidArgument for models with latents, with an encoder, or with K and V
+    in one plane."""
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise InvalidArgument(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
     fp8 = kv_cache_dtype == "fp8_e4m3" or model.quantization.fp8_kv
@@ -22,6 +22,11 @@ def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
         raise InvalidArgument(
             f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} keeps "
             "latents, which are stored as they are computed"
+        )
+    if fp8 and model.compressed is not None:
+        raise InvalidArgument(
+            f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} keeps "
+            "K and V in one plane, which is stored as it is computed"
         )
     if fp8 and model.encoder is not None:
         raise InvalidArgument(

@@ -37,6 +37,7 @@ class MoeConfig:
     bias: bool = False  # the router and the experts have biases
     shared_size: int = 0  # intermediate size of a feed-forward that every token takes besides; 0: there is none
     float32_router: bool = False  # logits are computed in float32
+    hashed: frozenset[int] = frozenset()  # the layers in which a table chooses the experts of each token's id
     beside: bool = False  # they stand beside a dense feed-forward, see BesideParameters
 
 

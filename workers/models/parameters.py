@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import Linear
+from tandem.workers.models.compressed.parameters import (
+    HyperParameters,
+    SharedParameters,
+    allocate_head,
+    allocate_hyper,
+    allocate_shared,
+)
 from tandem.workers.models.config import ModelConfig, PerLayerConfig
 from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.latent import LatentConfig
@@ -29,6 +36,7 @@ class MoeParameters:
     shared: GatedParameters | None  # a feed-forward that every token takes besides
     gate_up: Linear  # [L, 2·I, H]
     down: Linear  # [L, H, I]
+    table: Tensor | None = None  # int64 [vocab, top_k]: the experts of each token id, where they are not chosen
     factors: Tensor | None = None  # [E], by which the weights of the chosen experts are multiplied
 
 
@@ -122,11 +130,12 @@ class LayerParameters:
     """One layer. I intermediate, H hidden. A tensor is None where the model has none."""
 
     norms: LayerNorms
-    attention: AttentionParameters | LatentParameters
+    attention: AttentionParameters | LatentParameters | SharedParameters
     feed_forward: GatedParameters | MoeParameters
     beside: BesideParameters | None = None
     per_layer: PerLayerParameters | None = None
     scalar: Tensor | None = None  # [1], by which the output is multiplied
+    hyper: tuple[HyperParameters, HyperParameters] | None = None  # of attention and feed-forward
     cross: CrossParameters | None = None
 
 
@@ -142,6 +151,7 @@ class DecoderParameters:
     final_norm: Tensor
     lm_head: Tensor
     per_layer: PerLayerTables | None = None
+    hyper_head: HyperParameters | None = None
     encoder: "DecoderParameters | None" = None  # whose lm_head is its embedding
 
 
@@ -155,6 +165,7 @@ def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderPar
         final_norm=new_norm(config.hidden_size),
         lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
         per_layer=None if config.per_layer is None else _allocate_tables(config, config.per_layer, new, new_norm),
+        hyper_head=None if config.hyper is None else allocate_head(config.hyper, config.hidden_size, device),
         encoder=None if config.encoder is None else allocate_parameters(config.encoder, device),
     )
 
@@ -192,15 +203,14 @@ def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Al
             before_feed_forward=new_norm(hidden),
             behind_feed_forward=new_norm.when(config.out_norms, hidden),
         ),
-        _allocate_attention(config, index, new, new_norm)
-        if config.latent is None
-        else _allocate_latent(config, config.latent, index, new, new_norm),
+        _allocate_any_attention(config, index, new, new_norm),
         _allocate_gated(config, config.intermediate_size_of(index), new)
         if moe is None or moe.beside or index not in moe.layers
-        else _allocate_moe(config, moe, new),
+        else _allocate_moe(config, moe, new, index),
         beside=_allocate_beside(config, moe, new, new_norm) if moe is not None and moe.beside else None,
         per_layer=None if config.per_layer is None else _allocate_per_layer(config, config.per_layer, new, new_norm),
         scalar=new.when(config.layer_scalars, 1),
+        hyper=None if config.hyper is None else allocate_hyper(config.hyper, hidden, new.device),
         cross=None if config.encoder is None else _allocate_cross(config, config.encoder, new, new_norm),
     )
 
@@ -215,6 +225,17 @@ def _allocate_cross(config: ModelConfig, encoder: ModelConfig, new: Allocator, n
         before=new_norm(hidden),
         behind=new_norm(hidden),
     )
+
+
+def _allocate_any_attention(
+    config: ModelConfig, layer: int, new: Allocator, new_norm: Allocator
+) -> AttentionParameters | LatentParameters | SharedParameters:
+    if config.compressed is not None:
+        exact, sizes = Allocator(torch.float32, new.device), (config.hidden_size, config.num_heads, config.head_dim)
+        return allocate_shared(config.compressed, layer, *sizes, new, new_norm, exact)
+    if config.latent is not None:
+        return _allocate_latent(config, config.latent, layer, new, new_norm)
+    return _allocate_attention(config, layer, new, new_norm)
 
 
 def _allocate_attention(config: ModelConfig, layer: int, new: Allocator, new_norm: Allocator) -> AttentionParameters:
@@ -268,8 +289,9 @@ def _allocate_gated(config: ModelConfig, intermediate: int, new: Allocator) -> G
     )
 
 
-def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator) -> MoeParameters:
+def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator, layer: int | None = None) -> MoeParameters:
     hidden, in_float32, held = config.hidden_size, Allocator(torch.float32, new.device), len(config.experts)
+    hashed = layer in moe.hashed
 
     def experts(rows: int, columns: int) -> Linear:
         transposed = moe.names.transposed
@@ -278,7 +300,8 @@ def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator) -> MoePar
 
     return MoeParameters(
         router=(in_float32 if moe.float32_router else new).linear(moe.num_experts, hidden, biased=moe.bias),
-        correction=in_float32.when(moe.routing.corrected, moe.num_experts),
+        correction=in_float32.when(moe.routing.corrected and not hashed, moe.num_experts),
+        table=Allocator(torch.int64, new.device).when(hashed, config.vocab_size, moe.routing.top_k),
         shared=_allocate_gated(config, moe.shared_size, new) if moe.shared_size else None,
         gate_up=experts(2 * moe.intermediate_size, hidden),
         down=experts(hidden, moe.intermediate_size),

@@ -12,6 +12,7 @@ from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.families import (
     deepseek,
+    deepseek_v4,
     gemma,
     gemma4,
     glm,
@@ -29,6 +30,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
         "DeepseekV2ForCausalLM": deepseek.read_deepseek_v2,
         "DeepseekV3ForCausalLM": deepseek.read_deepseek_v3,
         "DeepseekV32ForCausalLM": deepseek.read_deepseek_v32,
+        "DeepseekV4ForCausalLM": deepseek_v4.read_deepseek_v4,
         "Gemma2ForCausalLM": gemma.read_gemma2,
         "Gemma3ForCausalLM": gemma.read_gemma3,
         "Gemma4ForCausalLM": gemma4.read_gemma4,

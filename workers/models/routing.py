@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TINY = 1e-20  # as in transformers: sigmoids may all be 0
+SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,21 @@ class Routing:
 
     top_k: int
     normalize: bool  # weights are divided by their sum
-    sigmoid: bool = False  # scores are the sigmoid of each expert's logit, else the softmax over all experts
+    scores: str = "softmax"  # one of SCORES, of the experts' logits
     groups: GroupLimit | None = None  # that can be chosen from; None: all
     corrected: bool = False  # the choice, not the weights, adds a learned correction to the scores
     scale: float = 1.0
     scales_input: bool = False  # an expert takes x times its weight, and the outputs are added as they are
 
 
-def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """weights float32 and experts int64, [T, top_k] each, of router logits [T, E]; correction: float32 [E]."""
-    scores = logits.float().sigmoid() if routing.sigmoid else torch.softmax(logits, -1, dtype=torch.float32)
+def route(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, experts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """weights float32 and experts int64, [T, top_k] each, of router logits [T, E]; correction: float32 [E]. experts:
+    where they are chosen already, int64 [T, top_k]."""
+    scores = _score(logits, routing.scores)
+    if experts is not None:
+        return _weigh(scores.gather(1, experts), routing), experts
     ranks = scores if correction is None else scores + correction
     if routing.scales_input:
         ranks = logits.float()  # sigmoids of large ones are all 1
@@ -48,7 +55,18 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     weights, experts = ranks.topk(routing.top_k, -1)
     if ranks is not scores:
         weights = scores.gather(1, experts)
+    return _weigh(weights, routing), experts
+
+
+def _score(logits: Tensor, scores: str) -> Tensor:
+    """float32 [T, E]."""
+    if scores == "softmax":
+        return torch.softmax(logits, -1, dtype=torch.float32)
+    return logits.float().sigmoid() if scores == "sigmoid" else F.softplus(logits.float()).sqrt()
+
+
+def _weigh(weights: Tensor, routing: Routing) -> Tensor:
     if routing.normalize:
         total = weights.sum(-1, keepdim=True)
-        weights = weights / (total + TINY if routing.sigmoid else total)
-    return (weights if routing.scale == 1 else weights * routing.scale), experts
+        weights = weights / (total if routing.scores == "softmax" else total + TINY)
+    return weights if routing.scale == 1 else weights * routing.scale

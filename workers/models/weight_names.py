@@ -6,6 +6,13 @@ from collections.abc import Collection
 from torch import Tensor
 
 from tandem.workers.kernels.base import Linear
+from tandem.workers.models.compressed.parameters import SharedParameters
+from tandem.workers.models.compressed.weight_names import (
+    gated_weights,
+    hyper_head_weights,
+    hyper_weights,
+    shared_weights,
+)
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
@@ -46,6 +53,8 @@ def named_weights(
         weights["model.embed_tokens_per_layer.weight"] = parameters.per_layer.embedding
         weights["model.per_layer_projection_norm.weight"] = parameters.per_layer.norm
         weights |= _linear("model.per_layer_model_projection", parameters.per_layer.projection)
+    if parameters.hyper_head is not None:
+        weights |= hyper_head_weights(parameters.hyper_head)
     for index, layer in enumerate(parameters.layers):
         weights.update(layer_weights(config, index, layer, f"{root}.layers.{index}", joined))
     return weights
@@ -55,6 +64,8 @@ def layer_weights(
     config: ModelConfig, index: int, layer: LayerParameters, prefix: str, joined: bool
 ) -> dict[str, Tensor]:
     """Those of layer `index`. joined: whether the experts' are in one tensor each."""
+    if isinstance(layer.attention, SharedParameters):
+        return _published_weights(config, layer, layer.attention, prefix)
     weights = _norm_weights(config, layer.norms, prefix)
     attention = f"{prefix}.self_attn"
     if isinstance(layer.attention, AttentionParameters):
@@ -73,6 +84,29 @@ def layer_weights(
     weights.update(_tail_weights(layer, prefix))
     if layer.cross is not None:
         weights.update(_cross_weights(layer.cross, prefix))
+    return weights
+
+
+def _published_weights(
+    config: ModelConfig, layer: LayerParameters, attention: SharedParameters, prefix: str
+) -> dict[str, Tensor]:
+    """Those of a layer of DeepSeek-V4, which transformers also writes by the names that are published."""
+    weights = {
+        f"{prefix}.attn_norm.weight": layer.norms.before_attention,
+        f"{prefix}.ffn_norm.weight": layer.norms.before_feed_forward,
+        **shared_weights(f"{prefix}.attn", attention),
+    }
+    if layer.hyper is not None:
+        weights |= hyper_weights(prefix, layer.hyper)
+    moe, block = layer.feed_forward, f"{prefix}.ffn"
+    assert isinstance(moe, MoeParameters)  # every layer has experts
+    gate = {"weight": moe.router.weight, "bias": moe.correction, "tid2eid": moe.table}
+    weights |= _existing({f"{block}.gate.{name}": tensor for name, tensor in gate.items()})
+    if moe.shared is not None:
+        weights |= gated_weights(f"{block}.shared_experts", moe.shared.gate_up, moe.shared.down)
+    for index, expert in enumerate(config.experts):
+        own = Linear(moe.gate_up.weight[index]), Linear(moe.down.weight[index])
+        weights |= gated_weights(f"{block}.experts.{expert}", *own)
     return weights
 
 

@@ -16,6 +16,7 @@ from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, new_staging
 from tandem.workers.checkpoint.stored import Part, Plain, StoredWeight
 from tandem.workers.checkpoint.stored_weights import stored_weights
+from tandem.workers.models.compressed.decoder import HyperDecoder
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
@@ -45,7 +46,8 @@ def load_decoder(
     report: ReportBytes | None = None,
 ) -> DenseDecoder:
     """A decoder with the parameters that load_parameters reads."""
-    return DenseDecoder(config, load_parameters(folder, config, load_format=load_format, device=device, report=report))
+    decoder = DenseDecoder if config.hyper is None else HyperDecoder
+    return decoder(config, load_parameters(folder, config, load_format=load_format, device=device, report=report))
 
 
 def load_parameters(
@@ -182,10 +184,16 @@ def _stored(stack: ExitStack, folder: Path, config: ModelConfig) -> dict[str, St
     files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
     prefix, stands_for = config.weight_prefix
     return {
-        stands_for + name.removeprefix(prefix) if name.startswith(prefix) else name: weight
+        _renamed(stands_for + name.removeprefix(prefix) if name.startswith(prefix) else name, config): weight
         for name, weight in stored_weights(files, config.quantization).items()
         if not name.startswith(config.skipped_weights)
     }
+
+
+def _renamed(name: str, config: ModelConfig) -> str:
+    for pattern, stands_for in config.weight_renames:
+        name = re.sub(pattern, stands_for, name)
+    return name
 
 
 def _allocate(
@@ -230,7 +238,9 @@ def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tens
                 f"{one.path}: tensor {name} has shape {list(one.shape)}; config.json asks for {list(shape)}"
             )
         if weight is not None and isinstance(one, Plain):
-            one.file.dtype_of(one.name)  # raises where it is none that can be read
+            dtype = one.file.dtype_of(one.name)  # raises where it is none that can be read
+            if dtype.is_floating_point != weight.dtype.is_floating_point:
+                raise InvalidWeights(f"{one.path}: tensor {name} has {dtype}; {config.architecture} has {weight.dtype}")
     missing = [name for name in weights if name not in stored]
     if missing:
         raise InvalidWeights(
@@ -242,7 +252,7 @@ def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tens
 
 
 def fill_randomly(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """Norms and factors 1, biases 0, the rest normal by DUMMY_STD, the same for the same device."""
+    """Norms and factors 1, biases 0, integers any expert, the rest normal by DUMMY_STD; the same on the same device."""
     for index, (name, weight) in enumerate(weights.items()):
         if is_norm(name):
             weight.fill_(1 - config.norm_offset)
@@ -250,6 +260,9 @@ def fill_randomly(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
             weight.fill_(1)
         elif name.endswith(".bias"):
             weight.zero_()
+        elif weight.dtype == torch.int64 and config.moe is not None:
+            generator = torch.Generator(weight.device).manual_seed(index)
+            weight.random_(0, config.moe.num_experts, generator=generator)
         else:
             generator = torch.Generator(weight.device).manual_seed(index)
             weight.normal_(0, DUMMY_STD, generator=generator)

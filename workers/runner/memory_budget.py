@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Index
+from tandem.cache.kernels.base import Compression, Index
 from tandem.cache.kernels.index_keys import SCORE_BYTES
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
@@ -79,7 +79,7 @@ class WithoutPages:
             q, k = norm.apply(q, k)
         return torch.cat((q, k), 1)[:, : q.shape[1]]
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Nowhere."""
 
     def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
@@ -90,6 +90,12 @@ class WithoutPages:
 
     def temperatures(self, rule: Temperature) -> Tensor:
         return rule.factors(self._positions)
+
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        """See CachedAttention; no GPU serves such layers."""
+        raise AssertionError(f"layer {layer} has K and V in one plane")
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None

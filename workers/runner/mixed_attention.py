@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Attention
-from tandem.cache.kernels.base import Index
+from tandem.cache.kernels.base import Compression, Index
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
@@ -35,6 +35,12 @@ class MixedAttention:
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention."""
         return torch.cat([part.temperatures(rule) for part, _ in self._parts])
+
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        """See CachedAttention; no graph holds such layers."""
+        raise AssertionError(f"layer {layer} has K and V in one plane")
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None

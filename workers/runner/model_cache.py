@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from tandem.cache.attention.layer_groups import Heads
@@ -14,7 +15,8 @@ from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.spans import Given, Span
+from tandem.cache.plan.spans import Every, Given, Span, Window
+from tandem.workers.models.compressed.fields import HEAVY, SLIDING, SPARSE, CompressedConfig
 from tandem.workers.models.config import ModelConfig
 
 
@@ -67,12 +69,33 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
         if layer not in model.readers:
             layers_of.setdefault(keeps, []).append(layer)
     groups: list[LayerGroup] = []
+    if model.compressed is not None:
+        return _shared_groups(model.compressed, model.head_dim)
     for keeps, layers in layers_of.items():
         heads = model.heads_of(layers[0])
         groups.append(LayerGroup(tuple(layers), heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps))
     if model.encoder is not None:
         layers, width = range(model.num_layers, 2 * model.num_layers), model.stored_head_dim(model.head_dim)
         groups.append(LayerGroup(tuple(layers), model.num_kv_heads, width, Given()))
+    return groups
+
+
+def _shared_groups(model: CompressedConfig, head_dim: int) -> list[LayerGroup]:
+    """A group for windows of each kind of RoPE, then, of each kind of compressed KV: inputs, entries and index keys."""
+    groups, window = [], Window(model.window)
+    for layers in (model.layers_of(SLIDING), model.layers_of(SPARSE, HEAVY)):
+        if layers:
+            groups.append(LayerGroup(layers, 1, head_dim, window, num_planes=1))
+    for kind, every in model.rates:
+        layers = model.layers_of(kind)
+        if not layers:
+            continue
+        overlap, entries = 1 + model.chooses(layers[0]), LayerGroup(layers, 1, head_dim, Every(every))
+        width, entries = model.input_width(layers[0], head_dim), replace(entries, beside=True, num_planes=1)
+        inputs = LayerGroup(layers, 1, width, Window(overlap * every), beside=True, dtype=torch.float32)
+        groups += [inputs, entries]
+        if model.chooses(layers[0]):
+            groups.append(replace(entries, head_dim=model.index.head_dim, top_k=model.index.top_k))
     return groups
 
 
@@ -95,17 +118,20 @@ def make_cache(
         pools,
         max_sequences=max_sequences,
         max_sequence_length=max_length,
-        rope=[_rope(owner, group.keeps) for group, owner in zip(layout.groups, owners, strict=True)],
+        rope=[_rope(owner, group) for group, owner in zip(layout.groups, owners, strict=True)],
         writer=writer,
         heads=[_heads(owner) for owner in owners],
         kernels=kernels,
     )
 
 
-def _rope(owner: ModelConfig, keeps: Span) -> RopeParameters:
-    if keeps.given:
+def _rope(owner: ModelConfig, group: LayerGroup) -> RopeParameters:
+    if group.keeps.given:
         return RopeParameters("none", 0)
-    return owner.local_rope or owner.rope if keeps.drops_past else owner.rope
+    if owner.compressed is not None:
+        has_window_alone = owner.compressed.every(group.layers[0]) is None
+        return owner.local_rope if has_window_alone and owner.local_rope is not None else owner.rope
+    return owner.local_rope or owner.rope if group.keeps.drops_past else owner.rope
 
 
 def _heads(model: ModelConfig) -> Heads:

@@ -16,7 +16,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.spans import ALL, Given, Window
+from tandem.cache.plan.spans import ALL, Every, Given, Window
 from tests.cache.naive import (
     HEAD_DIM,
     MAX_LENGTH,
@@ -140,7 +140,7 @@ def encode(cache: PagedKVCache, sequences: list[int], seeds: list[int], *, push:
         forward = cache.encode(sequences, push=push)
         for layer in given_layers(layout):
             k, v = (torch.cat([one[layer][index] for one in drawn]) for index in range(2))
-            forward.attention.store(layer, k, v)
+            forward.attention.store_given(layer, k, v)
         cache.commit(forward)
     return drawn
 
@@ -358,10 +358,10 @@ def test_calls_out_of_turn_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"begin\(\) makes forwards that attend"):
         cache.attention(forward, 0, q, k[:, :1], k[:, :1])
     with pytest.raises(InvalidArgument, match=r"encode\(\) makes forwards that store"):
-        forward.attention.store(0, k[:, :1], k[:, :1])
+        forward.attention.store_given(0, k[:, :1], k[:, :1])
     with pytest.raises(InvalidArgument, match=r"layers \[1\] of the plan never ran"):
         cache.commit(forward)
-    forward.attention.store(1, k, k)
+    forward.attention.store_given(1, k, k)
     cache.commit(forward)
     with pytest.raises(InvalidArgument, match="sequence 1 has 8 positions, and an encoder of 8"):
         cache.encode([1])
@@ -369,3 +369,17 @@ def test_calls_out_of_turn_are_refused() -> None:
         cache.enable_sliding_window(1, 8, 2)
     with pytest.raises(InvalidArgument, match=r"layers \[0\] keep an encoder's entries; a first group"):
         KVLayout((LayerGroup((0,), 1, HEAD_DIM, Given()), LayerGroup((1,), 1, HEAD_DIM, ALL)), SIZE, torch.float32)
+    beside = LayerGroup((0,), 1, HEAD_DIM, Every(4), beside=True)
+    with pytest.raises(InvalidArgument, match=r"layers \[1\] keep an encoder's entries, but groups \[2\] stand beside"):
+        KVLayout((LayerGroup((0,), 1, HEAD_DIM), LayerGroup((1,), 1, HEAD_DIM, Given()), beside), SIZE, torch.float32)
+
+
+def test_an_encoders_positions_are_not_taken_back() -> None:
+    cache = encoder_cache(PLAIN)
+    cache.add_sequence(1, 6)
+    cache.reserve(1, 24)
+    encode(cache, [1], [0])
+    for take_back in (lambda: cache.pop(1, 3), lambda: cache.pop_each([1], [3])):
+        with pytest.raises(InvalidArgument, match="would have 5 positions; an encoder's come whole: at least 8"):
+            take_back()
+    assert cache.num_tokens(1) == 8

@@ -24,5 +24,7 @@ def test_maps_come_and_go() -> None:
         for row, of_groups in known.items():
             begin, count = int(slots.offsets[row]), of_groups[0].size
             assert np.array_equal(slots.slots[:, begin : begin + count], of_groups)
-            assert slots.num_wanted(row, count // 2) == [int((one[: count // 2] != SKIP).sum()) for one in of_groups]
+            assert slots.num_wanted(row, [count // 2] * GROUPS) == [
+                int((one[: count // 2] != SKIP).sum()) for one in of_groups
+            ]
     assert slots.slots.shape[1] <= 4 * ROWS * FIRST_CAPACITY // 2 + FIRST_CAPACITY  # no more than is in use at once

@@ -1,5 +1,6 @@
 """What a layer group keeps, against what each query needs by the definition of its kind."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout, LayerGroup
-from tandem.cache.plan.spans import ALL, Chunk, Span, Window, span_of
+from tandem.cache.plan.spans import ALL, Chunk, Every, Paging, Span, Window, span_of
 
 
 def needed(span: Span, query: int) -> range:
@@ -38,6 +39,61 @@ def test_no_forward_needs_more_pages_than_are_promised(span: Span, length: int, 
         last = min(begin + append, length) - 1
         first = needed(span, begin // page_size * page_size)[0]
         assert last // page_size - first // page_size + 1 <= most
+
+
+@given(span=spans, length=st.integers(1, 50), append=st.integers(1, 20), pages=st.integers(1, 5))
+def test_windows_reach_back_from_the_coarsest_page(span: Span, length: int, append: int, pages: int) -> None:
+    """A prefix that ends with the coarsest page can be shared, and what that keeps was promised."""
+    grain, most = 4 * pages, span.most_pages(length, append, 4, 4 * pages)
+    for begin in range(length):
+        first = needed(span, begin // grain * grain)[0] // 4
+        assert span.first_page_index(begin, 4, grain) == first
+        assert (min(begin + append, length) - 1) // 4 - first + 1 <= most
+
+
+@given(positions=st.integers(2, 9), length=st.integers(0, 60), page_size=st.integers(1, 5))
+def test_entries_for_several_positions_are_complete_ones(positions: int, length: int, page_size: int) -> None:
+    complete = [entry for entry in range(length) if (entry + 1) * positions <= length]
+    paging = Paging(positions, page_size)
+    assert paging.num_entries(length) == len(complete)
+    pages = len({entry // page_size for entry in complete})
+    assert paging.num_pages(length) == Every(positions).most_pages(length, 1, page_size) == pages
+    assert Every(positions).first_page_index(length, page_size, 60) == 0
+
+
+def test_pages_cover_whole_entries_and_whole_pages() -> None:
+    groups = LayerGroup((0,), 1, 8), *(LayerGroup((0,), 1, 8, Every(m), beside=True) for m in (4, 128, 6))
+    layout = KVLayout(groups, 16, torch.bfloat16)
+    assert layout.paging == (Paging(1, 16), Paging(4, 4), Paging(128, 1), Paging(6, 8))
+    assert (layout.pages_together, layout.grain) == ((1, 1, 8, 3), 384)
+    assert layout.token_bytes == int(2 * 8 * 2 * (1 + 1 / 4 + 1 / 128 + 1 / 6))
+
+
+@pytest.mark.parametrize("positions", [1, 0, 4.0, True], ids=repr)
+def test_an_entry_is_for_several_positions(positions: Any) -> None:
+    with pytest.raises(InvalidArgument, match="positions of an entry is "):
+        Every(positions)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (LayerGroup((0,), 1, 8, Every(4)), "keeps of group 1 is .* but beside is False"),
+        (LayerGroup((0,), 1, 8, num_planes=1), "num_planes of group 1 is 1, .*; None is accepted, or 1 with"),
+        (LayerGroup((0,), 1, 8, num_planes=2), "num_planes of group 1 is 2, .*; None is accepted, or 1 with"),
+        (LayerGroup((0,), 2, 8, Window(4), num_planes=1), "num_planes of group 1 is 1, with num_kv_heads 2"),
+        (LayerGroup((0,), 1, 8, latent_rank=4, num_planes=1), "num_planes of group 1 is 1, .* latent_rank 4; None"),
+        (LayerGroup((0,), 1, 8, dtype=torch.float16), "dtype of group 1 is torch.float16; None is accepted"),
+        (LayerGroup((1,), 1, 8, beside=True), r"with layers \[1\]; some of \[0\], each once, are accepted"),
+        (LayerGroup((0,), 1, 8, beside=True, num_planes=3), "num_planes of group 1 is 3; 1 and 2 are accepted"),
+        (LayerGroup((0,), 1, 8, beside=True, top_k=3), "latent_rank must be None, and top_k where each position has"),
+        (LayerGroup((0,), 1, 8, Every(4), beside=True, top_k=3), "top_k of group 1 is 3, but its layers have no comp"),
+    ],
+)
+def test_only_groups_beside_others_are_special(group: LayerGroup, message: str) -> None:
+    first = replace(group, layers=(1,)) if not group.beside else group
+    with pytest.raises(InvalidArgument, match=message):
+        KVLayout((LayerGroup((0,), 1, 8), first), 4, torch.float32)
 
 
 def test_only_a_window_drops_what_is_past() -> None:

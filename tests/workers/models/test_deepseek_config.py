@@ -44,7 +44,7 @@ def test_deepseek(tmp_path: Path) -> None:
     assert v3.moe is not None
     groups = GroupLimit(4, 2, counted=2)
     assert (v3.latent.q_rank, v3.moe.layers, v3.moe.shared_size, v3.num_extra_layers) == (1536, {1}, 40, 1)
-    assert v3.moe.routing == Routing(3, normalize=True, sigmoid=True, groups=groups, corrected=True, scale=2.5)
+    assert v3.moe.routing == Routing(3, normalize=True, scores="sigmoid", groups=groups, corrected=True, scale=2.5)
 
 
 def indexer_of(folder: Path, fields: dict[str, Any]) -> IndexConfig:

@@ -134,8 +134,8 @@ def test_route(normalize: bool) -> None:
     "routing",
     [
         Routing(3, normalize=False, groups=GroupLimit(4, 2, counted=1), scale=16.0),
-        Routing(3, normalize=True, sigmoid=True, groups=GroupLimit(3, 2, counted=2), corrected=True, scale=2.5),
-        Routing(2, normalize=True, sigmoid=True, corrected=True),
+        Routing(3, normalize=True, scores="sigmoid", groups=GroupLimit(3, 2, counted=2), corrected=True, scale=2.5),
+        Routing(2, normalize=True, scores="sigmoid", corrected=True),
     ],
     ids=["DeepSeek-V2", "DeepSeek-V3", "correction alone"],
 )
@@ -146,7 +146,7 @@ def test_route_within_groups(routing: Routing) -> None:
     correction = torch.randn(12, generator=generator) if routing.corrected else None
     weights, experts = route(logits, routing, correction)
     for row, chosen, ours in zip(logits.double(), experts.tolist(), weights.tolist(), strict=True):
-        scores = row.sigmoid() if routing.sigmoid else row.softmax(0)
+        scores = row.sigmoid() if routing.scores == "sigmoid" else row.softmax(0)
         ranks = (scores if correction is None else scores + correction).tolist()
         allowed = choosable(ranks, routing.groups)
         assert chosen == sorted(allowed, key=lambda expert: -ranks[expert])[: routing.top_k]
@@ -155,7 +155,7 @@ def test_route_within_groups(routing: Routing) -> None:
 
 
 def test_scores_that_are_all_zero_give_no_nan() -> None:
-    weights, _ = route(torch.full((1, 4), -200.0), Routing(2, normalize=True, sigmoid=True))
+    weights, _ = route(torch.full((1, 4), -200.0), Routing(2, normalize=True, scores="sigmoid"))
     assert weights.tolist() == [[0.0, 0.0]]
 
 

@@ -33,7 +33,7 @@ def test_what_is_absent_is_as_in_transformers(tmp_path: Path, rope: dict[str, An
     assert config.moe is not None
     assert (config.moe.layers, config.moe.shared_size) == ({1}, 40)
     limit = GroupLimit(1, 1, counted=2)
-    assert config.moe.routing == Routing(3, normalize=True, sigmoid=True, groups=limit, corrected=True, scale=1.0)
+    assert config.moe.routing == Routing(3, normalize=True, scores="sigmoid", groups=limit, corrected=True, scale=1.0)
 
 
 def test_q_k_and_v_have_a_bias_alone(tmp_path: Path) -> None:

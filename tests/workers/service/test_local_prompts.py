@@ -67,7 +67,9 @@ def generate(
     return Answer.of(start(pair.decode, request_id, reservation, max_tokens=max_tokens, **sampling))
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "deepseek_v2", "phi3"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "deepseek_v2", "deepseek_v4", "phi3"]
+)
 def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     folder = save_checkpoint(case, tmp_path)
     oracle = load_oracle(folder)

@@ -1,16 +1,18 @@
 """A small model drafts: the tokens are those without, whoever drafts, and what is right is accepted."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.workers.config import SpeculationSettings
+from tandem.workers.models.attention import CachedAttention
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
@@ -21,6 +23,7 @@ from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
 from tests.workers.loop_pair import LoopPair
 
+Compute = Callable[[Tensor, CachedAttention], Tensor]
 NUM_TOKENS, LENGTH = 28, 4
 PAIRS = {  # case of the target, and of the drafter
     "itself": ("llama", "llama"),
@@ -102,6 +105,7 @@ class FailsInTheMiddle:
         self._inner = ModelDrafter(runner)
         self._runner = runner
         self._drafts = 0
+        self._steps = 0  # of the third draft
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
         self._drafts += 1
@@ -109,16 +113,16 @@ class FailsInTheMiddle:
             return self._inner.propose(asks)
         steps = self._runner._drafts
         assert steps is not None
-        given, steps._inputs = steps._inputs, self._fail
-        try:
+        with patch.object(steps, "_compute", partial(self._fail, steps._compute)):
             return self._inner.propose(asks)
-        finally:
-            steps._inputs = given
 
-    def _fail(self, step: int, tokens: Int64Array) -> Tensor:
-        if step:
+    def _fail(
+        self, compute: Callable[[Tensor, CachedAttention], Tensor], ids: Tensor, cached: CachedAttention
+    ) -> Tensor:
+        self._steps += 1
+        if self._steps == 2:
             raise RuntimeError("no draft")
-        return torch.from_numpy(tokens)
+        return compute(ids, cached)
 
     def forget(self, sequence_id: int) -> None:
         pass

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Index, StepPages
+from tandem.cache.kernels.base import Compression, Index, StepPages
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
@@ -56,6 +56,11 @@ class Bidirectional:
 
     def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
         raise NotImplementedError("an encoder's layers keep nothing")
+
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        raise NotImplementedError("an encoder's layers have no K and V in one plane")
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None

@@ -24,7 +24,7 @@ class CrossAttention:
         """K and V of the encoder's output [T, He], of all positions that the forward stores."""
         heads = split_heads(self._kv(encoded), self._head_dim, (self._counts[1],) * 2)
         k, v = (F.pad(one, (0, self._padding)) for one in heads) if self._padding else heads
-        cached.store(self._layer, k, v)
+        cached.store_given(self._layer, k, v)
 
     def __call__(self, x: Tensor, cached: CachedAttention) -> Tensor:
         """o [T, num_heads · head_dim] of the normed x [T, H]."""

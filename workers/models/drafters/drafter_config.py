@@ -15,6 +15,11 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
 
     It computes in the target's dtype. Raises ModelError.
     """
+    if target.hyper is not None and speculation.method in ("mtp", "eagle3"):
+        raise UnsupportedFeature(
+            f"speculation.method is {speculation.method}; {target.architecture} has no single residual that a drafter "
+            "could take: take ngram or draft_model"
+        )
     if speculation.method in ("mtp", "eagle3", "draft_model") and target.encoder is not None:
         raise UnsupportedFeature(
             f"speculation.method is {speculation.method!r}; with {target.architecture}, which has an encoder, ngram is "
@@ -43,5 +48,6 @@ def check_drafter(folder: str, drafter: ModelConfig) -> None:
             f"{folder} is {drafter.architecture}, which has an encoder; a decoder alone is accepted"
         )
     indexed = drafter.latent is not None and drafter.latent.index is not None
-    if indexed or (drafter.chunked is not None and drafter.chunked.temperature is not None):
+    tempered = drafter.chunked is not None and drafter.chunked.temperature is not None
+    if indexed or tempered or drafter.compressed is not None:
         raise UnsupportedFeature(f"{folder} is {drafter.architecture}, which does not serve as a drafter")

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tandem.cache.kernels.base import Index, StepPages
+from tandem.cache.kernels.base import Compression, Index, StepPages
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
@@ -29,6 +29,12 @@ class LayersBehind:
     def step_pages(self, layers: range) -> StepPages | None:
         """See CachedAttention."""
         return self._cached.step_pages(range(self._first + layers.start, self._first + layers.stop))
+
+    def attend_shared(
+        self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
+    ) -> Tensor:
+        """See CachedAttention; no drafter has such layers."""
+        raise AssertionError(f"layer {layer} has K and V in one plane")
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None

@@ -83,7 +83,7 @@ def _read_v3(
 
     def route(moe: MoeConfig) -> Routing:
         limit, scale = read_group_limit(fields, moe, 2, groups), fields.number("routed_scaling_factor", 2.5)
-        return dataclasses.replace(moe.routing, sigmoid=True, groups=limit, corrected=True, scale=scale)
+        return dataclasses.replace(moe.routing, scores="sigmoid", groups=limit, corrected=True, scale=scale)
 
     normalize = fields.boolean("norm_topk_prob", True)
     config = _read_both(fields, latent, route, normalize=normalize, num_shared=1, num_dense=num_dense, kinds=kinds)

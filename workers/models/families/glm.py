@@ -34,7 +34,7 @@ def read_glm4_moe(fields: Fields) -> ModelConfig:
         count="n_routed_experts",
     )
     groups, scale = read_group_limit(fields, moe, 2, (1, 1)), fields.number("routed_scaling_factor", 1.0)
-    routing = dataclasses.replace(moe.routing, sigmoid=True, groups=groups, corrected=True, scale=scale)
+    routing = dataclasses.replace(moe.routing, scores="sigmoid", groups=groups, corrected=True, scale=scale)
     shared_size = moe.intermediate_size * fields.integer("n_shared_experts", 1, minimum=1)
     moe = dataclasses.replace(moe, routing=routing, shared_size=shared_size, float32_router=True)
     return dataclasses.replace(

@@ -110,5 +110,5 @@ def _read_moe(fields: Fields, num_layers: int) -> MoeConfig | None:
     if not held:
         return None
     moe = read_moe(fields, NAMES, normalize=False, layers=held)
-    routing = dataclasses.replace(moe.routing, sigmoid=True, scales_input=True)
+    routing = dataclasses.replace(moe.routing, scores="sigmoid", scales_input=True)
     return dataclasses.replace(moe, routing=routing, shared_size=moe.intermediate_size)

@@ -1,0 +1,52 @@
+"""Entries that layers keep beside what they attend to, stored with torch operations on any device."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import Appended, AttentionBackend, Entries, GroupPlan
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan.arrays import Int32Array, IntArray
+from tandem.cache.plan.tables import PageTables, TokenLayout
+
+
+class TorchEntryKernels(AttentionBackend[Entries]):
+    """An EntryBackend. own, what plan() returns, is the page and the place in it of each new entry, int64 [2, n]."""
+
+    def __init__(self, pool: Tensor) -> None:
+        super().__init__(pool)
+        self.pool = pool
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        """Nothing: an entry is read when it has been stored, and by its own slot."""
+
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Tensor:
+        return self.places(tables.slot_mapping)
+
+    def run(self, plan: GroupPlan, layer: int, x: Entries, appended: Appended | None = None) -> Tensor:
+        pages, places = plan.own
+        for plane, values in enumerate(x):
+            if values is not None:
+                self.pool[pages, layer, plane, :, places] = values
+        if appended is not None:
+            appended(*x)
+        return x.k
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        """With one plane, k and v are the same."""
+        return self.entries_at(layer, self.places(slots))
+
+    def entries_at(self, layer: int, of: Tensor) -> tuple[Tensor, Tensor]:
+        """read_slots() of places()."""
+        pages, places = of
+        read = [self.pool[pages, layer, plane, :, places] for plane in range(self.pool.shape[2])]
+        return read[0], read[-1]
+
+    def places(self, slots: IntArray) -> Tensor:
+        """int64 [2, n]: the page of each slot (int [n]), and the place in it."""
+        size, both = self.pool.shape[4], np.empty((2, slots.size), np.int64)
+        both[0] = pages = slots // size
+        both[1] = slots - pages * size
+        return torch.from_numpy(both) if self.pool.device.type == "cpu" else upload([both], self.pool.device)[0]

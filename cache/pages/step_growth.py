@@ -1,0 +1,125 @@
+"""How page tables change by a step, in all layer groups at once: page_tables.c plans it where that can be built."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tandem.cache.kernels.build.native_build import load_short_calls
+from tandem.cache.pages.group_table import GroupTable
+from tandem.cache.plan.arrays import Int32Array, Int64Array, address_of
+from tandem.cache.plan.spans import Span
+
+SOURCE = Path(__file__).parents[1] / "kernels" / "native" / "page_tables.c"
+GOING = 2  # pages that a row lets go of at most, on average over the rows of a step
+POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class _Group(ctypes.Structure):
+    """Group of page_tables.c."""
+
+    _fields_ = (
+        ("pages", POINTER),
+        ("begins", POINTER),
+        ("ends", POINTER),
+        ("budgets", POINTER),
+        ("max_pages", INT64),
+        ("every", INT64),
+        ("page_size", INT64),
+        ("window", INT64),
+        ("chunk", INT64),
+        ("grain", INT64),
+    )
+
+
+class StepChange(NamedTuple):
+    """What a step changes in one group, int64 [n] but for gone: rows hold pages from begins on, counts of them new,
+    from starts on. opened_rows begin their last page, at opened_ends. gone: int32, pages that leave the window.
+    num_pages: the sum of counts."""
+
+    rows: Int64Array
+    begins: Int64Array
+    starts: Int64Array
+    counts: Int64Array
+    opened_rows: Int64Array
+    opened_ends: Int64Array
+    gone: Int32Array
+    num_pages: int
+
+
+class StepGrowth:
+    """As lay_out_appends and GroupPages.plan_growth, for rows whose partial pages are their own."""
+
+    def __init__(
+        self,
+        library: ctypes.PyDLL,
+        tables: Sequence[GroupTable],
+        keeps: Sequence[Span],
+        grain: int,
+        reserved: Int64Array,
+    ) -> None:
+        """tables, keeps: of each group, none of which keeps an encoder's entries. grain: see Span. reserved: int64
+        [max_sequences], see SequenceTable."""
+        self._arrays = tables, reserved  # what C reads
+        count = len(tables)
+        self._sizes, self._changes = np.empty((count, 4), np.int64), np.empty(count * 6 * reserved.size, np.int64)
+        self._gone = np.empty(count * GOING * reserved.size, np.int32)
+        self._groups = (_Group * len(tables))(
+            *(
+                _Group(
+                    *(address_of(array) for array in (table.pages, table.begins, table.ends, table.budgets)),
+                    table.pages.shape[1],
+                    table.every,
+                    table.page_size,
+                    span.window or 0,
+                    span.chunk or 0,
+                    grain,
+                )
+                for table, span in zip(tables, keeps, strict=True)
+            )
+        )
+        self._address = ctypes.addressof(self._groups)
+        outputs = self._sizes, self._changes, self._gone
+        self._fixed = tuple(map(address_of, (reserved, *outputs)))
+        self._plan = library.plan_step
+        self._plan.argtypes = (POINTER, INT32, INT32, *(POINTER,) * 8, INT32)
+        self._plan.restype = INT32
+
+    @classmethod
+    def load(
+        cls, tables: Sequence[GroupTable], keeps: Sequence[Span], grain: int, reserved: Int64Array
+    ) -> "StepGrowth | None":
+        """None where C cannot be built."""
+        library = load_short_calls(SOURCE)
+        return None if library is None else cls(library, tables, keeps, grain, reserved)
+
+    def plan(
+        self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array
+    ) -> list[StepChange] | None:
+        """What each group changes when rows (int64 [B], B ≥ 1) of `lengths` grow to new_lengths, seen by `queries`,
+        int64 [B] each; an empty list for nothing. None where more pages go than a step lets go of. The arrays hold
+        until the next call."""
+        count, groups, room = rows.size, len(self._groups), GOING * rows.size
+        addresses = map(address_of, (rows, lengths, new_lengths, queries))
+        if not self._plan(self._address, groups, count, *addresses, *self._fixed, room):
+            return None
+        found = self._sizes.tolist()
+        if not any(map(any, found)):
+            return []
+        changes = self._changes[: groups * 6 * count].reshape(groups, 6, count)
+        gone = self._gone[: groups * room].reshape(groups, room)
+        return [
+            StepChange(
+                changes[group, 0, :changed],
+                changes[group, 1, :changed],
+                changes[group, 2, :changed],
+                changes[group, 3, :changed],
+                changes[group, 4, :opened],
+                changes[group, 5, :opened],
+                gone[group, :going],
+                taken,
+            )
+            for group, (changed, opened, going, taken) in enumerate(found)
+        ]

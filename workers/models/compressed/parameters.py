@@ -1,0 +1,116 @@
+"""The tensors of attention to a window and to compressed KV, and of hyper-connections."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.workers.kernels.base import Linear
+from tandem.workers.models.compressed.fields import CompressedConfig, HyperConfig
+
+New = Callable[..., Tensor]
+"""Makes an uninitialised tensor of a shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryParameters:
+    """Hi index heads of Di."""
+
+    q_up: Tensor  # [Hi·Di, Q]
+    weights: Tensor  # [Hi, H]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorParameters:
+    """Of W numbers a position: those of entries, then, where queries choose, those of index keys."""
+
+    values: Tensor  # [W, H]
+    gates: Tensor  # [W, H]
+    biases: tuple[Tensor, ...]  # float32 [every, W of one], of entries, and of index keys
+    norms: tuple[Tensor, ...]  # [D], and [Di]
+    query: QueryParameters | None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameters:
+    """Hq heads of D that attend to one head whose K and V are the same. G groups of heads."""
+
+    q_down: Linear  # [Q, H]
+    q_norm: Tensor  # [Q]
+    q_up: Linear  # [Hq·D, Q]
+    kv: Linear  # [D, H]
+    kv_norm: Tensor  # [D]
+    sinks: Tensor  # float32 [Hq]
+    out: Tensor  # [G, R, Hq·D / G]: each group's first map
+    o: Linear  # [H, G·R]
+    compressor: CompressorParameters | None  # None: the layer has a window alone
+
+
+@dataclass(frozen=True, slots=True)
+class HyperParameters:
+    """What weights of N streams are made of, float32: K of them, by `fn` [K, N·H], `scale` and `base` [K]."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor  # [3]: to collapse, to expand, to mix; of the head [1]
+
+
+def allocate_shared(
+    config: CompressedConfig,
+    layer: int,
+    hidden: int,
+    num_heads: int,
+    head_dim: int,
+    new: New,
+    new_norm: New,
+    exact: New,
+) -> SharedParameters:
+    """exact: makes tensors of float32."""
+    rows = num_heads * head_dim // config.out_groups
+    return SharedParameters(
+        q_down=Linear(new(config.q_rank, hidden)),
+        q_norm=new_norm(config.q_rank),
+        q_up=Linear(new(num_heads * head_dim, config.q_rank)),
+        kv=Linear(new(head_dim, hidden)),
+        kv_norm=new_norm(head_dim),
+        sinks=exact(num_heads),
+        out=new(config.out_groups, config.out_rank, rows),
+        o=Linear(new(hidden, config.out_groups * config.out_rank)),
+        compressor=_allocate_compressor(config, layer, hidden, head_dim, new, new_norm, exact),
+    )
+
+
+def _allocate_compressor(
+    config: CompressedConfig, layer: int, hidden: int, head_dim: int, new: New, new_norm: New, exact: New
+) -> CompressorParameters | None:
+    every, width, index = config.every(layer), config.input_width(layer, head_dim), config.index
+    if every is None:
+        return None
+    chooses = config.chooses(layer)
+    sizes = (head_dim, index.head_dim) if chooses else (head_dim,)
+    query = None
+    if chooses:
+        query = QueryParameters(new(index.num_heads * index.head_dim, config.q_rank), new(index.num_heads, hidden))
+    return CompressorParameters(
+        values=new(width, hidden),
+        gates=new(width, hidden),
+        biases=tuple(exact(every, (1 + chooses) * size) for size in sizes),
+        norms=tuple(new_norm(size) for size in sizes),
+        query=query,
+    )
+
+
+def allocate_hyper(config: HyperConfig, hidden: int, device: torch.device) -> tuple[HyperParameters, HyperParameters]:
+    """Of a layer's attention, and of its feed-forward."""
+    first, second = (_allocate(config.num_weights, 3, config, hidden, device) for _ in range(2))
+    return first, second
+
+
+def allocate_head(config: HyperConfig, hidden: int, device: torch.device) -> HyperParameters:
+    return _allocate(config.streams, 1, config, hidden, device)
+
+
+def _allocate(count: int, scales: int, config: HyperConfig, hidden: int, device: torch.device) -> HyperParameters:
+    shapes = ((count, config.streams * hidden), (count,), (scales,))
+    return HyperParameters(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))

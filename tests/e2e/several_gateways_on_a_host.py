@@ -6,11 +6,16 @@ beside: while a request of the first gateway runs, the second one is sent others
 by another island.
 goes_on: prints `begun` when the first tokens are there, then all tokens, the gateway that sent the last, and how often
 it placed the request.
+ends: prints `begun` when a first request of the first gateway has ended. Then it sends one after another until one
+fails. Prints when each of them ended well, by the monotonic clock that all hosts of a machine share; whether each had
+the tokens of the first one, as far as it came; and how the last one ended.
 """
 
+import itertools
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import grpc
@@ -70,6 +75,30 @@ def goes_on(addresses: list[str], security: ClientSecurity) -> dict[str, Any]:
         return {"tokens": tokens, "address": client.address, "attempts": attempts}
 
 
+def ends(addresses: list[str], security: ClientSecurity) -> dict[str, Any]:
+    credentials = security.credentials(addresses[0])
+    assert credentials is not None
+    channel = grpc.secure_channel(addresses[0], credentials)
+    stub: Any = security.authorize(inference_pb2_grpc.InferenceStub(channel))
+    whole: list[int] = []
+    same, times = True, list[float]()
+    for number in itertools.count():
+        tokens: list[int] = []
+        request = build_request(PROMPT, {**GREEDY, "max_tokens": SHORT}, f"ends-{number}")
+        try:
+            for message in stub.Generate(request, timeout=60):
+                tokens += message.token_ids
+            if not number:
+                whole = tokens
+                print("begun", flush=True)
+            same = same and tokens == whole
+            times.append(time.monotonic())
+        except grpc.RpcError as error:
+            ended = f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
+            return {"times": times, "same": same and tokens == whole[: len(tokens)], "ended": ended}
+    raise AssertionError
+
+
 def beside(addresses: list[str], security: ClientSecurity) -> bool:
     def decoded(client: Client) -> dict[str, int]:
         islands = client.cluster_info().islands
@@ -88,7 +117,7 @@ def beside(addresses: list[str], security: ClientSecurity) -> bool:
 
 
 def main(task: str, addresses: str, ca: str) -> None:
-    tasks = {"takes_over": takes_over, "beside": beside, "goes_on": goes_on}
+    tasks = {"takes_over": takes_over, "beside": beside, "goes_on": goes_on, "ends": ends}
     print(json.dumps(tasks[task](addresses.split(","), ClientSecurity(os.environ["TOKEN"], ca))))
 
 

@@ -36,6 +36,8 @@ OUTPUT = 12
 READY_SECONDS = 240
 OURS = ("prefill (PE", "decode (PE", "gateway.")  # by the beginnings of their names; the launcher's port is Ray's
 GATEWAYS: dict[str, object] = {"gateway.nodes": "all", "gateway.port": 50061}
+OF_CLUSTER = (*OURS, "ray::ProcessHos", "tandem: ")
+ISLANDS: dict[str, object] = {"num_islands": 2, "recovery.partition_seconds": 5}
 OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.verify_kv": "true"}
 
 
@@ -111,9 +113,9 @@ class Cluster:
         return json.loads(self._run(*self._several(task, self.addresses)))
 
     @contextmanager
-    def going_on(self, addresses: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def going_on(self, addresses: Sequence[str], task: str = "goes_on") -> Iterator[dict[str, Any]]:
         """A client of these gateways whose request has begun when the block does; what it says is there after it."""
-        command = self.hosts.command(3, *self._several("goes_on", addresses))
+        command = self.hosts.command(3, *self._several(task, addresses))
         said: dict[str, Any] = {}
         with subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True) as client:
             assert client.stdout is not None
@@ -249,7 +251,7 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
 
 @pytest.fixture(scope="module")
 def cluster(joined_hosts: Hosts, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(joined_hosts, tmp_path_factory.mktemp("hosts"), small_model, GATEWAYS | {"num_islands": 2}) as cluster:
+    with running(joined_hosts, tmp_path_factory.mktemp("hosts"), small_model, GATEWAYS | ISLANDS) as cluster:
         yield cluster
 
 
@@ -398,3 +400,26 @@ def test_the_islands_of_a_lost_host_go_to_another_and_its_gateway_comes_back_wit
     until(lambda: cluster.gateways() == cluster.hosts.addresses[:3])
     back = replace(cluster, addresses=[lost_gateway])
     assert back.answers(tmp_path, prompts[:2]) == greedy_all(load_oracle(small_model), prompts[:2], OUTPUT)
+
+
+@pytest.mark.timeout(300)
+def test_without_the_head_and_its_launcher_others_serve_on_until_their_lease_ends_and_leave_nothing(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The last test of this cluster. Nobody is left who could tell gateways and islands of other hosts to end."""
+    made = cluster.hosts
+    cluster.scale("--islands", "2")
+    assert {host for host, _ in cluster.islands().values()} & set(made.addresses[1:3])
+    ours = {pid for host in (1, 2) for pid in made.pids(host) if process_name(pid).startswith(OF_CLUSTER)}
+    assert len(ours) >= 6  # process hosts, gateways, and an island's workers
+    with (
+        cluster.going_on(cluster.addresses[1:2], "ends") as second,
+        cluster.going_on(cluster.addresses[2:], "ends") as third,
+    ):
+        lost_at = time.monotonic()
+        made.lose(0)
+    for said in (second, third):
+        assert said["same"]
+        assert sum(at > lost_at for at in said["times"]) > 1
+        assert said["ended"].startswith("UNAVAILABLE: the cluster ends: its launcher or its Ray was lost"), said
+    until(lambda: not any(process_name(pid).startswith(OF_CLUSTER) for host in (1, 2) for pid in made.pids(host)))

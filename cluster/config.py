@@ -57,7 +57,7 @@ class ClusterConfig(Section):
     gateway: GatewaySection = GatewaySection()
     """what clients connect to"""
     scaling: ScalingSection = ScalingSection()
-    """how many islands there may be while the cluster runs"""
+    """how many islands there may be while the cluster runs, and how many workers in each"""
     metrics: MetricsSection = MetricsSection()
     """what Prometheus reads"""
     logging: LoggingSection = LoggingSection()

@@ -11,7 +11,7 @@ from tandem.cluster.config import load_config
 from tandem.cluster.errors import ScaleRefused
 from tandem.cluster.metrics import series
 from tandem.cluster.metrics.cells import Recorder
-from tandem.cluster.peers.table import Column, GatewayTable
+from tandem.cluster.peers.table import Column, GatewayFile, GatewayTable
 from tandem.cluster.processes.placement import ANYWHERE
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.routing.worker_link import WorkerAddress
@@ -159,7 +159,10 @@ def test_an_island_that_starts_again_or_changes_by_hand_is_left_alone() -> None:
 
 
 def test_the_meter_knows_what_each_role_has_to_do() -> None:
-    now, table, membership = [0.0], GatewayTable.alone(), Membership()
+    now, file, membership = [0.0], GatewayFile(1, 2), Membership()
+    table = file.table
+    file.close()
+    membership.update("b", 1, 0, ())  # so the other one is the second
     Islands(membership).form(2, 1)
     meter = RoleMeter(table, 10.0, lambda: now[0])
     load = Load(0.0, 0.3, 0.02, 300.0, 100.0, 5.0)
@@ -168,8 +171,8 @@ def test_the_meter_knows_what_each_role_has_to_do() -> None:
         now[0] = float(second)
         busy = second >= 30  # the window's half
         table.put(Column.QUEUED, 20 if busy else 0)
-        table.put(table.placed_columns(0, 0)[1], 1000 if busy else 0)
-        table.put(table.placed_columns(0, 2)[0], 2000)
+        table.put(table.placed_columns(1, 0)[1], 1000 if busy else 0)
+        table.put(table.placed_columns(1, 2)[0], 2000)
         seen = meter.read(load, membership.islands, 4000)
     late = 10 / 11
     expected = RoleLoad(20 / 5 * late, 1000 / 200 * late, 0.3, 0.02, 200.0, 100.0, 0.5 * late, 0.5, 0.5 * late)

@@ -291,6 +291,8 @@ def test_an_island_over_several_hosts_serves_a_client_of_another(
         assert len(workers) == 3
         prompts = [random_prompt(5 + 11 * number, number) for number in range(12)]
         assert spanning.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
+        spanning.scale("--decode", "1")
+        assert [len(workers) for _, workers in spanning.islands().values()] == [2]
 
 
 def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(

@@ -153,8 +153,11 @@ class Autoscaler:
             return
         error, self._change = self._change.exception(), None
         self._failed = "" if error is None else str(error)
-        if error is not None and self._reshapes and self._roles is not None:
+        if error is None:
+            return
+        if self._reshapes and self._roles is not None:
             self._roles.refused()
+        self._restart()  # it may have been refused at once, and is not given again each second
 
     def _restart(self) -> None:
         self._policy.changed()

@@ -139,6 +139,18 @@ def test_an_island_that_is_refused_workers_gets_another_beside_it() -> None:
     assert scene.islands.orders == [Shape(1, 2), 2]
 
 
+def test_an_order_that_is_refused_at_once_is_given_again_behind_the_cooldown() -> None:
+    scene = Scene()
+    scene.islands.form(1, 2)
+    scene.look(21)
+    for orders in (1, 2, 3):
+        assert scene.islands.orders == [Shape(1, 1)] * orders
+        scene.islands.end(ScaleRefused("the island serves on as it was"))
+        scene.look(19)
+        assert scene.said == "the island serves on as it was"
+        scene.look(3)
+
+
 def test_an_island_that_starts_again_or_changes_by_hand_is_left_alone() -> None:
     scene = Scene()
     scene.islands.form(0, 0)

@@ -57,7 +57,7 @@ class ClusterConfig(Section):
     gateway: GatewaySection = GatewaySection()
     """what clients connect to"""
     scaling: ScalingSection = ScalingSection()
-    """how many islands there may be while the cluster runs"""
+    """how many islands there may be while the cluster runs, and how many workers in each"""
     metrics: MetricsSection = MetricsSection()
     """what Prometheus reads"""
     logging: LoggingSection = LoggingSection()
@@ -120,9 +120,11 @@ class ClusterConfig(Section):
         scaling, most = self.scaling, self.scaling.max_islands
         if most is not None and self.num_islands > most:
             raise ValueError(f"num_islands is {self.num_islands}; it must be at most scaling.max_islands, {most}")
-        if not scaling.is_automatic:
+        if not (scaling.is_automatic or scaling.moves_roles):
             return self
-        if self.num_islands < scaling.min_islands:
+        if scaling.moves_roles:
+            self._check_roles()
+        if scaling.is_automatic and self.num_islands < scaling.min_islands:
             raise ValueError(
                 f"num_islands is {self.num_islands}; it must be at least scaling.min_islands, {scaling.min_islands}, "
                 f"where scaling.{' or scaling.'.join(scaling.targets)} is set"
@@ -131,6 +133,27 @@ class ClusterConfig(Section):
             named = " and ".join(f"scaling.{name}" for name in scaling.targets)
             raise ValueError(f"metrics.enabled is false; it must be true where {named} is set: the policy reads them")
         return self
+
+    def _check_roles(self) -> None:
+        scaling, island = self.scaling, self.island
+        if self.scheduler.roles == "adaptive":
+            raise ValueError(
+                f"scaling.max_workers is {scaling.max_workers}; it must be null where scheduler.roles is adaptive: any "
+                "worker does what is missing there"
+            )
+        for name in ("prefill", "decode"):
+            workers, least = getattr(island, f"num_{name}"), getattr(scaling, f"min_{name}")
+            if workers < least:
+                raise ValueError(
+                    f"island.num_{name} is {workers}; it must be at least scaling.min_{name}, {least}, where "
+                    "scaling.max_workers is set"
+                )
+        workers = island.num_prefill + island.num_decode
+        if scaling.max_workers is not None and workers > scaling.max_workers:
+            raise ValueError(
+                f"island.num_prefill and island.num_decode are {workers} together; they must be at most "
+                f"scaling.max_workers, {scaling.max_workers}"
+            )
 
     @model_validator(mode="after")
     def _fit_device(self) -> Self:

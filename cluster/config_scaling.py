@@ -4,16 +4,23 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from tandem.cluster.config_units import Islands, Seconds, Section
+from tandem.cluster.config_units import Islands, Seconds, Section, Workers
 
 
 class ScalingSection(Section):
-    """The policy changes the number of islands where a target is given and max_islands is above min_islands."""
+    """Where a target is given, the policy changes the number of islands if max_islands is above min_islands, and the
+    workers of each island if there is a max_workers."""
 
     min_islands: Islands = Field(default=1, le=256)
     """fewest islands that the scaling policy keeps"""
     max_islands: Islands | None = Field(default=None, le=256)
     """most islands that the scaling policy or `tandem scale --islands` may ask for; null is num_islands, at least 64"""
+    max_workers: Workers | None = Field(default=None, ge=2, le=512)
+    """most workers that the policy gives an island, whose roles then follow load; null leaves islands' shapes alone"""
+    min_prefill: Workers = Field(default=1, le=256)
+    """fewest prefill workers that the policy leaves an island where max_workers is set"""
+    min_decode: Workers = Field(default=1, le=256)
+    """fewest decode workers that the policy leaves an island where max_workers is set"""
     queue_seconds: Seconds | None = Field(default=None, gt=0, le=3600)
     """target: longest that requests should wait for room; more islands start where they wait longer; null is none"""
     first_token_seconds: Seconds | None = Field(default=None, gt=0, le=80)
@@ -21,11 +28,11 @@ class ScalingSection(Section):
     token_seconds: Seconds | None = Field(default=None, gt=0, le=10)
     """target: nine gaps in ten between tokens should be at most so long; null is none"""
     up_after_seconds: Seconds = Field(default=30.0, ge=1, le=3600)
-    """how long a target must be missed before islands start; figures are those of the last so many seconds"""
+    """how long a target must be missed before islands or workers start; figures are of the last so many seconds"""
     down_after_seconds: Seconds = Field(default=300.0, ge=1, le=86400)
-    """how long fewer islands must have been enough before islands end"""
+    """how long fewer islands or workers must have been enough before some end"""
     cooldown_seconds: Seconds = Field(default=60.0, ge=0, le=86400)
-    """how long the policy leaves things as they are behind a change of the number of islands, its own or another"""
+    """how long the policy leaves things as they are behind a change of islands or roles, its own or another"""
 
     @property
     def targets(self) -> dict[str, float]:
@@ -35,13 +42,30 @@ class ScalingSection(Section):
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the policy acts."""
+        """Whether the policy changes the number of islands."""
         return bool(self.targets) and self.max_islands is not None and self.max_islands > self.min_islands
+
+    @property
+    def moves_roles(self) -> bool:
+        """Whether the policy changes the workers of islands."""
+        return bool(self.targets) and self.max_workers is not None
 
     @model_validator(mode="after")
     def _is_bounded(self) -> Self:
         if self.max_islands is not None and self.max_islands < self.min_islands:
             raise ValueError(f"must have min_islands, here {self.min_islands}, of at most max_islands")
-        if self.targets and self.max_islands is None:
-            raise ValueError(f"must have max_islands where {' or '.join(self.targets)} is set")
+        if self.max_workers is None:
+            for name in ("min_prefill", "min_decode"):
+                if name in self.model_fields_set and getattr(self, name) > 1:
+                    raise ValueError(f"must have max_workers where {name} is set, here {getattr(self, name)}")
+        elif self.max_workers < self.min_prefill + self.min_decode:
+            least = f"min_prefill and min_decode, here {self.min_prefill} and {self.min_decode}"
+            raise ValueError(f"must have max_workers, here {self.max_workers}, of at least {least}, together")
+        elif not self.targets:
+            raise ValueError(
+                f"must have queue_seconds, first_token_seconds or token_seconds where max_workers is set, here "
+                f"{self.max_workers}"
+            )
+        if self.targets and self.max_islands is None and self.max_workers is None:
+            raise ValueError(f"must have max_islands or max_workers where {' or '.join(self.targets)} is set")
         return self

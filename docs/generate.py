@@ -44,8 +44,10 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
 | `security.tls_at_proxy` | needs a token, and no `security.tls_cert` |
-| targets of `scaling` | need `scaling.max_islands` and `metrics.enabled` |
+| targets of `scaling` | need `metrics.enabled`, and `scaling.max_islands` or `scaling.max_workers` |
 | `num_islands` | at most `scaling.max_islands`; at least `scaling.min_islands` where a target is set |
+| `scaling.max_workers` | needs a target and split `scheduler.roles`; at least the workers of `island` |
+| `scaling.min_prefill`, `scaling.min_decode` | at most the island's; above 1 they need `scaling.max_workers` |
 | `model.max_model_len` | at most what the checkpoint takes |
 
 `tandem up` checks these rules, the checkpoint, the token file and the certificates before it starts a process. What it

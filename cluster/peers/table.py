@@ -132,6 +132,11 @@ class GatewayTable:
         """What this host's processes have placed, [workers' cells]: all placed_columns() in order."""
         return self._placed.sum(0)
 
+    @property
+    def placed_everywhere(self) -> Int64Array:
+        """What all hosts' processes have placed, as `placed`."""
+        return self.placed + self._far
+
     def put_far(self, placed: Int64Array) -> None:
         """What all other hosts have placed, as `placed`. One process of a host writes it."""
         self._far[:] = placed

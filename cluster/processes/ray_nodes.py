@@ -123,6 +123,8 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
     answer is not chosen: Ray takes half a minute or more to see that it is gone. Where it is the only one that may be
     chosen, NoRoom comes at once.
     """
+    if not bundles:
+        return []  # of a group that only shrinks
     needed = sum_of(bundles)
     text, here = words_of(needed), own_address()
     silent: set[str] = set()

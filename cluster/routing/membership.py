@@ -69,6 +69,12 @@ class Membership:
             )
             return [gateway.call("update_island", state) for gateway in self._gateways]
 
+    @property
+    def islands(self) -> list[IslandState]:
+        """Those of the cluster now. One without workers takes no requests."""
+        with self._lock:
+            return [state for state in self._states.values() if not state.gone]
+
     def update_scaling(self, state: ScalingState) -> None:
         """Tells all what the scaling policy is about."""
         with self._lock:

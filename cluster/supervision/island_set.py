@@ -56,6 +56,11 @@ class IslandSet:
         return self._changing.locked()
 
     @property
+    def is_reshaping(self) -> bool:
+        """Whether an order for the shape of one is under way or waits."""
+        return any(supervisor.is_reshaping for supervisor in self.all)
+
+    @property
     def num_pages(self) -> int:
         """Of each worker, at least."""
         return min(supervisor.num_pages for supervisor in self.all)

@@ -43,12 +43,18 @@ class IslandSupervisor(Supervisor):
         self._epoch = next(self._epochs)
         self._num_pages = num_pages
         self._orders = ScaleOrders()
+        self._reshapes = False
         self.island = island_of(self._epoch, shape)
 
     @property
     def num_pages(self) -> int:
         """Of each worker, in every epoch; 0 before the first."""
         return self._num_pages or 0
+
+    @property
+    def is_reshaping(self) -> bool:
+        """Whether an order is under way or waits. From any thread."""
+        return self._reshapes or self._orders.first.done()
 
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
         """Gives the island another shape, in the order's turn. From any thread.
@@ -76,7 +82,9 @@ class IslandSupervisor(Supervisor):
 
     def _watch(self) -> NoReturn:
         while True:
+            self._reshapes = False
             self.island.wait_for(self._orders.first)
+            self._reshapes = True
             order, outcome = self._orders.take()
             try:
                 scaled, updates = self._reshape(order.shape(self.island.shape))

@@ -22,6 +22,7 @@ from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, Shape
 from tandem.cluster.supervision.autoscaling.autoscaler import Autoscaler, IslandRoom
 from tandem.cluster.supervision.autoscaling.load_meter import LoadMeter
+from tandem.cluster.supervision.autoscaling.role_scaler import RoleScaler
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape
 from tandem.cluster.supervision.gateways.gateway_set import GatewaySet
 from tandem.cluster.supervision.island import Island, LoadState
@@ -302,10 +303,15 @@ class Cluster:
 
     def _start_autoscaler(self) -> None:
         section, islands, room = self._config.scaling, self._islands, self._room
-        if not section.is_automatic or self._gateways is None or islands is None or room is None:
+        acts = section.is_automatic or section.moves_roles
+        if not acts or self._gateways is None or islands is None or room is None:
             return
-        meter = LoadMeter(self._gateways.table, section.up_after_seconds)
-        self._autoscaler = Autoscaler(self._config, islands, meter, room, self._membership.update_scaling)
+        table = self._gateways.table
+        meter = LoadMeter(table, section.up_after_seconds)
+        roles = None
+        if section.moves_roles:
+            roles = RoleScaler(self._config, table, self._membership, lambda: islands.num_pages)
+        self._autoscaler = Autoscaler(self._config, islands, meter, room, self._membership.update_scaling, roles=roles)
         self._autoscaler.start()
 
     def _wait_until_ready(self, parts: Sequence[Supervisor], look: Callable[[], object]) -> None:

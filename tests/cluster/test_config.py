@@ -174,11 +174,33 @@ def test_gateways_on_all_hosts_have_to_reach_the_workers() -> None:
     ("overrides", "parts"),
     [
         (["scaling.min_islands=3", "scaling.max_islands=2"], ["scaling is", "min_islands, here 3"]),
-        (["scaling.token_seconds=0.1"], ["must have max_islands where token_seconds is set"]),
+        (["scaling.token_seconds=0.1"], ["must have max_islands or max_workers where token_seconds is set"]),
         (["num_islands=3", "scaling.max_islands=2"], ["num_islands is 3; it must be at most scaling.max_islands, 2"]),
         (
             ["scaling.min_islands=2", "scaling.max_islands=4", "scaling.queue_seconds=1", "scaling.token_seconds=1"],
             ["num_islands is 1; it must be at least scaling.min_islands, 2, where scaling.queue_seconds or scal"],
+        ),
+        (
+            ["scaling.max_workers=3", "scaling.min_decode=3", "scaling.queue_seconds=1"],
+            ["must have max_workers, here 3, of at least min_prefill and min_decode, here 1 and 3, together"],
+        ),
+        (["scaling.max_workers=3"], ["must have queue_seconds, first_token_seconds or token_seconds", "here 3"]),
+        (["scaling.min_decode=2"], ["must have max_workers where min_decode is set, here 2"]),
+        (
+            ["scaling.max_workers=3", "scaling.min_prefill=2", "scaling.queue_seconds=1"],
+            ["island.num_prefill is 1; it must be at least scaling.min_prefill, 2, where scaling.max_workers is set"],
+        ),
+        (
+            ["scaling.max_workers=3", "island.num_decode=3", "scaling.queue_seconds=1"],
+            ["island.num_prefill and island.num_decode are 4 together; they must be at most scaling.max_workers, 3"],
+        ),
+        (
+            ["scaling.max_workers=3", "scheduler.roles=adaptive", "scaling.queue_seconds=1"],
+            ["scaling.max_workers is 3; it must be null where scheduler.roles is adaptive"],
+        ),
+        (
+            ["metrics.enabled=false", "scaling.max_workers=4", "scaling.queue_seconds=1"],
+            ["metrics.enabled is false; it must be true where scaling.queue_seconds is set"],
         ),
         (
             ["metrics.enabled=false", "scaling.max_islands=4", "scaling.queue_seconds=1"],
@@ -199,6 +221,9 @@ def test_a_scaling_policy_is_there_where_a_target_and_room_to_grow_are() -> None
     assert is_automatic("scaling.max_islands=2", "scaling.queue_seconds=1")
     assert not is_automatic("scaling.max_islands=2")
     assert not is_automatic("scaling.max_islands=1", "scaling.queue_seconds=1")
+    assert not is_automatic("scaling.max_workers=3", "scaling.queue_seconds=1")
+    assert load_config(None, ["scaling.max_workers=3", "scaling.queue_seconds=1"]).scaling.moves_roles
+    assert not load_config(None, ["scaling.max_islands=3", "scaling.queue_seconds=1"]).scaling.moves_roles
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

@@ -6,11 +6,17 @@ beside: while a request of the first gateway runs, the second one is sent others
 by another island.
 goes_on: prints `begun` when the first tokens are there, then all tokens, the gateway that sent the last, and how often
 it placed the request.
+ends: prints `begun` when each gateway has answered a first request. Then it sends each one after another until one
+fails. Prints for each gateway when they ended well, by the monotonic clock that all hosts of a machine share; whether
+they had the tokens of the first one, as far as they came; and how the last one ended.
 """
 
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -70,6 +76,40 @@ def goes_on(addresses: list[str], security: ClientSecurity) -> dict[str, Any]:
         return {"tokens": tokens, "address": client.address, "attempts": attempts}
 
 
+def ends(addresses: list[str], security: ClientSecurity) -> list[dict[str, Any]]:
+    stubs: list[Any] = []
+    for address in addresses:
+        credentials = security.credentials(address)
+        assert credentials is not None
+        channel = grpc.secure_channel(address, credentials)
+        stubs.append(security.authorize(inference_pb2_grpc.InferenceStub(channel)))
+
+    def ask(stub: Any, name: str) -> Iterator[int]:
+        request = build_request(PROMPT, {**GREEDY, "max_tokens": SHORT}, name)
+        return (token for message in stub.Generate(request, timeout=60) for token in message.token_ids)
+
+    first = [list(ask(stub, f"first-{number}")) for number, stub in enumerate(stubs)]
+    whole = first[0]
+    print("begun", flush=True)
+
+    def until_one_fails(number: int) -> dict[str, Any]:
+        times: list[float] = []
+        same, tokens = True, list[int]()
+        try:
+            while same:
+                tokens.clear()
+                tokens += ask(stubs[number], f"{number}-{len(times)}")
+                same = tokens == whole
+                times.append(time.monotonic())
+        except grpc.RpcError as error:
+            ended = f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
+            return {"times": times, "same": tokens == whole[: len(tokens)], "ended": ended}
+        return {"times": times, "same": False, "ended": ""}
+
+    with ThreadPoolExecutor(len(stubs)) as pool:
+        return list(pool.map(until_one_fails, range(len(stubs))))
+
+
 def beside(addresses: list[str], security: ClientSecurity) -> bool:
     def decoded(client: Client) -> dict[str, int]:
         islands = client.cluster_info().islands
@@ -88,7 +128,7 @@ def beside(addresses: list[str], security: ClientSecurity) -> bool:
 
 
 def main(task: str, addresses: str, ca: str) -> None:
-    tasks = {"takes_over": takes_over, "beside": beside, "goes_on": goes_on}
+    tasks = {"takes_over": takes_over, "beside": beside, "goes_on": goes_on, "ends": ends}
     print(json.dumps(tasks[task](addresses.split(","), ClientSecurity(os.environ["TOKEN"], ca))))
 
 

@@ -36,6 +36,8 @@ OUTPUT = 12
 READY_SECONDS = 240
 OURS = ("prefill (PE", "decode (PE", "gateway.")  # by the beginnings of their names; the launcher's port is Ray's
 GATEWAYS: dict[str, object] = {"gateway.nodes": "all", "gateway.port": 50061}
+OF_CLUSTER = (*OURS, "ray::ProcessHos", "tandem: ")
+ISLANDS: dict[str, object] = {"num_islands": 2, "recovery.partition_seconds": 4}
 OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.verify_kv": "true"}
 
 
@@ -47,6 +49,7 @@ class Cluster:
     token_file: Path
     launcher: "subprocess.Popen[str]"
     log: Path
+    metrics: list[str]  # the addresses of metrics.port; none without it
 
     @property
     def address(self) -> str:
@@ -111,22 +114,32 @@ class Cluster:
         return json.loads(self._run(*self._several(task, self.addresses)))
 
     @contextmanager
-    def going_on(self, addresses: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """A client of these gateways whose request has begun when the block does; what it says is there after it."""
-        command = self.hosts.command(3, *self._several("goes_on", addresses))
+    def going_on(self, addresses: Sequence[str], task: str = "goes_on") -> Iterator[dict[str, Any]]:
+        """A client of these gateways whose request has begun when the block does. What it says is there after it: a
+        task's own words, or under `each` those of each gateway."""
+        command = self.hosts.command(3, *self._several(task, addresses))
         said: dict[str, Any] = {}
         with subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True) as client:
             assert client.stdout is not None
             assert client.stdout.readline() == "begun\n"
             yield said
-            said |= json.loads(client.communicate(timeout=READY_SECONDS)[0])
+            words = json.loads(client.communicate(timeout=READY_SECONDS)[0])
+            said |= words if isinstance(words, dict) else {"each": words}
 
     def _several(self, task: str, addresses: Sequence[str]) -> list[str]:
         module = [sys.executable, "-m", "tests.e2e.several_gateways_on_a_host"]
         return [*module, task, ",".join(addresses), str(self.ca)]
 
-    def heard_by_strangers(self, folder: Path, addresses: Sequence[str]) -> list[list[bool]]:
-        """Whether the servers answer a stranger on the last host: without TLS; with another cluster's certificate."""
+    def scraped(self, address: str) -> str:
+        """What a server of metrics tells a monitor on the last host that has the token."""
+        ask = "import ssl, sys, urllib.request as u; url, ca, token = sys.argv[1:]\n"
+        ask += "asked = u.Request(url, headers={'authorization': 'Bearer ' + token})\n"
+        ask += "print(u.urlopen(asked, context=ssl.create_default_context(cafile=ca)).read().decode())"
+        return self._run(sys.executable, "-c", ask, f"https://{address}/metrics", str(self.ca), TOKEN)
+
+    def heard_by_strangers(self, folder: Path, addresses: Sequence[str]) -> list[list[bool | int | None]]:
+        """How servers answer a stranger on the last host, see stranger_on_a_host; its certificate is another
+        cluster's."""
         foreign, pair = Authority("another").gateway(), folder / "foreign.pem"
         pair.write_bytes(foreign.certificate + foreign.key)
         stranger = [sys.executable, "-m", "tests.e2e.stranger_on_a_host", str(pair), *addresses]
@@ -186,14 +199,20 @@ def _forks(process_host: int, name: str) -> bool:
 
 
 def nobody_answers(cluster: Cluster, folder: Path) -> int:
-    """But the gateways, and they only over TLS; without a token they serve nobody. How many ports beside the workers'
-    do not answer."""
+    """But the gateways and their servers of metrics, and they only over TLS; without a token they serve nobody. By
+    default such a server is on loopback. How many ports beside the workers' do not answer."""
     workers = {worker for _, workers in cluster.islands().values() for worker in workers}
     listening = [cluster.hosts.listening(host, OURS) for host in range(3)]
-    private = {address for addresses in listening for address in addresses} - set(cluster.addresses)
+    open_ports = {address for addresses in listening for address in addresses}
+    public = [address for address in cluster.metrics if not address.startswith("127.")]
+    assert {*cluster.addresses, *public} <= open_ports
+    private = open_ports - {*cluster.addresses, *public}
     assert private >= workers
-    heard = cluster.heard_by_strangers(folder, [*cluster.addresses, *private])
-    assert heard == [[False, True]] * len(cluster.addresses) + [[False, False]] * len(private)
+    here = cluster.hosts.addresses[0]
+    hidden = [address.replace("127.0.0.1", here) for address in cluster.metrics if address not in public]
+    heard = cluster.heard_by_strangers(folder, [*cluster.addresses, *public, *private, *hidden])
+    expected = [[False, True, None, None]] * len(cluster.addresses) + [[False, False, None, 401]] * len(public)
+    assert heard == expected + [[False, False, None, None]] * (len(private) + len(hidden))
     return len(private - workers)
 
 
@@ -239,9 +258,10 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
         process = subprocess.Popen(run, env=made.environment, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
-        found = re.fullmatch(r"ready grpc=(\S+:\d+)\n", process.stdout.readline())
+        found = re.fullmatch(r"ready grpc=(\S+:\d+)(?: metrics=(\S+:\d+))?\n", process.stdout.readline())
         assert found, (folder / "log").read_text()
-        yield Cluster(made, found[1].split(","), paths["ca.pem"], paths["token"], process, folder / "log")
+        metrics = found[2].split(",") if found[2] else []
+        yield Cluster(made, found[1].split(","), paths["ca.pem"], paths["token"], process, folder / "log", metrics)
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=READY_SECONDS)
@@ -249,7 +269,8 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
 
 @pytest.fixture(scope="module")
 def cluster(joined_hosts: Hosts, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(joined_hosts, tmp_path_factory.mktemp("hosts"), small_model, GATEWAYS | {"num_islands": 2}) as cluster:
+    settings = GATEWAYS | ISLANDS | {"metrics.port": 50062, "metrics.host": joined_hosts.addresses[0]}
+    with running(joined_hosts, tmp_path_factory.mktemp("hosts"), small_model, settings) as cluster:
         yield cluster
 
 
@@ -257,11 +278,12 @@ def cluster(joined_hosts: Hosts, small_model: Path, tmp_path_factory: pytest.Tem
 def test_an_island_over_several_hosts_serves_a_client_of_another(
     joined_hosts: Hosts, small_model: Path, tmp_path: Path
 ) -> None:
-    with running(joined_hosts, tmp_path, small_model, OVER_HOSTS) as spanning:
+    with running(joined_hosts, tmp_path, small_model, OVER_HOSTS | {"metrics.port": 0}) as spanning:
         ((host, workers),) = spanning.islands().values()
         first, second = (worker.rpartition(":")[0] for worker in workers)
         assert first != second
         assert host == f"{first}, {second}"
+        assert [address.startswith("127.0.0.1:") for address in spanning.metrics] == [True]
         nobody_answers(spanning, tmp_path)
         spanning.scale("--decode", "2")
         ((host, workers),) = spanning.islands().values()
@@ -269,6 +291,8 @@ def test_an_island_over_several_hosts_serves_a_client_of_another(
         assert len(workers) == 3
         prompts = [random_prompt(5 + 11 * number, number) for number in range(12)]
         assert spanning.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
+        spanning.scale("--decode", "1")
+        assert [len(workers) for _, workers in spanning.islands().values()] == [2]
 
 
 def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
@@ -319,6 +343,9 @@ def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
 
 def test_nothing_but_the_gateways_answers_a_stranger(cluster: Cluster, tmp_path: Path) -> None:
     assert nobody_answers(cluster, tmp_path) == 3  # of each gateway, for those of other hosts
+    assert [address.rpartition(":")[0] for address in cluster.metrics] == cluster.hosts.addresses[:3]
+    for address in cluster.metrics:
+        assert "tandem:islands " in cluster.scraped(address)
 
 
 def test_no_prompt_crosses_the_network_in_the_open(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
@@ -391,10 +418,31 @@ def test_the_islands_of_a_lost_host_go_to_another_and_its_gateway_comes_back_wit
     prompts = [random_prompt(9 + 5 * number, 100 + number) for number in range(40)]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(cluster.answers, tmp_path, prompts)
-        cluster.scale("--islands", "1")
+        cluster.scale("--islands", "2")
         assert answers.result() == greedy_all(load_oracle(small_model), prompts, OUTPUT)
-    assert len(cluster.islands()) == 1
+    assert len(cluster.islands()) == 2
     cluster.hosts.start_ray(2)
     until(lambda: cluster.gateways() == cluster.hosts.addresses[:3])
     back = replace(cluster, addresses=[lost_gateway])
     assert back.answers(tmp_path, prompts[:2]) == greedy_all(load_oracle(small_model), prompts[:2], OUTPUT)
+
+
+@pytest.mark.timeout(300)
+def test_without_the_head_and_its_launcher_others_serve_on_until_their_lease_ends_and_leave_nothing(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The last test of this cluster. Nobody is left who could tell gateways and islands of other hosts to end."""
+    made = cluster.hosts
+    if {host for host, _ in cluster.islands().values()} == {made.addresses[0]}:
+        cluster.scale("--islands", "3")
+    assert {host for host, _ in cluster.islands().values()} & set(made.addresses[1:3])
+    ours = {pid for host in (1, 2) for pid in made.pids(host) if process_name(pid).startswith(OF_CLUSTER)}
+    assert len(ours) >= 6  # process hosts, gateways, and an island's workers
+    with cluster.going_on(cluster.addresses[1:], "ends") as clients:
+        lost_at = time.monotonic()
+        made.lose(0)
+    for said in clients["each"]:
+        assert said["same"]
+        assert sum(at > lost_at for at in said["times"]) > 1
+        assert said["ended"].startswith("UNAVAILABLE: the cluster ends: its launcher or its Ray was lost"), said
+    until(lambda: not any(process_name(pid).startswith(OF_CLUSTER) for host in (1, 2) for pid in made.pids(host)))

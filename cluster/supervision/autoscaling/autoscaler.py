@@ -1,4 +1,4 @@
-"""Changes the number of islands by the scaling policy, while the cluster runs."""
+"""Changes the number of islands, and their shapes, by the scaling policies, while the cluster runs."""
 
 import logging
 import threading
@@ -14,7 +14,9 @@ from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
 from tandem.cluster.supervision.autoscaling.load_meter import LoadMeter
-from tandem.cluster.supervision.autoscaling.scaling_policy import Decision, ScalingPolicy
+from tandem.cluster.supervision.autoscaling.role_policy import RoleChange
+from tandem.cluster.supervision.autoscaling.role_scaler import RoleScaler
+from tandem.cluster.supervision.autoscaling.scaling_policy import Decision, Load, ScalingPolicy
 
 TICK_SECONDS = 1.0
 JOIN_SECONDS = 10.0
@@ -28,6 +30,8 @@ class Scaled(Protocol):
     def count(self) -> int: ...
     @property
     def is_changing(self) -> bool: ...
+    @property
+    def is_reshaping(self) -> bool: ...
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]: ...
 
 
@@ -64,6 +68,9 @@ class Autoscaler:
     for nothing. So `tandem scale --islands` holds until the policy has again seen for long enough that another number
     is right. Where hosts lack room for all that is wanted, as many islands start as have room. More hosts are asked for
     once, and the next looks find them; meanwhile any other decision may be taken.
+
+    Workers that an island lacks come before more islands, and islands end before workers do. While an island has been
+    refused workers, islands are the other way.
     """
 
     def __init__(
@@ -74,14 +81,17 @@ class Autoscaler:
         room: IslandRoom,
         tell: Callable[[ScalingState], None],
         clock: Callable[[], float] = time.monotonic,
+        roles: RoleScaler | None = None,
     ) -> None:
-        """tell: is given the state whenever it is another one. clock: as ScalingPolicy's."""
+        """tell: is given the state whenever it is another one. clock: as ScalingPolicy's. roles: None keeps shapes."""
         self._section = config.scaling
         self._islands = islands
         self._meter = meter
         self._room = room
         self._tell = tell
         self._clock = clock
+        self._roles = roles
+        self._reshapes = False  # whether its last order was for another shape
         self._policy = ScalingPolicy(config.scaling, clock)
         self._count = islands.count
         self._change: Future[ScaleOutcome] | None = None
@@ -108,12 +118,17 @@ class Autoscaler:
         """Looks once, and orders what the policy wants."""
         count = self._islands.count
         self._see_change()
-        if self._change is not None or self._islands.is_changing or count != self._count:
+        changed = self._roles is not None and self._roles.sees_change()
+        if self._change is not None or self._islands.is_changing or count != self._count or changed:
             self._count = count
-            self._policy.changed()
-            self._meter.restart()
+            self._restart()
             return
-        decision = self._policy.desired(self._meter.read(), count)
+        load = self._meter.read()
+        change = self._role_change(load)
+        decision = self._policy.desired(load, count)
+        if change is not None and (change.grows or decision.islands == count):
+            self._reshape(count, change)
+            return
         if decision.islands > count:
             self._grow(count, decision)
             return
@@ -138,6 +153,33 @@ class Autoscaler:
             return
         error, self._change = self._change.exception(), None
         self._failed = "" if error is None else str(error)
+        if error is None:
+            return
+        if self._reshapes and self._roles is not None:
+            self._roles.refused()
+        self._restart()  # it may have been refused at once, and is not given again each second
+
+    def _restart(self) -> None:
+        self._policy.changed()
+        self._meter.restart()
+        if self._roles is not None:
+            self._roles.changed()
+
+    def _role_change(self, load: Load) -> RoleChange | None:
+        if self._roles is None:
+            return None
+        if self._islands.is_reshaping:  # by hand
+            self._roles.changed()
+            return None
+        return self._roles.look(load)
+
+    def _reshape(self, count: int, change: RoleChange) -> None:
+        prefill, decode = change.shape.num_prefill, change.shape.num_decode
+        words = f"island {change.island} forms anew with {prefill} prefill and {decode} decode workers"
+        log.info("the scaling policy: %s: %s", words, change.why)
+        self._show(count, words)
+        self._failed, self._reshapes = "", True
+        self._change = self._islands.scale(ScaleOrder(0, change.island, prefill, decode))
 
     @property
     def _wanted(self) -> int:
@@ -175,7 +217,7 @@ class Autoscaler:
         log.info("the scaling policy: %d islands instead of %d: %s", islands, count, decision.why)
         if wanted is None or wanted == islands:
             self._show(islands, "starting them" if islands > count else "ending the newest")
-        self._failed = ""
+        self._failed, self._reshapes = "", False
         self._change = self._islands.scale(ScaleOrder(0, "", None, None, islands))
 
     def _show(self, wanted: int, waits_for: str = "") -> None:

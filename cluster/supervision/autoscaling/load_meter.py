@@ -23,7 +23,8 @@ class _Sums:
 
     at: float
     placed: int
-    tokens: int
+    prompts: int  # tokens
+    outputs: int
     first: tuple[int, ...]  # values of each bucket
     gaps: tuple[int, ...]
 
@@ -61,14 +62,17 @@ class LoadMeter:
             queue_seconds=(queued * seconds / placed if placed else math.inf) if queued else 0.0,
             first_token_seconds=_quantile(series.FIRST_TOKEN, before.first, now.first),
             token_seconds=_quantile(series.GAPS, before.gaps, now.gaps),
-            tokens_per_second=(now.tokens - before.tokens) / seconds,
+            tokens_per_second=(now.prompts + now.outputs - before.prompts - before.outputs) / seconds,
+            output_tokens_per_second=(now.outputs - before.outputs) / seconds,
+            placements_per_second=placed / seconds,
         )
 
     def _read(self) -> _Sums:
         return _Sums(
             self._clock(),
             self._count(series.RESERVATIONS),
-            self._count(series.PROMPT_TOKENS) + self._count(series.GENERATION_TOKENS),
+            self._count(series.PROMPT_TOKENS),
+            self._count(series.GENERATION_TOKENS),
             self._buckets(series.FIRST_TOKEN),
             self._buckets(series.GAPS),
         )

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import NoRoom, RayAway, TandemError
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
@@ -70,7 +71,7 @@ class GatewaySet:
         self._broken: dict[str, TandemError] = {}  # hosts whose gateways were lost too often
         self._retired: list[GatewaySupervisor] = []
         self._again: dict[str, float] = {}  # hosts without a gateway: when to try again
-        self._counts = _Counts()
+        self._counts = _Counts(shape.num_islands)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gateways", daemon=True)
 
@@ -180,8 +181,8 @@ class GatewaySet:
 class _Counts:
     """What all hosts' processes count together, in a row as those of one host have it. Owned by the set's thread."""
 
-    def __init__(self) -> None:
-        self.table = GatewayTable(mmap.mmap(-1, table_bytes(1, 1)), 1, 1)
+    def __init__(self, num_islands: int) -> None:
+        self.table = GatewayTable(mmap.mmap(-1, table_bytes(1, num_islands)), 1, num_islands)
         self._asked: dict[int, Future[HostCounts]] = {}
         self._known: dict[int, HostCounts] = {}
         self._gone = np.zeros(LASTING_CELLS, np.int64)  # of gateways that are gone: no count goes down
@@ -202,6 +203,10 @@ class _Counts:
         lasting = np.frombuffer(self.table.lasting(0), np.int64)
         lasting[:] = sum((one.lasting for one in self._known.values()), self._gone)
         self.table.put(Column.QUEUED, sum(one.queued for one in self._known.values()))
+        placed: Int64Array = np.zeros_like(self.table.placed)
+        for one in self._known.values():
+            np.add.at(placed, one.cells, one.tokens)
+        self.table.put_far(placed)
 
 
 def _host_on(host: str, address: str) -> str:

@@ -44,10 +44,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class HostCounts:
-    """What a host's gateway processes count together. lasting: its LASTING_CELLS."""
+    """What a host's gateway processes count together. lasting: its LASTING_CELLS. cells: of GatewayTable.placed, those
+    that are not 0. tokens: in each of them."""
 
     queued: int
     lasting: Int64Array
+    cells: Int64Array
+    tokens: Int64Array
 
 
 class HostShare(ABC):
@@ -93,7 +96,9 @@ class OwnShare(HostShare):
         answer: Future[HostCounts] = Future()
         rows: Sequence[Any] = [self.table.lasting(process) for process in range(self.table.processes)]
         lasting = np.sum([np.frombuffer(row, np.int64) for row in rows], axis=0)
-        answer.set_result(HostCounts(self.table.total(Column.QUEUED), lasting))
+        placed = self.table.placed
+        cells = np.flatnonzero(placed)
+        answer.set_result(HostCounts(self.table.total(Column.QUEUED), lasting, cells, placed[cells]))
         return answer
 
     def is_there(self) -> bool:

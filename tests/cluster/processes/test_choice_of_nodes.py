@@ -37,3 +37,8 @@ def test_a_node_that_must_be_chosen_and_does_not_answer_is_not_waited_for() -> N
     with pytest.raises(NoRoom, match=r"no answer from 127\.0\.0\.2"):
         choose_nodes(NEED, Where(address="127.0.0.2"), Counter(), time.monotonic() + 3600)
     assert choose_nodes(NEED, Where(address="127.0.0.3"), Counter(), time.monotonic() + 60) == ["127.0.0.3"]
+
+
+@pytest.mark.parametrize("where", [ANYWHERE, Where(spread=True)])
+def test_a_group_that_only_shrinks_needs_no_room(where: Where) -> None:
+    assert choose_nodes([], where, Counter(), time.monotonic()) == []

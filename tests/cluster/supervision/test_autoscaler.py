@@ -59,6 +59,8 @@ class IslandsByHand:
     def is_changing(self) -> bool:
         return self.pending is not None
 
+    is_reshaping = False
+
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
         assert order.num_islands is not None
         self.orders.append(order.num_islands)

@@ -28,7 +28,8 @@ from tests.support.waiting import until
 HERE, FAR = "10.0.0.1", "10.0.0.2"
 SHARED = Shared("/proc/1/fd/3", 50051, None, None)
 TOKEN = "0123456789abcdef"
-COUNTS = HostCounts(3, np.full(LASTING_CELLS, 2))
+PLACED = 2  # the tokens of PE 1, as GatewayTable.placed has them
+COUNTS = HostCounts(3, np.full(LASTING_CELLS, 2), np.array([PLACED]), np.array([700]))
 
 
 def answer(method: str) -> Any:
@@ -235,6 +236,8 @@ def test_the_counts_of_all_hosts_are_added_and_never_go_down(gateways: Supervise
     table = gateways.set.table
     until(lambda: table.total(Column.QUEUED) == 3)
     assert table.lasting(0)[7] == 2
+    assert table.placed_everywhere[PLACED] == table.placed_everywhere.sum() == 700
     gateways.processes.there.remove(FAR)
     until(lambda: table.total(Column.QUEUED) == 0)
+    until(lambda: not table.placed_everywhere.any())
     assert table.lasting(0)[7] == 2

@@ -1,0 +1,63 @@
+"""Looks at the islands that serve, for the policy of roles."""
+
+import time
+from collections.abc import Callable
+
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.peers.table import GatewayTable
+from tandem.cluster.routing.membership import IslandState, Membership
+from tandem.cluster.scaling import Shape
+from tandem.cluster.supervision.autoscaling.role_meter import RoleMeter
+from tandem.cluster.supervision.autoscaling.role_policy import RoleChange, RolePolicy
+from tandem.cluster.supervision.autoscaling.scaling_policy import Load
+from tandem.workers.config import Role
+
+
+class RoleScaler:
+    """Says which island should get another shape. Orders nothing. Not for several threads."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        table: GatewayTable,
+        membership: Membership,
+        num_pages: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """num_pages: of a worker now. clock: as RolePolicy's."""
+        self._membership = membership
+        self._page_size = config.cache.page_size
+        self._num_pages = num_pages
+        self._meter = RoleMeter(table, config.scaling.up_after_seconds, clock)
+        self._policy = RolePolicy(config.scaling, clock)
+        self._shapes: dict[str, Shape] = {}  # that islands had when they last served
+
+    def changed(self) -> None:
+        """As RolePolicy.changed."""
+        self._policy.changed()
+        self._meter.restart()
+
+    def refused(self) -> None:
+        """As RolePolicy.refused."""
+        self._policy.refused()
+
+    def sees_change(self) -> bool:
+        """Whether an island serves in another shape than the last time, by whatever order."""
+        shapes = {island.name: _shape(island) for island in self._membership.islands if island.workers}
+        changed = any(self._shapes.get(name, shape) != shape for name, shape in shapes.items())
+        self._shapes |= shapes
+        return changed
+
+    def look(self, load: Load) -> RoleChange | None:
+        """None while an island starts again or changes, and for the cooldown behind it."""
+        islands = self._membership.islands
+        shapes = {island.name: _shape(island) for island in islands}
+        if not shapes or any(not island.workers for island in islands):
+            self.changed()
+            return None
+        return self._policy.desired(self._meter.read(load, islands, self._num_pages() * self._page_size), shapes)
+
+
+def _shape(island: IslandState) -> Shape:
+    roles = [worker.role for worker in island.workers]
+    return Shape(roles.count(Role.PREFILL), roles.count(Role.DECODE))

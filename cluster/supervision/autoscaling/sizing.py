@@ -1,0 +1,103 @@
+"""How many of a kind are enough for what they have to do: figures in, a number out. Starts and ends nothing."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.cluster.config_scaling import ScalingSection
+
+COMFORT = 0.8  # of every target: what figures must be below before one ends
+HEADROOM = 0.75  # of what one can do: what those that stay may get to do
+SURPRISE = 1.25  # times what one could do: so much done in comfort says that the work is another one
+MOST_GROWTH = 2.0
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """What those of a kind have to do, and how well they do it.
+
+    ratio: the largest part of a target that is used up; above 1 the target is missed. why: that in words. rate: tokens
+    a second that they do. waits: whether a request waits for one of them. at_least: as few as could hold what they
+    hold.
+    """
+
+    ratio: float
+    why: str
+    rate: float
+    waits: bool = False
+    at_least: int = 0
+
+
+class Sizing:
+    """More when a target has been missed for up_after_seconds, and fewer when fewer would have met all of them for
+    down_after_seconds. Between the two lies what one can do, which each overload shows: tokens a second.
+
+    Growth is by the worst target: as many times more as it is missed by, at least one and at most MOST_GROWTH times as
+    many. What stays does the highest rate of that time with HEADROOM. Where no overload has shown what one can do, one
+    ends at a time. Not for several threads.
+    """
+
+    def __init__(self, section: ScalingSection, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: in seconds, never going back."""
+        self._section = section
+        self._clock = clock
+        self._capacity: float | None = None  # tokens a second of one, when a target was last missed
+        self._missed_since: float | None = None
+        self._calm_since: float | None = None
+        self._peak = 0.0  # tokens a second, since it is calm
+        self._hold_until = -math.inf
+
+    def changed(self) -> None:
+        """Their number has changed or is changing, by whatever order: what was seen before counts no more."""
+        self._missed_since = self._calm_since = None
+        self._hold_until = self._clock() + self._section.cooldown_seconds
+
+    @property
+    def holds(self) -> bool:
+        """Whether a change has been too lately for another one."""
+        return self._clock() < self._hold_until
+
+    @property
+    def calm_seconds(self) -> float:
+        """For how long fewer have been enough."""
+        return 0.0 if self._calm_since is None else self._clock() - self._calm_since
+
+    def desired(self, pressure: Pressure, count: int, least: int, most: int) -> int:
+        """Called every second or so, with how many there are: how many there should be, least … most."""
+        now = self._clock()
+        if pressure.ratio > 1:
+            self._calm_since = None
+            self._missed_since = now if self._missed_since is None else self._missed_since
+            if now - self._missed_since >= self._section.up_after_seconds:
+                self._capacity = pressure.rate / count
+                if not self.holds and count < most:
+                    wanted = max(count + 1, math.ceil(count * min(MOST_GROWTH, pressure.ratio)))
+                    return min(most, max(least, wanted))
+        else:
+            self._missed_since = None
+            if self._capacity is not None and pressure.rate > SURPRISE * self._capacity * count:
+                self._capacity = None
+            fewer = self._fewer(pressure, count, least)
+            if fewer < count and not self.holds:
+                return max(least, fewer)
+        return count if self.holds else min(most, max(least, count))
+
+    def _fewer(self, pressure: Pressure, count: int, least: int) -> int:
+        """How many would do, once that is sure; before, as many as there are."""
+        if self._calm_since is None:
+            self._peak = 0.0
+        self._peak = max(self._peak, pressure.rate)
+        enough = max(self._enough(count, least), pressure.at_least)
+        if pressure.ratio > COMFORT or pressure.waits or enough >= count or count <= least:
+            self._calm_since = None
+            return count
+        self._calm_since = self._clock() if self._calm_since is None else self._calm_since
+        return enough if self.calm_seconds >= self._section.down_after_seconds else count
+
+    def _enough(self, count: int, least: int) -> int:
+        if not self._peak:
+            return least
+        if self._capacity is None:
+            return count - 1
+        return max(1, math.ceil(self._peak / (HEADROOM * self._capacity))) if self._capacity else count

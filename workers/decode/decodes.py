@@ -16,6 +16,7 @@ from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.logs import of_requests
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner.model_runner import ModelRunner
@@ -334,7 +335,7 @@ class Decodes:
         for request, run in zip(in_flight.requests, runs, strict=True):
             if request.ended:
                 continue
-            if run.reason == FinishReason.ERROR or (request.constraint is not None and request.constraint.error):
+            if run.reason == FinishReason.ERROR or guide_error(request.constraint) is not None:
                 failed.append(request)
                 run = TokenRun(run.token_ids[:-1], run.logprobs[:-1], FinishReason.RUNNING)
             assert request.token_stream is not None
@@ -358,8 +359,7 @@ class Decodes:
         for request in requests:
             position = len(request.prompt) + len(request.output)
             request.output.clear()
-            error = None if request.constraint is None else request.constraint.error
-            self._fail(request, error or LogitsNotFinite(request.request_id, position))
+            self._fail(request, guide_error(request.constraint) or LogitsNotFinite(request.request_id, position))
 
     def _fail_all(self, error: Exception) -> float:
         """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""

@@ -23,6 +23,7 @@ from tandem.workers.prefill.forwards import PromptForward, PromptForwards
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
@@ -358,8 +359,8 @@ class Prefills:
             self._fail(sampling.prompts, error)
             return
         for row, prompt in enumerate(sampling.prompts):
-            if prompt.constraint is not None and prompt.constraint.error is not None:
-                self._fail([prompt], prompt.constraint.error)
+            if (error := guide_error(prompt.constraint)) is not None:
+                self._fail([prompt], error)
             if not prompt.left:
                 prompt.left = True
                 if prompt.gatherer is not None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array
-from tandem.workers.errors import ForwardFailed, InvalidCall, WorkerError
 from tandem.workers.sampling.closed_schema import closed
 
 if TYPE_CHECKING:
@@ -35,6 +34,10 @@ WHITESPACE = r"[ \t\r\n]{1,32}"  # between two tokens of JSON; without a bound s
 
 class InvalidGuide(ValueError):
     """A grammar that cannot be compiled, or no way to compile any; the text says which."""
+
+
+class GuideNotFollowed(ValueError):
+    """The output's tokens are not of the grammar's, as where a peer that sampled them was told another one."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class Constraint:
         self._words = -(-vocab_size // 32)
         self._mask: Future[Int32Array] | None = None
         self.consumed = 0  # output tokens
-        self.error: WorkerError | None = None
+        self.error: Exception | None = None
         """Why there are no more masks: the request has to end."""
 
     def follow(self, output: Sequence[int]) -> None:
@@ -145,8 +148,7 @@ class Constraint:
         try:
             return self._mask.result(MASK_SECONDS)
         except Exception as error:
-            reason = f"a mask could not be computed: {str(error) or type(error).__name__}"
-            self.error = error if isinstance(error, InvalidCall) else ForwardFailed(reason)
+            self.error = error
             error.__traceback__ = None  # the future keeps the error, and with it the frames of a whole step
             return np.full(self._words, -1, np.int32)
 
@@ -156,5 +158,5 @@ class Constraint:
             matcher.consume_tokens(tokens)
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words]
         if matcher.is_error():
-            raise InvalidCall(f"sampling.guided: the output cannot follow it: {matcher.get_error()[:200]}")
+            raise GuideNotFollowed(f"the output cannot follow it: {matcher.get_error()[:200]}")
         return mask

@@ -13,6 +13,7 @@ import torch
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.errors import ForwardFailed, InvalidCall
+from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.closed_schema import closed
 from tandem.workers.sampling.guided import MOST_CACHED, Grammars, Guided, InvalidGuide
@@ -59,8 +60,9 @@ def test_a_token_that_the_grammar_forbids_is_a_fault_of_the_call(folder: Path) -
     constraint = Grammars(folder, VOCAB, (EOS,)).constraint(Guided("regex", ("a{3}",)))
     constraint.follow((EOS,))
     assert (constraint.mask() == -1).all()
-    assert isinstance(constraint.error, InvalidCall)
-    assert str(constraint.error).startswith("sampling.guided: the output cannot follow it: ")
+    error = guide_error(constraint)
+    assert isinstance(error, InvalidCall)
+    assert str(error).startswith("sampling.guided: the output cannot follow it: ")
 
 
 def test_a_mask_that_does_not_come_is_a_fault_of_the_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +74,9 @@ def test_a_mask_that_does_not_come_is_a_fault_of_the_worker(folder: Path, monkey
         assert (constraint.mask() == -1).all()
     finally:
         blocked.set()
-    assert isinstance(constraint.error, ForwardFailed)
-    assert str(constraint.error) == "a mask could not be computed: TimeoutError"
+    error = guide_error(constraint)
+    assert isinstance(error, ForwardFailed)
+    assert str(error) == "a mask could not be computed: TimeoutError"
 
 
 @pytest.mark.parametrize("kind", KINDS)

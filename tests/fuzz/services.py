@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -128,9 +129,9 @@ class Fuzz:
         try:
             asyncio.run(self._run(range(AT_ONCE)))  # what is opened once, is now
             before = self._open()
-            before["descriptors"] += READERS
+            descriptors = _descriptors()
             asyncio.run(self._run(range(AT_ONCE, count)))
-            self._wait_until_idle(before)
+            self._wait_until_idle(before, descriptors)
         finally:
             log.removeHandler(defects)
         assert not defects.seen, f"{len(defects.seen)} defects were logged, the first: {defects.seen[0]}"
@@ -281,10 +282,15 @@ class Fuzz:
             return message.SerializeToString()
         return mutated_bytes(rng, message.SerializeToString())
 
-    def _wait_until_idle(self, before: dict[str, int]) -> None:
+    def _wait_until_idle(self, before: dict[str, int], descriptors: Counter[str]) -> None:
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
             more = [f"{now} {name}, {before[name]} before" for name, now in self._open().items() if now > before[name]]
+            now = _descriptors()
+            if now.total() > descriptors.total() + READERS:
+                more.append(
+                    f"{now.total()} descriptors, {descriptors.total()} before, the new ones {now - descriptors}"
+                )
             left = self._held() + more
             if not left:
                 return
@@ -309,8 +315,18 @@ class Fuzz:
 
     def _open(self) -> dict[str, int]:
         """What an idle island has some of."""
-        tasks = {f"tasks of PE {worker.config.pe}": _num_tasks(worker) for worker in self._island.workers}
-        return {"descriptors": len(os.listdir("/proc/self/fd")), **tasks}
+        return {f"tasks of PE {worker.config.pe}": _num_tasks(worker) for worker in self._island.workers}
+
+
+def _descriptors() -> Counter[str]:
+    """How many of each kind this process has open: files by name, sockets and pipes without their numbers."""
+    kinds: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            kinds[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{number}"))] += 1
+        except FileNotFoundError:  # the one that listed them
+            continue
+    return kinds
 
 
 def _num_tasks(worker: Worker) -> int:

@@ -62,7 +62,7 @@ class StepGrowth:
     ) -> None:
         """tables, keeps: of each group, none of which keeps an encoder's entries. grain: see Span. reserved: int64
         [max_sequences], see SequenceTable."""
-        self._arrays = tables, reserved  # what C reads
+        self._given = tables, keeps, grain, reserved  # C reads their arrays
         count = len(tables)
         self._sizes, self._changes = np.empty((count, 4), np.int64), np.empty(count * 6 * reserved.size, np.int64)
         self._gone = np.empty(count * GOING * reserved.size, np.int32)

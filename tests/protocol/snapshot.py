@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.cache.attention.page_look_up import PageLookUp
 from tandem.cache.pages.allocator import PageAllocator
+from tandem.cache.pages.step_growth import StepGrowth
 from tandem.cache.plan.layout import KVLayout
 from tandem.workers.counters import Counters
 from tandem.workers.requests.decode_request import LocalPrompt
@@ -97,12 +98,17 @@ def _reduce_look_up(look_up: PageLookUp) -> tuple[Any, ...]:
     return PageLookUp, (look_up._table,)
 
 
+def _reduce_growth(growth: StepGrowth) -> tuple[Any, ...]:
+    return StepGrowth.load, growth._given
+
+
 _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Counters: lambda _: (Counters, ()),
     KVLayout: lambda _: (_layout, ()),
     Future: _reduce_future,
     PageAllocator: _reduce_allocator,
     PageLookUp: _reduce_look_up,
+    StepGrowth: _reduce_growth,
     np.ndarray: _reduce_array,
     Tensor: _reduce_pool,
     PrefillRequest: _reduce_timed,

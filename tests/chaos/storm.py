@@ -222,7 +222,7 @@ class Storm:
 
         async def one_over_http(client: httpx.AsyncClient) -> None:
             rng = random.Random(f"{self._seed} http")
-            while not self._over.is_set():
+            while not self._over.is_set() or not self.outcome.finished_over_http:
                 case = rng.choice(cases)
                 await self._request_over_http(
                     client, case, rng.randrange(self._output_tokens) if rng.random() < 0.2 else None

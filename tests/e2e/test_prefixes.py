@@ -173,20 +173,26 @@ def test_families_with_windows_share_system_prompts_and_chats(family: str, tmp_p
 
 
 def computed_tokens(model: Path, policy: str) -> int:
-    """Of eight chats of five turns at once, on two workers of each kind."""
+    """Of eight chats of five turns, all at once, on two workers of each kind.
 
-    async def chat(client: AsyncClient, number: int) -> int:
-        prompt, computed = random_prompt(4 * PAGE, seed=50 + number), 0
-        for turn in range(5):
+    Who spoke last in one turn speaks first in the next, so that taking workers in turns gives a chat the other one.
+    """
+
+    async def all_chats(address: str) -> int:
+        computed, prompts = 0, [random_prompt(4 * PAGE, seed=50 + number) for number in range(8)]
+
+        async def speak(client: AsyncClient, number: int, turn: int) -> None:
+            nonlocal computed
+            prompt = prompts[number]
             updates = [update async for update in client.generate(prompt, max_tokens=2 * PAGE + number, **GREEDY)]
             assert updates[-1].usage is not None
             computed += len(prompt) - updates[-1].usage.cached_tokens
-            prompt = prompt + tokens_of(updates) + random_prompt(PAGE, seed=1000 + 10 * turn + number)
-        return computed
+            prompts[number] = prompt + tokens_of(updates) + random_prompt(PAGE, seed=1000 + 10 * turn + number)
 
-    async def all_chats(address: str) -> int:
         async with AsyncClient(address) as client:
-            return sum(await asyncio.gather(*(chat(client, number) for number in range(8))))
+            for turn in range(5):
+                await asyncio.gather(*(speak(client, number, turn) for number in range(8)[:: (-1) ** turn]))
+        return computed
 
     overrides = {
         "island.num_prefill": 2,

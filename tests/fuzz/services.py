@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -319,13 +320,24 @@ class Fuzz:
 
 
 def _descriptors() -> Counter[str]:
-    """How many of each kind this process has open: files by name, sockets and pipes without their numbers."""
+    """How many of each kind this process has open: files by name, sockets and pipes without their numbers.
+
+    A TCP socket is told by its own port and its peer's, in hexadecimal, and by its state as Linux numbers it.
+    """
+    tcp: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            own, peer, state, inode = (line.split()[index] for index in (1, 2, 3, 9))
+            tcp[inode] = f"{own.rpartition(':')[2]} to {peer.rpartition(':')[2]}, state {state}"
     kinds: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         try:
-            kinds[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{number}"))] += 1
+            name = os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:  # the one that listed them
             continue
+        inode = re.search(r"\d+", name)
+        known = tcp.get(inode[0]) if inode is not None and name.startswith("socket:") else None
+        kinds[f"socket {known}" if known else re.sub(r"\d+", "N", name)] += 1
     return kinds
 
 

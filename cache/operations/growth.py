@@ -60,7 +60,8 @@ class Growth:
         """
         rows = self.table.rows(seq_ids)
         each_one = self._check_appends(seq_ids, rows, appends)
-        self._check_encoded(seq_ids, rows)
+        if self.pages.encodes:
+            self._check_encoded(seq_ids, rows)
         self.sliding.check_unsent(seq_ids, rows, appends, self.marks)
         self.pages.check_unsent(seq_ids, rows, self.marks)
         trees = self.trees.extended(seq_ids, appends, parents)
@@ -143,8 +144,6 @@ class Growth:
 
     def _check_encoded(self, seq_ids: tuple[int, ...], rows: Int64Array) -> None:
         table = self.table
-        if not table.borders.any():
-            return
         missing = (table.lengths[rows] < table.borders[rows] * table.page_size).nonzero()[0]
         if missing.size:
             raise InvalidArgument(f"sequence {seq_ids[missing[0]]} lacks its encoder's positions; encode() comes first")

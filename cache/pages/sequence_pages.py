@@ -40,6 +40,8 @@ class SequencePages:
         kinds = zip(self._groups, self._paging_of, strict=True)
         self._numbers = [number for number, group in enumerate(self._groups) if not group.keeps.given]
         self._growing = [(group, of) for group, of in kinds if not group.keeps.given]
+        self.encodes = len(self._growing) < len(self._groups)
+        """Whether sequences may have an encoder, whose entries a group keeps."""
         growing = [group for group, _ in self._growing]
         self._steps = StepGrowth.load(
             [group.table for group in growing], [group.keeps for group in growing], layout.grain, table.reserved

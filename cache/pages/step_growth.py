@@ -14,6 +14,7 @@ from tandem.cache.plan.spans import Span
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "native" / "page_tables.c"
 GOING = 2  # pages that a row lets go of at most, on average over the rows of a step
+CHANGED = 2  # what plan_step returns where something changes
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
@@ -102,12 +103,13 @@ class StepGrowth:
         int64 [B] each; an empty list for nothing. None where more pages go than a step lets go of. The arrays hold
         until the next call."""
         count, groups, room = rows.size, len(self._groups), GOING * rows.size
-        addresses = map(address_of, (rows, lengths, new_lengths, queries))
-        if not self._plan(self._address, groups, count, *addresses, *self._fixed, room):
-            return None
-        found = self._sizes.tolist()
-        if not any(map(any, found)):
-            return []
+        at = address_of(lengths)
+        seen = at if queries is lengths else address_of(queries)
+        found = self._plan(
+            self._address, groups, count, address_of(rows), at, address_of(new_lengths), seen, *self._fixed, room
+        )
+        if found < CHANGED:
+            return [] if found else None
         changes = self._changes[: groups * 6 * count].reshape(groups, 6, count)
         gone = self._gone[: groups * room].reshape(groups, room)
         return [
@@ -121,5 +123,5 @@ class StepGrowth:
                 gone[group, :going],
                 taken,
             )
-            for group, (changed, opened, going, taken) in enumerate(found)
+            for group, (changed, opened, going, taken) in enumerate(self._sizes.tolist())
         ]

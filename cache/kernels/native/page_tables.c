@@ -88,10 +88,11 @@ static int64_t round_down(int64_t a, int64_t b) { return divide(a, b) * b; }
  * Of group g, sizes [num_groups, 4] counts rows that change, rows that begin a last page, pages that go and pages that
  * are taken. changes [num_groups, 6, n]: rows that change, the first page index that each holds then, where its new
  * pages begin and how many these are; rows that begin a last page, and its page index. gone [num_groups, room].
- * Returns 0, and has found nothing, where more than `room` pages of a group go. */
+ * Returns 0, and has found nothing, where more than `room` pages of a group go; else 1 where nothing changes, or 2. */
 int32_t plan_step(const Group *groups, int32_t num_groups, int32_t n, const int64_t *rows, const int64_t *lengths,
                   const int64_t *new_lengths, const int64_t *queries, const int64_t *reserved, int64_t *sizes,
                   int64_t *changes, int32_t *gone, int32_t room) {
+    int32_t found = 1;
     for (int32_t g = 0; g < num_groups; g++, sizes += 4, changes += 6 * n, gone += room) {
         const Group *const group = groups + g;
         const int64_t every = group->every, size = group->page_size;
@@ -126,6 +127,7 @@ int32_t plan_step(const Group *groups, int32_t num_groups, int32_t n, const int6
             }
         }
         sizes[0] = changed, sizes[1] = opened, sizes[2] = going, sizes[3] = taken;
+        if (changed || opened || going) found = 2;
     }
-    return 1;
+    return found;
 }

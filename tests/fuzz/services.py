@@ -44,7 +44,7 @@ CALL_SECONDS = 120.0  # a call that takes longer hangs, also on a busy machine
 WAIT_SECONDS = 0.15  # for calls that rightly wait for what will not come
 AT_ONCE = 12
 GOOD_EVERY = 40  # inputs to one good request
-READERS = 6  # descriptors of the processes that read long inputs; the first such input opens them
+READERS = 7  # descriptors: three for each process that reads long inputs, one for what forks them; opened when needed
 IDLE_SECONDS = 20.0
 
 OK = grpc.StatusCode.OK

@@ -148,7 +148,7 @@ V4 = {
     "sliding_window": 24,
     "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
+    "moe_intermediate_size": 96,  # experts in 4 bits have scales of 32 numbers
     "index_topk": 6,
     "hc_mult": 3,
     "swiglu_limit": 0.5,

@@ -83,7 +83,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 64,
         "moe_intermediate_size": 64,
-        "index_n_heads": 16,
+        "index_n_heads": 16,  # with 8, two of the scores of a query are both 0 now and then
         "index_head_dim": 16,
         "index_topk": 64,
         "rope_parameters": {kind: {**ROPE, "partial_rotary_factor": 0.25} for kind in ("main", "compress")},

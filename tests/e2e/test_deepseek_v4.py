@@ -101,6 +101,7 @@ def test_a_prefix_is_found_again_on_both_sides(folder: Path, beyond: int) -> Non
         ({"attention_bias": True}, UnsupportedFeature, "attention_bias is True; only False is served"),
         ({"norm_topk_prob": False}, UnsupportedFeature, "norm_topk_prob is False; only True is served"),
         ({"scoring_func": "tanh"}, UnsupportedFeature, "scoring_func is 'tanh'; only sqrtsoftplus, sigmoid, softmax"),
+        ({"expert_dtype": "int4"}, UnsupportedFeature, "expert_dtype is 'int4'; it must be 'fp4' or 'fp8'"),
         ({"o_groups": 3}, InvalidConfig, "o_groups is 3; it must be a divisor of num_attention_heads, 4"),
         ({"layer_types": ["full_attention"] * 4}, InvalidConfig, "layer_types is .* one of sliding_attention, comp"),
         ({"layer_types": None, "compress_ratios": [0, 3, 4, 4]}, InvalidConfig, "compress_ratios is "),

@@ -25,7 +25,9 @@ from tests.support.quantized_checkpoints import (
     DEEPSEEK,
     MXFP4,
     TENSOR,
+    V4,
     Quantize,
+    as_deepseek_v4,
     blocks_of,
     by_fours,
     by_rows,
@@ -44,6 +46,8 @@ EXPERTS = DENSE | {"moe_intermediate_size": 128}
 # transformers takes blocks of even parts where they are cut off: all extents here are multiples of 128.
 LATENT = EXPERTS | {"head_dim": 128, "qk_rope_head_dim": 128, "qk_nope_head_dim": 64, "v_head_dim": 64}
 LATENT |= {"kv_lora_rank": 128, "q_lora_rank": 128}
+V4_SIZES = {"hidden_size": 256, "head_dim": 128, "q_lora_rank": 128, "o_lora_rank": 64, "moe_intermediate_size": 128}
+V4_SIZES |= {"index_head_dim": 32, "partial_rotary_factor": 0.125}
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,14 @@ class Published:
 def predicting_layer() -> dict[str, Tensor]:
     """Parts of DeepSeek-V3's layer 61, here 2, which predicts a further token."""
     made = blocks_of(BLOCK)("model.layers.2.eh_proj.weight", torch.ones(256, 512))
+    return {name: tensor for name, tensor in made.items() if name != "meant"}
+
+
+def predicting_block() -> dict[str, Tensor]:
+    """Parts of DeepSeek-V4's block that predicts a further token: a product, and an expert."""
+    quantize, made = as_deepseek_v4(BLOCK), dict[str, Tensor]()
+    for name in ("mtp.0.attn.wkv.weight", "mtp.0.ffn.experts.0.w1.weight"):
+        made |= quantize(name, torch.ones(256, 512))
     return {name: tensor for name, tensor in made.items() if name != "meant"}
 
 
@@ -77,6 +89,7 @@ PUBLISHED = {
         "llama", DENSE, compressed_tensors("block", block_structure=list(BLOCK)), blocks_of(BLOCK, "_scale")
     ),
     "gpt-oss": Published("gpt_oss", {}, MXFP4, by_fours),
+    "DeepSeek-V4": Published("deepseek_v4", V4_SIZES, V4 | BLOCKS, as_deepseek_v4(BLOCK), predicting_block()),
 }
 PROMPTS = [random_prompt(11, seed=1), random_prompt(30, seed=2)]
 

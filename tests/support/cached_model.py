@@ -1,6 +1,7 @@
 """A checkpoint's model over a paged cache, without a worker around it."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -47,3 +48,15 @@ class CachedModel:
         rows = logits.shape[0]
         batch = SampleBatch.from_params([SamplingParams(temperature=0)] * rows)
         return self.runner.sample(logits, batch, np.zeros(rows, np.int64)).token_ids.tolist()
+
+    def feed(self, sequence: int, text: list[int], splits: Sequence[int]) -> Tensor:
+        """Logits after the last token of `text`, which comes in chunks that end at `splits` and at its end."""
+        edges = [self.cache.num_tokens(sequence), *splits, len(text)]
+        return [self.step({sequence: text[begin:end]}) for begin, end in pairwise(edges)][-1]
+
+    def generate(self, sequence: int, logits: Tensor, count: int) -> list[int]:
+        """Greedy tokens, from logits after the last one of the sequence."""
+        tokens = self.sample(logits)
+        while len(tokens) < count:
+            tokens += self.sample(self.step({sequence: tokens[-1:]}))
+        return tokens

@@ -44,6 +44,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tandem.cluster.cli.random_checkpoint import ARCHITECTURES
+
 FAMILIES: dict[str, tuple[type, type]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -139,27 +141,14 @@ INDEXED = {
     "index_head_dim": 32,
     "index_topk": 24,
 }
+NOT_OF_A_CONFIG = ("architectures", "num_hash_layers", "intermediate_size")
 V4 = {
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "partial_rotary_factor": 0.25,
-    "q_lora_rank": 48,
-    "o_groups": 2,
+    **{name: value for name, value in ARCHITECTURES["deepseek_v4"].items() if name not in NOT_OF_A_CONFIG},
     "o_lora_rank": 24,
     "sliding_window": 24,
-    "layer_types": [
-        "sliding_attention",
-        "heavily_compressed_attention",
-        "compressed_sparse_attention",
-        "compressed_sparse_attention",
-    ],
     "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
-    "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "index_n_heads": 16,  # with 8, two of the scores of a query are both 0 now and then
-    "index_head_dim": 16,
+    "moe_intermediate_size": 96,  # experts in 4 bits have scales of 32 numbers
     "index_topk": 6,
     "hc_mult": 3,
     "swiglu_limit": 0.5,

@@ -27,6 +27,7 @@ MXFP4 = {
         "lm_head",
     ],
 }
+V4 = {**DEEPSEEK, "scale_fmt": "ue8m0"}
 
 
 def compressed_tensors(strategy: str, **weights: Any) -> dict[str, Any]:
@@ -99,6 +100,27 @@ def blocks_of(block: tuple[int, int], ending: str = "_scale_inv", dtype: torch.d
 
 
 by_blocks = blocks_of(BLOCK)
+
+
+def as_deepseek_v4(block: tuple[int, int]) -> Quantize:
+    """Experts in 4 bits, products of attention and of the expert for all in 8. Scales are exponents of two."""
+
+    def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
+        scales = f"{name.removesuffix('weight')}scale"
+        if ".experts." in name:
+            generator = torch.Generator().manual_seed(len(name) + int(name.split(".experts.")[1].split(".")[0]))
+            rows, columns = weight.shape
+            packed = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
+            exponents = torch.randint(120, 126, (rows, columns // 32), generator=generator, dtype=torch.uint8)
+            meant = naive_fours(packed.view(1, rows, columns // 32, 16), exponents[None])[0].T.contiguous()
+            return {name: packed.view(torch.int8), scales: exponents.view(torch.float8_e8m0fnu), "meant": meant}
+        if not any(part in name for part in (".wq_", ".wkv.", ".wo_", ".shared_experts.")) or ".compressor." in name:
+            return {name: weight, "meant": weight}
+        made = blocks_of(block, dtype=torch.float8_e8m0fnu)(name, weight)
+        made[scales] = made.pop(f"{name}_scale_inv")
+        return made
+
+    return quantize
 
 
 def by_rows(name: str, weight: Tensor) -> dict[str, Tensor]:

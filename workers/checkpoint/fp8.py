@@ -1,4 +1,4 @@
-"""Weights in 8 bits: X.weight F8_E4M3 [R, C], and its scales X.weight_scale_inv or X.weight_scale.
+"""Weights in 8 bits: X.weight F8_E4M3 [R, C], and its scales X.weight_scale_inv, X.weight_scale or X.scale.
 
 A scale is of the tensor [1], of a row [R, 1], or of a block of rows and columns. weight = number · scale.
 """
@@ -17,7 +17,6 @@ from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
 from tandem.workers.checkpoint.stored import PART_NUMBERS, Part, Plain, fill, read_bytes
 
 FP8 = "F8_E4M3"
-ENDINGS = ("_scale_inv", "_scale")
 VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # torch converts slowly
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
 
@@ -64,6 +63,19 @@ class Fp8Weight:
     def shape(self) -> tuple[int, ...]:
         return self.file.tensors[self.name].shape
 
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1]
+
+    def numbers(self, first: int, count: int) -> Tensor:
+        """float32 [count, C]: those of rows, not scaled yet."""
+        return VALUES.index_select(0, self.stored_rows(first, count).int()).view(count, -1)
+
+    def stored_rows(self, first: int, count: int) -> Tensor:
+        """uint8 [count · row_bytes]."""
+        begin = self.file.tensors[self.name].begin
+        return read_bytes(self.file, begin + first * self.row_bytes, count * self.row_bytes)
+
     def parts(self, one: Slice) -> Sequence[Part]:
         count = max(1, PART_NUMBERS // max(1, self.shape[1]))
         first, column = (0, one.begin) if one.dim == 1 else (one.begin, 0)
@@ -84,12 +96,11 @@ class Fp8Part:
     @property
     def location(self) -> tuple[Path, int]:
         weight = self.weight
-        return weight.path, weight.file.tensors[weight.name].begin + self.first * weight.shape[1]
+        return weight.path, weight.file.tensors[weight.name].begin + self.first * weight.row_bytes
 
     def read(self, staging: Tensor) -> int:
         weight, rows = self.weight, self.target.shape[0]
-        numbers = read_bytes(weight.file, self.location[1], rows * weight.shape[1])
-        values = VALUES.index_select(0, numbers.int()).view(rows, -1)
+        values = weight.numbers(self.first, rows)
         of_rows = self._scales(rows)
         width = weight.block[1]
         whole = weight.shape[1] // width  # blocks that are not cut off
@@ -114,10 +125,17 @@ def fp8_weights(plain: Mapping[str, Plain], quantization: Quantization) -> tuple
     for name, one in plain.items():
         if one.file.tensors[name].dtype_name != FP8:
             continue
-        scales = [plain[name + ending] for ending in ENDINGS if name + ending in plain]
+        names = _scale_names(name)
+        scales = [plain[scale] for scale in names if scale in plain]
         if len(scales) != 1:
-            endings = " or ".join(name + ending for ending in ENDINGS)
-            raise InvalidWeights(f"{one.path}: tensor {name} is stored as {FP8}; it must have {endings} beside it")
+            raise InvalidWeights(
+                f"{one.path}: tensor {name} is stored as {FP8}; it must have {' or '.join(names)} beside it"
+            )
         found[name] = Fp8Weight.of(one.file, name, scales[0], quantization)
         used.add(scales[0].name)
     return found, used
+
+
+def _scale_names(name: str) -> tuple[str, ...]:
+    published = (name.removesuffix("weight") + "scale",) if name.endswith(".weight") else ()
+    return (f"{name}_scale_inv", f"{name}_scale", *published)

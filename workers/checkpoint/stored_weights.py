@@ -1,8 +1,9 @@
 """The weights of a checkpoint: tensors as they are, or quantized ones that are dequantized part by part."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.fp4 import fp4_weights
 from tandem.workers.checkpoint.fp8 import fp8_weights
 from tandem.workers.checkpoint.mxfp4 import mxfp4_weights
 from tandem.workers.checkpoint.quantization import Quantization
@@ -22,8 +23,22 @@ def stored_weights(files: Iterable[SafetensorsFile], quantization: Quantization)
             plain[name] = Plain(file, name)
     if quantization.weights is None:
         return dict(plain)
-    found: Mapping[str, StoredWeight]
-    found, used = mxfp4_weights(plain) if quantization.weights == "mxfp4" else fp8_weights(plain, quantization)
+    found: dict[str, StoredWeight] = {}
+    used = set[str]()
+    for weights, scales in _quantized(plain, quantization):
+        found |= weights
+        used |= scales
     used |= {name for name in plain if name.endswith(ACTIVATION_SCALES)}
     others: dict[str, StoredWeight] = {name: one for name, one in plain.items() if name not in used}
-    return others | dict(found)
+    return others | found
+
+
+def _quantized(
+    plain: Mapping[str, Plain], quantization: Quantization
+) -> Iterator[tuple[Mapping[str, StoredWeight], set[str]]]:
+    """By name, and the names of what they are stored in beside."""
+    if quantization.weights == "mxfp4":
+        yield mxfp4_weights(plain)
+    else:
+        yield fp8_weights(plain, quantization)
+        yield fp4_weights(plain)

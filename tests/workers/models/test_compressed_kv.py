@@ -3,7 +3,6 @@ again, forks and pops; all that the pools hold is what its cache holds, entry by
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -48,19 +47,6 @@ def model(folder: Path) -> CachedModel:
     return CachedModel(folder, "float32")
 
 
-def feed(model: CachedModel, sequence: int, text: list[int], splits: list[int]) -> Tensor:
-    """Logits after the last token of `text`, which comes in chunks that end at `splits` and at its end."""
-    edges = [model.cache.num_tokens(sequence), *splits, len(text)]
-    return [model.step({sequence: text[begin:end]}) for begin, end in pairwise(edges)][-1]
-
-
-def generate(model: CachedModel, sequence: int, logits: Tensor, count: int = OUTPUT) -> list[int]:
-    tokens = model.sample(logits)
-    while len(tokens) < count:
-        tokens += model.sample(model.step({sequence: tokens[-1:]}))
-    return tokens
-
-
 def test_the_groups(case: str, model: CachedModel) -> None:
     every = 128 if case == "deepseek_v4-128" else 32
     groups = [(one.layers, one.keeps, one.head_dim, one.planes, one.top_k) for one in model.cache.layout.groups]
@@ -86,11 +72,11 @@ def test_tokens_at_any_split(case: str, model: CachedModel, oracle: PreTrainedMo
     edges += [sorted(random.choice(np.arange(1, length), 5, False)) for _ in range(4)]
     for sequence, splits in enumerate(edges):
         model.cache.add_sequence(sequence)
-        logits = feed(model, sequence, text, [int(edge) for edge in splits])
+        logits = model.feed(sequence, text, [int(edge) for edge in splits])
         torch.testing.assert_close(logits, expected, rtol=FLOAT32, atol=FLOAT32)
         model.cache.remove_sequence(sequence)
     model.cache.add_sequence(0)
-    assert generate(model, 0, feed(model, 0, text, [31])) == greedy(oracle, text, OUTPUT)
+    assert model.generate(0, model.feed(0, text, [31]), OUTPUT) == greedy(oracle, text, OUTPUT)
 
 
 @torch.inference_mode()
@@ -238,26 +224,26 @@ def test_prefixes_forks_and_pops(case: str, model: CachedModel, oracle: PreTrain
     text, grain = random_prompt(length, 1), cache.layout.grain
     expected = greedy(oracle, text, OUTPUT)
     cache.add_sequence(0)
-    feed(model, 0, text, [50])
+    model.feed(0, text, [50])
     cache.publish_prefix(0, text)
     cache.fork_sequence(0, 1, length - 3)
-    assert generate(model, 1, feed(model, 1, text, [])) == expected
+    assert model.generate(1, model.feed(1, text, []), OUTPUT) == expected
     cache.pop(0, 5)
-    assert generate(model, 0, feed(model, 0, text, [length - 2])) == expected
+    assert model.generate(0, model.feed(0, text, [length - 2]), OUTPUT) == expected
     cache.remove_sequence(0)
     cache.remove_sequence(1)
     cache.add_sequence(2)
     assert cache.match_prefix(2, text) == length // grain * grain > 0
-    assert generate(model, 2, feed(model, 2, text, [])) == expected
+    assert model.generate(2, model.feed(2, text, []), OUTPUT) == expected
     cache.remove_sequence(2)
     for other in range(3, 12):  # the pools have 64 pages: what was published is evicted
         cache.add_sequence(other)
-        feed(model, other, random_prompt(200, other), [])
+        model.feed(other, random_prompt(200, other), [])
         cache.publish_prefix(other, random_prompt(200, other))
         cache.remove_sequence(other)
     cache.add_sequence(12)
     assert cache.match_prefix(12, text) == 0
-    assert generate(model, 12, feed(model, 12, text, [])) == expected
+    assert model.generate(12, model.feed(12, text, []), OUTPUT) == expected
 
 
 @pytest.mark.parametrize(
@@ -287,4 +273,4 @@ def test_other_fields_give_other_logits(tmp_path: Path, changes: dict[str, objec
 def last_logits(folder: Path, text: list[int]) -> Tensor:
     model = CachedModel(folder, "float32")
     model.cache.add_sequence(0)
-    return feed(model, 0, text, [])
+    return model.feed(0, text, [])

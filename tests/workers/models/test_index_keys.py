@@ -1,7 +1,6 @@
 """Layers that attend to chosen positions: logits are transformers' at any split, with prefixes found again, forks and
 pops; the index keys are those of its cache."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,19 +36,6 @@ def model(folder: Path) -> CachedModel:
     return CachedModel(folder, "float32")
 
 
-def feed(model: CachedModel, sequence: int, text: list[int], splits: list[int]) -> torch.Tensor:
-    """Logits after the last token of `text`, which comes in chunks that end at `splits` and at its end."""
-    edges = [model.cache.num_tokens(sequence), *splits, len(text)]
-    return [model.step({sequence: text[begin:end]}) for begin, end in pairwise(edges)][-1]
-
-
-def generate(model: CachedModel, sequence: int, logits: torch.Tensor, count: int = OUTPUT) -> list[int]:
-    tokens = model.sample(logits)
-    while len(tokens) < count:
-        tokens += model.sample(model.step({sequence: tokens[-1:]}))
-    return tokens
-
-
 @torch.inference_mode()
 def test_tokens_at_any_split(model: CachedModel, oracle: PreTrainedModel) -> None:
     """Chunks that end before, at and behind 24, from where on positions are chosen, and of one token."""
@@ -59,11 +45,11 @@ def test_tokens_at_any_split(model: CachedModel, oracle: PreTrainedModel) -> Non
     splits = [[], [24], [23, 24, 25], [1, 60], *(sorted(random.choice(np.arange(1, TEXT), 5, False)) for _ in range(4))]
     for sequence, edges in enumerate(splits):
         model.cache.add_sequence(sequence)
-        logits = feed(model, sequence, text, [int(edge) for edge in edges])
+        logits = model.feed(sequence, text, [int(edge) for edge in edges])
         torch.testing.assert_close(logits, expected, rtol=FLOAT32, atol=FLOAT32)
         model.cache.remove_sequence(sequence)
     model.cache.add_sequence(0)
-    assert generate(model, 0, feed(model, 0, text, [31])) == greedy(oracle, text, OUTPUT)
+    assert model.generate(0, model.feed(0, text, [31]), OUTPUT) == greedy(oracle, text, OUTPUT)
 
 
 @torch.inference_mode()
@@ -86,26 +72,26 @@ def test_prefixes_forks_and_pops(model: CachedModel, oracle: PreTrainedModel) ->
     text, cache = random_prompt(TEXT, 1), model.cache
     expected = greedy(oracle, text, OUTPUT)
     cache.add_sequence(0)
-    feed(model, 0, text, [50])
+    model.feed(0, text, [50])
     cache.publish_prefix(0, text)
     cache.fork_sequence(0, 1, 55)  # in the midst of a page
-    assert generate(model, 1, feed(model, 1, text, [])) == expected
+    assert model.generate(1, model.feed(1, text, []), OUTPUT) == expected
     cache.pop(0, 61)
-    assert generate(model, 0, feed(model, 0, text, [40])) == expected
+    assert model.generate(0, model.feed(0, text, [40]), OUTPUT) == expected
     cache.remove_sequence(0)
     cache.remove_sequence(1)
     cache.add_sequence(2)
     assert cache.match_prefix(2, text) == TEXT // 16 * 16
-    assert generate(model, 2, feed(model, 2, text, [])) == expected
+    assert model.generate(2, model.feed(2, text, []), OUTPUT) == expected
     cache.remove_sequence(2)
     for other in range(3, 9):  # the pools have 64 pages: what was published is evicted
         cache.add_sequence(other)
-        feed(model, other, random_prompt(180, other), [])
+        model.feed(other, random_prompt(180, other), [])
         cache.publish_prefix(other, random_prompt(180, other))
         cache.remove_sequence(other)
     cache.add_sequence(9)
     assert cache.match_prefix(9, text) == 0
-    assert generate(model, 9, feed(model, 9, text, [])) == expected
+    assert model.generate(9, model.feed(9, text, []), OUTPUT) == expected
 
 
 @torch.inference_mode()
@@ -114,7 +100,7 @@ def test_every_index_key_is_transformers(case: str, model: CachedModel, oracle: 
     text, cached = random_prompt(TEXT, 2), DynamicCache(config=oracle.config)
     oracle(torch.tensor([text]), past_key_values=cached)
     model.cache.add_sequence(0)
-    feed(model, 0, text, [7, 33, 34])
+    model.feed(0, text, [7, 33, 34])
     found = dict(zip(model.cache.layout.index_keys, model.cache.gather_group(0, 1, 0, TEXT), strict=True))
     assert list(found) == ([0, 1, 2] if case == "deepseek_v32" else [0, 2])
     rotated = CASES[case][1]["qk_rope_head_dim"]
@@ -139,4 +125,4 @@ def test_half_of_the_positions_chosen_gives_other_logits(folder: Path, oracle: P
         path.write_text(config)
     model.cache.add_sequence(0)
     with torch.inference_mode():
-        assert float((feed(model, 0, text, []) - expected).abs().max()) > 0.05
+        assert float((model.feed(0, text, []) - expected).abs().max()) > 0.05

@@ -37,7 +37,9 @@ from tests.support.quantized_checkpoints import (
     MXFP4,
     SINGLE,
     TENSOR,
+    V4,
     Quantize,
+    as_deepseek_v4,
     blocks_of,
     by_blocks,
     by_fours,
@@ -58,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Quantize]] = {
     "llama-tensor": ("llama", compressed_tensors("tensor"), by_tensor_of_one),
     "mistral-tensor": ("mistral", TENSOR, by_tensor),
     "gpt_oss-mxfp4": ("gpt_oss", MXFP4, by_fours),
+    "deepseek_v4-fp4-and-blocks": ("deepseek_v4", V4, as_deepseek_v4(BLOCK)),
 }
 PROMPTS = [random_prompt(11, seed=1), random_prompt(30, seed=2)]
 
@@ -65,7 +68,8 @@ PROMPTS = [random_prompt(11, seed=1), random_prompt(30, seed=2)]
 def save_quantized(case: str, folder: Path) -> dict[str, Tensor]:
     family, config, quantize = CASES[case]
     save_checkpoint(family, folder)
-    return quantize_folder(folder, config, quantize)
+    meant = quantize_folder(folder, config, quantize)
+    return {"lm_head.weight" if name == "head.weight" else name: tensor for name, tensor in meant.items()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -144,6 +148,23 @@ def test_blocks_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
     assert compared >= 8
 
 
+def test_parts_of_a_matrix_in_4_bits_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
+    """Every byte, every exponent but the one for no number; rows from the middle, and columns within a byte's block."""
+    path, exponents = tmp_path / SINGLE, torch.arange(255, dtype=torch.uint8)
+    packed = torch.arange(256, dtype=torch.uint8).view(1, 256).repeat(255, 1).view(torch.int8)
+    scales = exponents[:, None].repeat(1, 16).contiguous().view(torch.float8_e8m0fnu)
+    save_file({"x.weight": packed, "x.scale": scales}, path)
+    theirs = Fp8Dequantize(None)._dequantize_one(packed, scales, torch.float32)
+    rows, columns = torch.empty(100, 512), torch.empty(255, 45)
+    with SafetensorsFile(path) as file:
+        weight = stored_weights([file], Quantization("fp8"))["x.weight"]
+        for one in (Slice(rows, 0, 155, 255), Slice(columns, 1, 77, 512)):
+            for part in weight.parts(one):
+                part.read(torch.empty(0))
+    assert torch.equal(rows, theirs[155:])
+    assert torch.equal(columns, theirs[:, 77:122])
+
+
 def rewrite(folder: Path, name: str, tensor: Tensor | None) -> None:
     tensors = load_file(folder / SINGLE)
     tensors.pop(name)
@@ -151,6 +172,11 @@ def rewrite(folder: Path, name: str, tensor: Tensor | None) -> None:
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
+V4_CASE, V4_EXPERT, V4_Q = (
+    "deepseek_v4-fp4-and-blocks",
+    "model.layers.0.ffn.experts.3.w1",
+    "model.layers.1.attn.wq_a",
+)
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 
 
@@ -167,6 +193,10 @@ EXPERTS = "model.layers.0.mlp.experts.down_proj"
         ("llama-channel", f"{Q}_scale", torch.ones(63, 1), r"shape \[63, 1\] .* quantization_config names no block"),
         ("qwen3-blocks", f"{Q}_scale_inv", torch.ones(2, 4, dtype=torch.int8), "scale_inv is stored as I8; a matrix"),
         ("qwen3-blocks", Q, torch.ones(64, 64, dtype=torch.uint8), f"{Q} is stored as U8; it must be one of F32"),
+        (V4_CASE, f"{V4_EXPERT}.scale", None, f"{V4_EXPERT}.weight is stored as I8; it must have {V4_EXPERT}.scale"),
+        (V4_CASE, f"{V4_EXPERT}.scale", torch.ones(96, 2), r"I8 and F32 .* its scales F8_E8M0 of \[R, C / 32\]"),
+        (V4_CASE, f"{V4_EXPERT}.scale", torch.ones(96, 3).to(torch.float8_e8m0fnu), r"shapes \[96, 32\] and \[96, 3\]"),
+        (V4_CASE, f"{V4_Q}.scale", None, rf"{V4_Q}.weight is stored as F8_E4M3; it must have .* or {V4_Q}.scale"),
         ("gpt_oss-mxfp4", f"{EXPERTS}_scales", None, f"{EXPERTS}_blocks must have {EXPERTS}_scales beside it"),
         ("gpt_oss-mxfp4", f"{EXPERTS}_scales", torch.ones(5, 64, 2), r"they must be U8 of \[E, R, G, 16\] and"),
     ],
@@ -240,6 +270,12 @@ def test_reading_a_part_of_a_large_matrix_takes_little_memory(grid: tuple[int, i
     name, path = "x.weight", tmp_path / SINGLE
     save_file({name: torch.zeros(2048, 2048).to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(grid)}, path)
     check_memory(path, Quantization("fp8", (128, 128)), name, torch.empty(2048, 2048))
+
+
+def test_reading_a_part_of_a_large_matrix_in_4_bits_takes_little_memory(tmp_path: Path) -> None:
+    path, packed = tmp_path / SINGLE, torch.zeros(2048, 1024, dtype=torch.int8)
+    save_file({"x.weight": packed, "x.scale": torch.ones(2048, 64).to(torch.float8_e8m0fnu)}, path)
+    check_memory(path, Quantization("fp8", (128, 128)), "x.weight", torch.empty(2048, 2048))
 
 
 def test_reading_a_part_of_large_experts_takes_little_memory(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ streams, and experts that a table of tokens chooses in the first layers."""
 import dataclasses
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
-from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.models.activation import LimitedSilu
 from tandem.workers.models.compressed.fields import read_compressed, read_hyper, read_mlp_kinds, read_rotated
 from tandem.workers.models.compressed.weight_names import RENAMES
@@ -19,12 +19,16 @@ MAIN, COMPRESS = "main", "compress"
 HEAD_DIM, SIZE, EXPERTS, CHOSEN, SCALE, LIMIT, THETA, COMPRESS_THETA = 512, 2048, 256, 6, 1.5, 10.0, 1e4, 160_000.0
 ROPE_TYPES = ("default", "yarn")
 ONLY = {"num_key_value_heads": 1, "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True}
+EXPERT_DTYPES = (None, "fp4", "fp8")  # beside other weights in 8 bits; the files say which it is
 
 
 def read_deepseek_v4(fields: Fields) -> ModelConfig:
     for name, value in ONLY.items():
         if name in fields and fields.raw(name) != value:
             raise UnsupportedFeature(f"{fields.source}: {name} is {fields.raw(name)!r}; only {value!r} is served")
+    if fields.raw("expert_dtype") not in EXPERT_DTYPES:
+        shown = SHOWN.repr(fields.raw("expert_dtype"))
+        raise UnsupportedFeature(f"{fields.source}: expert_dtype is {shown}; it must be 'fp4' or 'fp8'")
     fields = _with_rope(fields)
     config = read_dense_config(
         fields,

@@ -1,0 +1,64 @@
+"""Matrices in 4 bits: X.weight I8 [R, C / 2], and X.scale F8_E8M0 [R, C / 32].
+
+As DeepSeek-V4 has experts beside weights in 8 bits. A byte holds two numbers, of which the low bits are the first. 32
+numbers of a row share an exponent of two, stored plus 127.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.fp8 import Fp8Weight
+from tandem.workers.checkpoint.mxfp4 import WORDS
+from tandem.workers.checkpoint.stored import Plain
+
+PACKED, EXPONENTS = "I8", "F8_E8M0"
+NUMBERS = 32  # that share an exponent
+
+
+@dataclass(frozen=True, eq=False)
+class Fp4Weight(Fp8Weight):
+    """A matrix in 4 bits, each row with its own scales."""
+
+    @classmethod
+    def beside(cls, packed: Plain, scales: Plain) -> "Fp4Weight":
+        """Raises InvalidWeights where shapes or types do not fit each other."""
+        shape, dtype = packed.shape, scales.file.tensors[scales.name].dtype_name
+        grid = (shape[0], 2 * shape[1] // NUMBERS) if len(shape) == 2 else None
+        if grid is None or 2 * shape[1] % NUMBERS or scales.shape != grid or dtype != EXPONENTS:
+            raise InvalidWeights(
+                f"{packed.path}: tensors {packed.name} and {scales.name} are {PACKED} and {dtype} of shapes "
+                f"{list(shape)} and {list(scales.shape)}; a matrix in 4 bits must be {PACKED} of [R, C / 2], and its "
+                f"scales {EXPONENTS} of [R, C / {NUMBERS}]"
+            )
+        return cls(packed.file, packed.name, scales, (1, NUMBERS), grid)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, packed = self.file.tensors[self.name].shape
+        return rows, 2 * packed
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1] // 2
+
+    def numbers(self, first: int, count: int) -> Tensor:
+        pairs = self.stored_rows(first, count)
+        return WORDS.index_select(0, pairs.int()).view(torch.float32).view(count, -1)
+
+
+def fp4_weights(plain: Mapping[str, Plain]) -> tuple[dict[str, Fp4Weight], set[str]]:
+    """Those among the tensors, by name, and the names of their scales. Raises InvalidWeights."""
+    found, used = dict[str, Fp4Weight](), set[str]()
+    for name, one in plain.items():
+        if one.file.tensors[name].dtype_name != PACKED:
+            continue
+        scales = name.removesuffix("weight") + "scale"
+        if not name.endswith(".weight") or scales not in plain:
+            raise InvalidWeights(f"{one.path}: tensor {name} is stored as {PACKED}; it must have {scales} beside it")
+        found[name] = Fp4Weight.beside(one, plain[scales])
+        used.add(scales)
+    return found, used

@@ -12,10 +12,11 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -24,15 +25,13 @@ from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import CallError
 from tandem.cluster.supervision.launcher import Cluster
-from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tests.chaos.attacker import Attacker
 from tests.chaos.bad_network import BadlyConnectedOnGpus, BadlyConnectedProcesses, BadNetwork
+from tests.chaos.cases import Case, make_cases
 from tests.chaos.http_stream import HttpStream
 from tests.support.local_processes import started_at
-from tests.support.oracle import greedy, load_oracle, random_prompt
 
-VOCABULARY = 512
 OUTPUT_TOKENS, LONG_OUTPUT_TOKENS = 40, 160  # long: with adaptive roles, so that requests live to be moved
 TARGETS = ("prefill", "decode", "gateway")
 UNRESPONSIVE_SECONDS = 2.5
@@ -79,16 +78,6 @@ class Blow:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Case:
-    """A request and what must come of it; greedy ones are checked against transformers."""
-
-    prompt: list[int]
-    sampling: dict[str, Any]
-    tokens: list[int]
-    text: str
-
-
 @dataclass
 class Outcome:
     """What clients saw, and what was done to the cluster.
@@ -103,6 +92,7 @@ class Outcome:
     broken: int = 0  # over HTTP, begun streams, by the end of a gateway
     placed_again: int = 0
     moves: int = 0
+    accepted: int = 0  # drafted tokens, of finished requests that came over gRPC
     blows: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     attacks: Counter[str] = field(default_factory=Counter)  # rounds of each, and what they heard
@@ -140,9 +130,11 @@ class Storm:
         gpus: bool = False,
         adaptive: bool = False,
         attacked: bool = False,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """log: a new file, for what happens to messages. gpus: workers share this host's. adaptive: any worker computes
-        prompts and decodes. attacked: somebody attacks the gateway's ports meanwhile."""
+        prompts and decodes. attacked: somebody attacks the gateway's ports meanwhile. settings: dotted keys of the
+        cluster's configuration, as of speculation."""
         self._model = model
         self._gpus = gpus
         self._attacked = attacked
@@ -153,6 +145,7 @@ class Storm:
         self._network = BadNetwork(seed, log)
         self.processes = (BadlyConnectedOnGpus if gpus else BadlyConnectedProcesses)(self._network)
         overrides = {"model.path": str(model), **CONFIG, **(ON_GPUS if gpus else {}), **(ADAPTIVE if adaptive else {})}
+        overrides |= settings
         self.cluster = Cluster(load_config(None, overrides), self.processes)
         self._received = 0
         self._silences: dict[str, list[float]] = {"placed once": [], "placed again": []}
@@ -161,9 +154,9 @@ class Storm:
     def run(self, num_blows: int, num_requests: int) -> Outcome:
         """Until all blows have fallen and at least num_requests were made; then the cluster is idle and whole."""
         began = time.monotonic()
+        cases = make_cases(self._model, self._output_tokens, self._seed)
         address = self.cluster.start()
         try:
-            cases = asyncio.run(self._cases(address))
             blows = threading.Thread(target=self._strike, args=(plan_blows(self._seed, num_blows),), name="blows")
             attacker = Attacker(address, self.cluster.http_address or "")
             with attacker if self._attacked else nullcontext():
@@ -185,30 +178,6 @@ class Storm:
             self.outcome.silences[f"{kind}, worst"] = round(max(seconds, default=0.0), 3)
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
-
-    async def _cases(self, address: str) -> list[Case]:
-        """Made before the storm: long prompts, shared prefixes, seeds, stop strings, log-probabilities."""
-        tokenizer = Tokenizer.from_folder(self._model)
-        assert tokenizer is not None
-        oracle = load_oracle(self._model)
-        rng = random.Random(self._seed)
-        shared = random_prompt(40, self._seed, VOCABULARY)
-        cases = []
-        async with AsyncClient(address) as client:
-            for number in range(12):
-                prompt = shared[: rng.choice((0, 16, 40))] + random_prompt(rng.randrange(1, 90), number, VOCABULARY)
-                sampling: dict[str, Any] = {"max_tokens": self._output_tokens, "ignore_eos": True, "temperature": 0}
-                if number % 3 == 1:
-                    sampling |= {"temperature": 1.0, "seed": number, "top_p": 0.9, "logprobs": 1}
-                tokens = await _tokens(client, prompt, sampling)
-                if sampling["temperature"] == 0:
-                    assert tokens == greedy(oracle, prompt, self._output_tokens)
-                if number % 3 == 2:
-                    sampling["stop"] = [tokenizer.decode(tokens)[25:28]]
-                    tokens = await _tokens(client, prompt, sampling)
-                text = tokenizer.decode(tokens)
-                cases.append(Case(prompt, sampling, tokens, text))
-        return cases
 
     # Clients
 
@@ -276,6 +245,7 @@ class Storm:
         self._silences["placed again" if again else "placed once"].append(silence)
         self.outcome.placed_again += again
         self.outcome.moves += last.timings.moves
+        self.outcome.accepted += last.usage.accepted_tokens
         self.outcome.finished += 1
 
     async def _request_over_http(self, client: httpx.AsyncClient, case: Case, leave_after: int | None) -> None:
@@ -379,7 +349,3 @@ def _segments(pids: Sequence[int]) -> set[str]:
     """The memory segments that these processes map, by inode."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return {line.split()[4] for line in lines if "memfd:tandem" in line}
-
-
-async def _tokens(client: AsyncClient, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-    return [token async for update in client.generate(prompt, timeout=60, **sampling) for token in update.token_ids]

@@ -4,27 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tests.chaos.storm import Storm
+from tests.chaos.targets import make_target
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("adaptive", [False, True], ids=["split", "adaptive"])
-def test_nothing_is_lost_in_a_storm(tmp_path: Path, adaptive: bool) -> None:
-    make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=3)
-    outcome = Storm(tmp_path / "model", tmp_path / "faults", seed=1, adaptive=adaptive).run(30, 60)
+@pytest.mark.parametrize(("adaptive", "drafter"), [(False, None), (True, "mtp")], ids=["split", "adaptive and mtp"])
+def test_nothing_is_lost_in_a_storm(tmp_path: Path, adaptive: bool, drafter: str | None) -> None:
+    model, settings = make_target(tmp_path, speculate=drafter)
+    storm = Storm(model, tmp_path / "faults", seed=1, adaptive=adaptive, settings=settings)
+    outcome = storm.run(30, 60)
     assert not outcome.errors
     assert outcome.finished >= 40
     assert outcome.finished_over_http > 0
     assert outcome.placed_again > 0
     assert min(outcome.restarts.values()) > 0
     assert (outcome.moves > 0) == adaptive
+    assert (outcome.accepted > 0) == (drafter is not None)
 
 
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_while_somebody_attacks(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=3)
-    outcome = Storm(tmp_path / "model", tmp_path / "faults", seed=2, attacked=True).run(6, 20)
+    model, _ = make_target(tmp_path)
+    outcome = Storm(model, tmp_path / "faults", seed=2, attacked=True).run(6, 20)
     assert not outcome.errors
     assert outcome.finished > 0
     assert outcome.attacks

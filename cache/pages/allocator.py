@@ -1,11 +1,21 @@
-"""The pages of one pool: who uses them, who may still write into them, which are free."""
+"""The pages of one pool: who uses them, who may still write into them, which are free.
+
+page_counts.c takes and gives back where it can be built, else numpy.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.kernels.build.native_build import load_short_calls
+from tandem.cache.plan.arrays import Int32Array, address_of
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 
+SOURCE = Path(__file__).parents[1] / "kernels" / "native" / "page_counts.c"
+POINTER, INT32 = ctypes.c_void_p, ctypes.c_int32
 ONE = np.int32(1)  # an int would be cast for each page
 
 
@@ -47,10 +57,16 @@ class PageAllocator:
             raise OutOfPages(count, self.num_free)
         if count == 0:
             return np.empty(0, np.int32)
+        self.num_free -= count
+        library = load_page_counts()
+        if library is not None:
+            pages = np.empty(count, np.int32)
+            free = address_of(self._free)
+            if library.take_run(free, self.num_pages, count, address_of(self._references), address_of(pages)):
+                return pages
         pages = self._pick(count)
         at = pages.astype(np.intp)  # numpy looks up by these several times as fast
         self._references[at], self._free[at] = 1, False
-        self.num_free -= count
         return pages
 
     def retain(self, pages: Int32Array) -> None:
@@ -59,7 +75,7 @@ class PageAllocator:
 
     def release(self, pages: Int32Array) -> None:
         """One reference less for each of `pages`; InvalidArgument, and nothing changed, when one has none left."""
-        self._lower(self._references, pages, "released")
+        self._lower(pages, "released", of_writers=False)
 
     def count_freed(self, pages: Int32Array) -> int:
         """How many pages release(pages) would make free."""
@@ -72,16 +88,35 @@ class PageAllocator:
 
     def settle(self, pages: Int32Array) -> None:
         """A writer that held `pages` is quiet; InvalidArgument, and nothing changed, when none holds one of them."""
-        self._lower(self._writers, pages, "settled")
+        self._lower(pages, "settled", of_writers=True)
 
     def _raise(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
         if pages.size and int(self._references[pages].min()) < 1:
             raise InvalidArgument(f"a page without a reference cannot be {verb}; allocate it")
         np.add.at(counts, pages.astype(np.intp), ONE)
 
-    def _lower(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
+    def _lower(self, pages: Int32Array, verb: str, *, of_writers: bool) -> None:
         if pages.size == 0:
             return
+        library = load_page_counts()
+        lowered = (
+            self._lower_by_numpy(pages, of_writers) if library is None else self._lower_by(library, pages, of_writers)
+        )
+        if not lowered:
+            raise InvalidArgument(f"pages {pages.tolist()[:8]} … are {verb} more often than they were taken")
+
+    def _lower_by(self, library: ctypes.PyDLL, pages: Int32Array, of_writers: bool) -> bool:
+        own, changes = np.array(pages, np.int32), np.empty(2, np.int64)
+        counts = address_of(self._references), address_of(self._writers), address_of(self._free)
+        if not library.lower_counts(*counts, own.size, address_of(own), of_writers, address_of(changes)):
+            return False
+        freed, draining = changes.tolist()
+        self.num_free += freed
+        self.num_draining += draining
+        return True
+
+    def _lower_by_numpy(self, pages: Int32Array, of_writers: bool) -> bool:
+        counts = self._writers if of_writers else self._references
         at = pages.astype(np.intp)
         held = np.count_nonzero(self._writers[at]) > 0  # else none of them drains, before or after
         draining_before = self._count_draining(at) if held else 0
@@ -89,12 +124,13 @@ class PageAllocator:
         left = counts[at]
         if int(left.min()) < 0:
             np.add.at(counts, at, ONE)
-            raise InvalidArgument(f"pages {pages.tolist()[:8]} … are {verb} more often than they were taken")
+            return False
         if held:
             left = self._references[at] + self._writers[at]
             self.num_draining += self._count_draining(at) - draining_before
         self._free[at[left == 0]] = True
         self.num_free = int(np.count_nonzero(self._free))
+        return True
 
     def _count_draining(self, pages: NDArray[np.intp]) -> int:
         draining = pages[(self._references[pages] == 0) & (self._writers[pages] > 0)]
@@ -117,3 +153,13 @@ class PageAllocator:
         begins = np.append(starts[longest_first[:whole]], starts[tightest])
         sizes = np.append(lengths[longest_first[:whole]], rest)
         return np.sort(np.repeat(begins - np.cumsum(sizes) + sizes, sizes) + np.arange(count)).astype(np.int32)
+
+
+@cache
+def load_page_counts() -> ctypes.PyDLL | None:
+    """page_counts.c, None where it cannot be built."""
+    library = load_short_calls(SOURCE)
+    if library is not None:
+        library.take_run.argtypes = (POINTER, INT32, INT32, POINTER, POINTER)
+        library.lower_counts.argtypes = (*(POINTER,) * 3, INT32, POINTER, INT32, POINTER)
+    return library

@@ -91,6 +91,6 @@ def check_factor(name: str, value: Any) -> None:
         raise InvalidArgument(f"{name} is {value!r}; a number from {LEAST_FACTOR:.2g} to {MOST_FACTOR:.2g} is accepted")
 
 
-def address_of(array: Int32Array | Int64Array) -> int:
+def address_of(array: Int32Array | Int64Array | NDArray[np.bool_]) -> int:
     """Of a writable array, contiguous and not empty; a third of what array.ctypes takes."""
-    return ctypes.addressof(ctypes.c_int32.from_buffer(array.data))
+    return ctypes.addressof(ctypes.c_int8.from_buffer(array.data))

@@ -24,6 +24,7 @@ from tandem.cache.kernels.flashinfer.modules import (
 )
 from tandem.cache.kernels.native.crew import SOURCE as CREW
 from tandem.cache.kernels.native.kernels import SOURCE as ATTENTION
+from tandem.cache.pages.allocator import SOURCE as PAGE_COUNTS
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.errors import ConfigError, UsageError
@@ -116,7 +117,7 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
 
 def _plan_c(*, on_gpu: bool) -> Iterator[tuple[Build, bool]]:
     """What the processor computes. Where the workers are CPUs, that is attention and layers, too."""
-    for source in (PAGE_LOOK_UP, COPY_PLAN, *(() if on_gpu else (CREW, ATTENTION, LAYER))):
+    for source in (PAGE_COUNTS, PAGE_LOOK_UP, COPY_PLAN, *(() if on_gpu else (CREW, ATTENTION, LAYER))):
         build = Build(f"C {source.name}", json.dumps({"library": str(source)}), 1, C_BYTES)
         yield build, find_library(source, cache_folder()) is not None
 

@@ -1,13 +1,28 @@
+"""Page counts, by C and by numpy."""
+
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tandem.cache.pages.allocator import PageAllocator
+from tandem.cache.pages import allocator as allocator_module
+from tandem.cache.pages.allocator import PageAllocator, load_page_counts
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 
 NUM_PAGES = 24
+
+
+@pytest.fixture(scope="module", autouse=True, params=["native", "numpy"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(allocator_module, "load_page_counts", lambda: None)
+        elif load_page_counts() is None:
+            pytest.skip("needs a C compiler")
+        yield request.param
 
 
 def runs(pages: np.ndarray) -> list[int]:
@@ -149,4 +164,32 @@ class Pages(RuleBasedStateMachine):
         assert self.allocator.allocate(NUM_PAGES).tolist() == list(range(NUM_PAGES))
 
 
-TestPages = Pages.TestCase
+def test_random_use() -> None:
+    run_state_machine_as_test(Pages)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 40))
+def test_numpy_picks_what_c_picks(free: list[bool], count: int) -> None:
+    allocator = PageAllocator(len(free))
+    allocator.release(allocator.allocate(len(free))[np.array(free)])
+    if count <= allocator.num_free:
+        expected = allocator._pick(count).tolist()
+        assert allocator.allocate(count).tolist() == expected
+        assert np.flatnonzero(allocator._free).tolist() == [
+            page for page, is_free in enumerate(free) if is_free and page not in expected
+        ]
+
+
+def test_a_refused_release_leaves_all_counts() -> None:
+    allocator = PageAllocator(8)
+    pages = allocator.allocate(4)
+    allocator.retain(pages[:2])
+    allocator.hold(pages[1:3])
+    before = allocator.references.tolist(), allocator.num_free, allocator.num_draining
+    with pytest.raises(InvalidArgument, match="more often"):
+        allocator.release(np.array([*pages, *pages], np.int32))
+    with pytest.raises(InvalidArgument, match="more often"):
+        allocator.settle(np.array([pages[1], pages[1]], np.int32))
+    assert (allocator.references.tolist(), allocator.num_free, allocator.num_draining) == before
+    allocator.release(np.array([*pages, *pages[:2]], np.int32))
+    assert (allocator.num_free, allocator.num_draining) == (6, 2)

@@ -158,7 +158,7 @@ class TestPlan:
         monkeypatch.setattr(plan, "module_folder", lambda arch: Path("/nowhere") / arch)
         found = [build.title for build in self.plan(qwen3).missing]
         assert found[:2] == ["FlashInfer fa3 bfloat16 128", "FlashInfer fa2 bfloat16 128"]
-        assert {"decode megakernel of 8 rows", "C page_tables.c"} <= set(found)
+        assert {"decode megakernel of 8 rows", "C page_tables.c", "C page_counts.c"} <= set(found)
         assert "C native_layer.c" not in found
 
     def test_a_cpu_needs_c_alone(self, qwen3: Path) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import trustme
 
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE, cache_folder
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.credentials import is_loopback
 from tests.deploy import dockerfile, manifest
@@ -91,6 +92,7 @@ def environment(folder: Path, model: Path, ray_folder: str) -> dict[str, str]:
         **{name: os.environ[name] for name in ("PYTHONPATH", "PYTHONWARNINGS") if name in os.environ},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(folder),
+        KERNEL_CACHE: str(cache_folder()),  # as the image gives a folder; not an empty one
         "XDG_RUNTIME_DIR": str(folder),
         "TANDEM_MODEL__PATH": str(model),
         "TANDEM_SECURITY__API_KEY": manifest.SECRET,

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE, cache_folder
 from tandem.cluster.processes.own_ray import LOOPBACK
 
 RAY_PORTS = range(20_000, 30_000)
@@ -76,7 +77,8 @@ class Hosts:
         ray["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"
         if self._stored is not None:
             ray |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._stored)}
-        return known | ray | {"HOME": str(self.home)}
+        # What this user has compiled before is not compiled again for each home.
+        return known | ray | {"HOME": str(self.home), KERNEL_CACHE: str(cache_folder())}
 
     @property
     def ray(self) -> str:

@@ -60,11 +60,12 @@ class Container:
 
     @property
     def ray(self) -> list[psutil.Process]:
-        """Ray's processes, whoever their parent is now."""
+        """Ray's processes, whoever their parent is now. The server for Ray's own clients knows only the address."""
         found = list[psutil.Process]()
+        address = f"--address={self.environ['RAY_ADDRESS']}"
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if any(self.ray_folder in word for word in process.cmdline()):
+                if any(self.ray_folder in word or word == address for word in process.cmdline()):
                     found += [process, *process.children(recursive=True)]
         return found
 

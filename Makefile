@@ -29,8 +29,8 @@ help:
 demo: .venv/.base
 	@$(BIN)/python -m tandem.cluster.cli.demo $(if $(SPECULATE),--speculate $(filter-out 1,$(SPECULATE)))
 
-# Processes, each with whole files in the order of their names: what a file's tests share is made once, and the
-# many short files at the end even out who takes the long ones.
+# Processes, each with whole files: what a file's tests share is made once. tests/conftest.py has their order: the
+# longest first, and files that wait among files that compute.
 test: .venv/.dev
 	@$(BIN)/pytest -q -m "not gpu" $(SPREAD)
 

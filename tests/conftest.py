@@ -47,13 +47,27 @@ SLOW = (
     "tests/workers/service/test_hung_gateway.py",
 )
 
+# Whose tests wait for processes, and leave cores to others meanwhile; and those that take longest, which begin first.
+WAITING = ("tests/chaos", "tests/deploy", "tests/e2e")
+LONGEST = (
+    "tests/e2e/test_hosts.py",
+    "tests/deploy/test_several_hosts.py",
+    "tests/e2e/test_partitions.py",
+    "tests/chaos/test_ray_storm.py",
+    "tests/e2e/test_up.py",
+    "tests/e2e/test_replace.py",
+    "tests/chaos/test_storm.py",
+    "tests/e2e/test_speculation.py",
+    "tests/deploy/test_started.py",
+)
+
 settings.register_profile("tandem", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gone = [name for name in SLOW if not (config.rootpath / name).exists()]
-    assert not gone, f"SLOW names {gone}, which are not there"
+    gone = [name for name in (*SLOW, *WAITING, *LONGEST) if not (config.rootpath / name).exists()]
+    assert not gone, f"{gone} are named here and are not there"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,6 +75,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(item.path.is_relative_to(path) for path in slow):
             item.add_marker("slow")
+    if hasattr(config, "workerinput"):  # a process of several, which get files in this order
+        items[:] = _mixed(config.rootpath, items)
+
+
+def _mixed(root: Path, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Whole files: those that wait spread among those that compute, so that cores are busy all the time."""
+    longest, waiting = [root / name for name in LONGEST], tuple(root / name for name in WAITING)
+    files = dict.fromkeys(item.path for item in items)
+    waits = [file for file in files if any(file.is_relative_to(path) for path in waiting)]
+    waits.sort(key=lambda file: longest.index(file) if file in longest else len(longest))
+    computes = [file for file in files if file not in waits]
+    places = {file: number / len(part) for part in (waits, computes) for number, file in enumerate(part)}
+    return sorted(items, key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:

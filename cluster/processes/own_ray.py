@@ -24,6 +24,7 @@ SETTINGS = {
     # Without a GCS Ray's processes end themselves after a minute. They can do without, and a GCS may come back.
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(7 * 24 * 3600),
     "RAY_task_events_report_interval_ms": "0",  # the GCS keeps an event of every call: 2.4 MiB a minute, nearly idle
+    "RAY_prestart_worker_first_driver": "0",  # Python processes, one for each core, that no actor of ours can use
 }
 GIB = 1 << 30
 log = logging.getLogger(__name__)

@@ -7,7 +7,9 @@
 A GCS comes back with what it knew where Ray was told to store it (RAY_gcs_storage=rocksdb, or Redis).
 """
 
+import socket
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 from tandem.cluster.processes.loss import Loss
@@ -15,6 +17,8 @@ from tandem.cluster.processes.port_watch import PortWatch
 from tandem.cluster.processes.ray_nodes import answered_cluster
 
 PATIENCE_SECONDS = 0.5  # without a server until it counts as lost
+ANEW = "its GCS has started anew, without what it knew"
+GCS_SECONDS = 1.0  # for a connection to one
 
 
 class RayWatch:
@@ -44,9 +48,11 @@ class RayWatch:
         self._lost = lost
         self._away = away
         self._patience_seconds = patience_seconds
+        self._is_away = False
+        self._lock = Lock()
         back = self._is_back if patience_seconds else None
         self._watches = [
-            PortWatch(raylet, PATIENCE_SECONDS, lambda: lost(f"{self._name} is lost: its raylet has ended")),
+            PortWatch(raylet, PATIENCE_SECONDS, self._raylet_ended),
             PortWatch(gcs, PATIENCE_SECONDS, self._interrupt, back),
         ]
 
@@ -58,6 +64,7 @@ class RayWatch:
     def _interrupt(self) -> None:
         until = "it is back" if self._patience_seconds else "tandem up is started again"
         reason = f"{self._name} has lost its GCS: what runs serves on, and nothing is started until {until}"
+        self._is_away = True
         self._loss.interrupt(reason, self._patience_seconds)
         self._away(reason)
 
@@ -66,9 +73,26 @@ class RayWatch:
         if found is None:
             return False
         if found != self._cluster:
-            self._lost(f"{self._name} is lost: its GCS has started anew, without what it knew")
-            self.close()
+            self._end(ANEW)
             return False
+        self._is_away = False
         self._loss.resume()
         self._away("")
         return True
+
+    def _raylet_ended(self) -> None:
+        """A GCS that is back empty ends the raylets, and that may be seen before such a GCS was asked."""
+        self._end(ANEW if self._is_away and self._is_anew() else "its raylet has ended")
+
+    def _is_anew(self) -> bool:
+        try:
+            socket.create_connection(self._gcs, GCS_SECONDS).close()
+        except OSError:
+            return False
+        return answered_cluster(*self._gcs) not in (None, self._cluster)
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            lost, self._lost = self._lost, lambda _: None
+        lost(f"{self._name} is lost: {reason}")
+        self.close()

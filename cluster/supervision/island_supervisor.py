@@ -135,11 +135,13 @@ class IslandSupervisor(Supervisor):
 
     def _stop_admission(self) -> None:
         """Returns when the island has no requests any more, or after recovery.drain_seconds."""
-        cut_off = self.island.cut_off
-        updates = self._membership.update(self.island_name, self._epoch, self._budget.used, (), cut_off=cut_off)
-        self._stop.answers(updates, GATEWAY_SECONDS)
+        cut_off: frozenset[int] | None = None
         deadline = time.monotonic() + self._recovery.drain_seconds
-        while time.monotonic() < deadline:
+        while cut_off is None or time.monotonic() < deadline:
+            if cut_off != self.island.cut_off:  # another worker may tell of a loss before its host was silent for long
+                cut_off = self.island.cut_off
+                updates = self._membership.update(self.island_name, self._epoch, self._budget.used, (), cut_off=cut_off)
+                self._stop.answers(updates, GATEWAY_SECONDS)
             asked = self._membership.ask_placed_tokens(self.island_name)
             # Nobody reads what workers would still generate for a lost gateway process.
             if not any(self._stop.answers(asked, GATEWAY_SECONDS)):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.clients_on_a_host import HostClients
-from tests.e2e.test_hosts import OVER_HOSTS, TOKEN, Cluster, running
+from tests.e2e.host_cluster import OVER_HOSTS, TOKEN, Cluster, running
 from tests.support.client_requests import GREEDY
 from tests.support.hosts import Hosts, hosts
 from tests.support.oracle import greedy_all, load_oracle, random_prompt

@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 from ray.autoscaler._private.util import with_envs
 
+from tandem.cache.kernels.build.build_once import cache_folder
 from tests.deploy import dockerfile, manifest
 from tests.deploy.known import DEPLOY
 from tests.support.hosts import Hosts
@@ -64,8 +65,9 @@ def by_systemd(hosts: Hosts, home: Path) -> Start:
         return {"TANDEM_HOST": hosts.addresses[host], "TANDEM_HEAD": hosts.addresses[0]}
 
     def here(text: str) -> str:
-        for path in ("/var/lib/tandem", "/run/tandem", "/var/cache/tandem"):
+        for path in ("/var/lib/tandem", "/run/tandem"):
             text = text.replace(path, str(home))
+        text = text.replace("/var/cache/tandem", str(cache_folder()))
         return text.replace("/opt/tandem/bin", str(BIN)).replace("/etc/tandem/cluster.yaml", str(CONFIG))
 
     def environ(text: str, host: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import trustme
 
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE, cache_folder
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.credentials import is_loopback
 from tests.deploy import dockerfile, manifest
@@ -59,11 +60,12 @@ class Container:
 
     @property
     def ray(self) -> list[psutil.Process]:
-        """Ray's processes, whoever their parent is now."""
+        """Ray's processes, whoever their parent is now. The server for Ray's own clients knows only the address."""
         found = list[psutil.Process]()
+        address = f"--address={self.environ['RAY_ADDRESS']}"
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if any(self.ray_folder in word for word in process.cmdline()):
+                if any(self.ray_folder in word or word == address for word in process.cmdline()):
                     found += [process, *process.children(recursive=True)]
         return found
 
@@ -91,6 +93,7 @@ def environment(folder: Path, model: Path, ray_folder: str) -> dict[str, str]:
         **{name: os.environ[name] for name in ("PYTHONPATH", "PYTHONWARNINGS") if name in os.environ},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(folder),
+        KERNEL_CACHE: str(cache_folder()),  # as the image gives a folder; not an empty one
         "XDG_RUNTIME_DIR": str(folder),
         "TANDEM_MODEL__PATH": str(model),
         "TANDEM_SECURITY__API_KEY": manifest.SECRET,

@@ -13,6 +13,7 @@ they had the tokens of the first one, as far as they came; and how the last one 
 
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -26,11 +27,17 @@ from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.protocol import build_request
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tests.support.client_requests import GREEDY
-from tests.support.oracle import random_prompt
 
-PROMPT = random_prompt(50, 77)
 SHORT, LONG = 300, 1500
 RECEIVED = 5  # messages until the next call resumes the request
+
+
+def _prompt(length: int, seed: int) -> list[int]:
+    """Without tests.support.oracle, whose imports take longer than many a request."""
+    return random.Random(seed).choices(range(3, 199), k=length)
+
+
+PROMPT = _prompt(50, 77)
 
 
 def takes_over(addresses: list[str], security: ClientSecurity) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def beside(addresses: list[str], security: ClientSecurity) -> bool:
         running = first.generate(PROMPT, timeout=60, **(sampling | {"max_tokens": LONG}))
         for number, _ in enumerate(running):
             before = decoded(second)
-            list(second.generate(random_prompt(20, 500 + number), timeout=60, **sampling))
+            list(second.generate(_prompt(20, 500 + number), timeout=60, **sampling))
             after = decoded(second)
             if sum(after[name] > before[name] for name in after) > 1:
                 return True

@@ -1,6 +1,5 @@
 """Adaptive roles through the gateway: who computes a prompt, who decodes it, and where it moves changes no token."""
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,7 @@ import pytest
 from torch import Tensor
 
 from tandem.cluster.client import Client
-from tandem.cluster.requests import rebalancer
 from tandem.cluster.routing.policy import Ask, Pair, WorkerLoad
-from tandem.cluster.routing.rebalance import Move
 from tandem.workers import worker
 from tandem.workers.config import Role
 from tandem.workers.runner.model_cache import make_cache
@@ -24,6 +21,7 @@ from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.island import Island, running_island
+from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.sliding_oracle import slide_greedily
 
@@ -166,14 +164,7 @@ def test_requests_that_move_lose_no_token(tmp_path: Path, sharing: bool, monkeyp
     folder = save_checkpoint("qwen3", tmp_path)
     prompts, num_tokens = PROMPTS[:6], 120
     expected = [greedy(load_oracle(folder), prompt, num_tokens) for prompt in prompts]
-    looks = itertools.count()
-
-    def all_move(workers: Sequence[WorkerLoad], token_seconds: float) -> list[Move]:
-        source, target = workers if next(looks) % 2 else workers[::-1]
-        return [Move(source, target, len(prompts))]
-
-    monkeypatch.setattr(rebalancer, "moves", all_move)
-    monkeypatch.setattr(rebalancer, "PERIOD_SECONDS", 0.05)
+    move_back_and_forth(len(prompts), monkeypatch)
     with adaptive_island(folder, **{"cache.prefix_sharing": sharing}) as island:
         with ThreadPoolExecutor(len(prompts)) as pool:
             ran = list(pool.map(lambda one: complete(island.address, one, max_tokens=num_tokens, **GREEDY), prompts))

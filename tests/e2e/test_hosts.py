@@ -1,188 +1,29 @@
 """A cluster of three hosts, which are network namespaces of this machine, and a client on a fourth."""
 
-import json
 import os
-import re
 import secrets
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import trustme
 
 from tandem.cluster.processes.process_tree import descendants
-from tandem.cluster.supervision.authority import Authority
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.wire.messages import prompt_to_bytes
-from tests.support.client_requests import GREEDY
-from tests.support.hosts import COMMAND_SECONDS, Hosts, can_make_hosts, hosts, process_name
+from tests.e2e.host_cluster import ANSWER, OURS, READY_SECONDS, Cluster, nobody_answers, running
+from tests.support.hosts import Hosts, can_make_hosts, hosts, process_name
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root and `ip netns`")
-CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
-TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
-TOKEN = secrets.token_hex(16)
-OUTPUT = 12
-READY_SECONDS = 240
-OURS = ("prefill (PE", "decode (PE", "gateway.")  # by the beginnings of their names; the launcher's port is Ray's
 GATEWAYS: dict[str, object] = {"gateway.nodes": "all", "gateway.port": 50061}
 OF_CLUSTER = (*OURS, "ray::ProcessHos", "tandem: ")
 ISLANDS: dict[str, object] = {"num_islands": 2, "recovery.partition_seconds": 4}
-OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.verify_kv": "true"}
-
-
-@dataclass
-class Cluster:
-    hosts: Hosts
-    addresses: list[str]  # of the gateways, the first host's first
-    ca: Path
-    token_file: Path
-    launcher: "subprocess.Popen[str]"
-    log: Path
-    metrics: list[str]  # the addresses of metrics.port; none without it
-
-    @property
-    def address(self) -> str:
-        """Of the first host's gateway."""
-        return self.addresses[0]
-
-    def islands(self) -> dict[str, tuple[str, list[str]]]:
-        """The host of each island, and its workers' addresses."""
-        return {
-            island["name"]: (island["host"], [worker["address"] for worker in island["workers"]])
-            for island in self.info()["islands"]
-        }
-
-    def info(self) -> dict[str, Any]:
-        return json.loads(self._run(*TANDEM, "status", "--address", self.address, "--json"))
-
-    def scale(self, *wanted: str) -> None:
-        self._run(*TANDEM, "scale", "--address", self.address, *wanted)
-
-    def said(self) -> str:
-        """What `tandem status` prints."""
-        return " ".join(self._run(*TANDEM, "status", "--address", self.address).split())
-
-    def refused(self, *command: str) -> str:
-        """What a command says that fails."""
-        done = self._call(*TANDEM, command[0], "--address", self.address, *command[1:])
-        assert done.returncode == 1, done.stdout
-        return done.stderr
-
-    def held(self) -> tuple[int, set[int], int]:
-        """Requests at the gateway; pages that each worker misses; and prompt tokens that all have computed so far."""
-        info = self.info()
-        workers = [worker for island in info["islands"] for worker in island["workers"]]
-        missing = {worker["num_pages"] - worker["free_pages"] for worker in workers}
-        return info.get("active", 0), missing, sum(int(worker["counters"]["prompt_tokens"]) for worker in workers)
-
-    def answers(
-        self,
-        folder: Path,
-        prompts: Sequence[list[int] | str],
-        sampling: Mapping[str, object] | None = None,
-        cancelled: Sequence[int] = (),
-    ) -> list[list[int]]:
-        """Of a client on the last host; sampling: greedily without. It goes away early from requests `cancelled`."""
-        asked = folder / "asked.json"
-        asked.write_text(json.dumps([prompts, sampling or GREEDY | {"max_tokens": OUTPUT}, list(cancelled)]))
-        client = [sys.executable, "-m", "tests.e2e.client_on_a_host", self.address, str(self.ca), str(asked)]
-        return json.loads(self._run(*client))
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of clients."""
-        paths = {"TANDEM_TOKEN_FILE": str(self.token_file), "TANDEM_TLS_CA": str(self.ca)}
-        return self.hosts.environment | paths | {"TOKEN": TOKEN}
-
-    def gateways(self) -> list[str]:
-        """The hosts whose gateways serve."""
-        return sorted(gateway["host"] for gateway in self.info()["gateways"] if gateway["pid"])
-
-    def done(self, task: str) -> Any:
-        """What a client of all gateways says, see several_gateways_on_a_host."""
-        return json.loads(self._run(*self._several(task, self.addresses)))
-
-    @contextmanager
-    def going_on(self, addresses: Sequence[str], task: str = "goes_on") -> Iterator[dict[str, Any]]:
-        """A client of these gateways whose request has begun when the block does. What it says is there after it: a
-        task's own words, or under `each` those of each gateway."""
-        command = self.hosts.command(3, *self._several(task, addresses))
-        said: dict[str, Any] = {}
-        with subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True) as client:
-            assert client.stdout is not None
-            assert client.stdout.readline() == "begun\n"
-            yield said
-            words = json.loads(client.communicate(timeout=READY_SECONDS)[0])
-            said |= words if isinstance(words, dict) else {"each": words}
-
-    def _several(self, task: str, addresses: Sequence[str]) -> list[str]:
-        module = [sys.executable, "-m", "tests.e2e.several_gateways_on_a_host"]
-        return [*module, task, ",".join(addresses), str(self.ca)]
-
-    def scraped(self, address: str) -> str:
-        """What a server of metrics tells a monitor on the last host that has the token."""
-        ask = "import ssl, sys, urllib.request as u; url, ca, token = sys.argv[1:]\n"
-        ask += "asked = u.Request(url, headers={'authorization': 'Bearer ' + token})\n"
-        ask += "print(u.urlopen(asked, context=ssl.create_default_context(cafile=ca)).read().decode())"
-        return self._run(sys.executable, "-c", ask, f"https://{address}/metrics", str(self.ca), TOKEN)
-
-    def heard_by_strangers(self, folder: Path, addresses: Sequence[str]) -> list[list[bool | int | None]]:
-        """How servers answer a stranger on the last host, see stranger_on_a_host; its certificate is another
-        cluster's."""
-        foreign, pair = Authority("another").gateway(), folder / "foreign.pem"
-        pair.write_bytes(foreign.certificate + foreign.key)
-        stranger = [sys.executable, "-m", "tests.e2e.stranger_on_a_host", str(pair), *addresses]
-        return json.loads(self._run(*stranger))
-
-    @contextmanager
-    def captured(self, folder: Path, needles: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-        """All that crosses the first host's network inside the block; what was seen is there after it."""
-        listed, seen = folder / "needles", {}
-        listed.write_text("\n".join(needle.hex() for needle in needles))
-        command = self.hosts.command(0, sys.executable, "-m", "tests.e2e.capture_on_a_host", str(listed))
-        environment = self.hosts.environment
-        with subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as capture:
-            assert capture.stdout is not None
-            assert capture.stdout.readline() == "ready\n"
-            try:
-                yield seen
-            finally:
-                said, _ = capture.communicate(timeout=READY_SECONDS)
-        seen |= json.loads(said)
-
-    def send_openly(self, messages: Sequence[bytes]) -> None:
-        """From the last host to the first one, without TLS."""
-        listen = "import socket; s = socket.create_server(('', 9)); print('ready', flush=True); c = s.accept()[0]\n"
-        command = self.hosts.command(0, sys.executable, "-c", f"{listen}while c.recv(1 << 16): pass")
-        with subprocess.Popen(command, env=self.hosts.environment, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            assert server.stdout.readline() == "ready\n"
-            send = "import socket, sys; c = socket.create_connection((sys.argv[1], 9))\n"
-            send += "for message in sys.argv[2:]: c.sendall(bytes.fromhex(message))"
-            hexed = [message.hex() for message in messages]
-            self._run(sys.executable, "-c", send, self.hosts.addresses[0], *hexed)
-
-    def _run(self, *command: str) -> str:
-        done = self._call(*command)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def _call(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        run, options = self.hosts.command(3, *command), {"timeout": COMMAND_SECONDS, "check": False}
-        return subprocess.run(run, env=self.environment, capture_output=True, text=True, **options)
 
 
 def _eventually(holds: Callable[[], object]) -> None:
@@ -198,24 +39,6 @@ def _forks(process_host: int, name: str) -> bool:
     return any(process_name(pid).startswith(name) for pid, _ in descendants(process_host))
 
 
-def nobody_answers(cluster: Cluster, folder: Path) -> int:
-    """But the gateways and their servers of metrics, and they only over TLS; without a token they serve nobody. By
-    default such a server is on loopback. How many ports beside the workers' do not answer."""
-    workers = {worker for _, workers in cluster.islands().values() for worker in workers}
-    listening = [cluster.hosts.listening(host, OURS) for host in range(3)]
-    open_ports = {address for addresses in listening for address in addresses}
-    public = [address for address in cluster.metrics if not address.startswith("127.")]
-    assert {*cluster.addresses, *public} <= open_ports
-    private = open_ports - {*cluster.addresses, *public}
-    assert private >= workers
-    here = cluster.hosts.addresses[0]
-    hidden = [address.replace("127.0.0.1", here) for address in cluster.metrics if address not in public]
-    heard = cluster.heard_by_strangers(folder, [*cluster.addresses, *public, *private, *hidden])
-    expected = [[False, True, None, None]] * len(cluster.addresses) + [[False, False, None, 401]] * len(public)
-    assert heard == expected + [[False, False, None, None]] * (len(private) + len(hidden))
-    return len(private - workers)
-
-
 @pytest.fixture(scope="module")
 def joined_hosts() -> Iterator[Hosts]:
     """Three in one Ray, whose GCS stores what it knows, and one for clients."""
@@ -226,73 +49,11 @@ def joined_hosts() -> Iterator[Hosts]:
         yield made
 
 
-@contextmanager
-def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, object]) -> Iterator[Cluster]:
-    """A cluster whose gateway is on the first host. settings: beside those that all have."""
-    authority = trustme.CA()
-    certificate = authority.issue_cert(*made.addresses)
-    paths = {name: folder / name for name in ("ca.pem", "cert.pem", "key.pem", "token")}
-    authority.cert_pem.write_to_path(str(paths["ca.pem"]))
-    certificate.cert_chain_pems[0].write_to_path(str(paths["cert.pem"]))
-    certificate.private_key_pem.write_to_path(str(paths["key.pem"]))
-    paths["token"].write_text(TOKEN)
-    for private in ("key.pem", "token"):
-        paths[private].chmod(0o600)
-    together = {
-        "name": f"hosts-{secrets.token_hex(3)}",
-        "cache.num_pages": 128,
-        "gateway.host": made.addresses[0],
-        "gateway.port": 0,
-        "gateway.processes": 1,
-        "island.threads_per_worker": 1,
-        "security.token_file": paths["token"],
-        "security.tls_cert": paths["cert.pem"],
-        "security.tls_key": paths["key.pem"],
-        **settings,
-    }
-    command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--address", made.ray]
-    for key, value in together.items():
-        command += ["--set", f"{key}={value}"]
-    with (folder / "log").open("w") as log:
-        run = made.command(0, *command)
-        process = subprocess.Popen(run, env=made.environment, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        assert process.stdout is not None
-        found = re.fullmatch(r"ready grpc=(\S+:\d+)(?: metrics=(\S+:\d+))?\n", process.stdout.readline())
-        assert found, (folder / "log").read_text()
-        metrics = found[2].split(",") if found[2] else []
-        yield Cluster(made, found[1].split(","), paths["ca.pem"], paths["token"], process, folder / "log", metrics)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=READY_SECONDS)
-
-
 @pytest.fixture(scope="module")
 def cluster(joined_hosts: Hosts, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     settings = GATEWAYS | ISLANDS | {"metrics.port": 50062, "metrics.host": joined_hosts.addresses[0]}
     with running(joined_hosts, tmp_path_factory.mktemp("hosts"), small_model, settings) as cluster:
         yield cluster
-
-
-@pytest.mark.timeout(300)
-def test_an_island_over_several_hosts_serves_a_client_of_another(
-    joined_hosts: Hosts, small_model: Path, tmp_path: Path
-) -> None:
-    with running(joined_hosts, tmp_path, small_model, OVER_HOSTS | {"metrics.port": 0}) as spanning:
-        ((host, workers),) = spanning.islands().values()
-        first, second = (worker.rpartition(":")[0] for worker in workers)
-        assert first != second
-        assert host == f"{first}, {second}"
-        assert [address.startswith("127.0.0.1:") for address in spanning.metrics] == [True]
-        nobody_answers(spanning, tmp_path)
-        spanning.scale("--decode", "2")
-        ((host, workers),) = spanning.islands().values()
-        assert sorted(host.split(", ")) == sorted({worker.rpartition(":")[0] for worker in workers})
-        assert len(workers) == 3
-        prompts = [random_prompt(5 + 11 * number, number) for number in range(12)]
-        assert spanning.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
-        spanning.scale("--decode", "1")
-        assert [len(workers) for _, workers in spanning.islands().values()] == [2]
 
 
 def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
@@ -306,7 +67,7 @@ def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
         assert len(workers) == 2
         assert all(worker.startswith(f"{host}:") for worker in workers)
     prompts = [random_prompt(5 + 7 * number, number) for number in range(24)]
-    assert cluster.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    assert cluster.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, ANSWER)
 
 
 def test_any_gateway_serves_any_island_and_takes_a_request_over_from_another_host(
@@ -315,7 +76,7 @@ def test_any_gateway_serves_any_island_and_takes_a_request_over_from_another_hos
     assert cluster.gateways() == sorted(address.rpartition(":")[0] for address in cluster.addresses)
     assert cluster.gateways() == cluster.hosts.addresses[:3]
     prompts = [random_prompt(5 + 3 * number, 300 + number) for number in range(6)]
-    expected = greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    expected = greedy_all(load_oracle(small_model), prompts, ANSWER)
     for address in cluster.addresses[1:]:
         assert replace(cluster, addresses=[address]).answers(tmp_path, prompts) == expected
     said = cluster.done("takes_over")
@@ -334,7 +95,7 @@ def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
     prompts = [random_prompt(5 + number % 8, 1000 + number) for number in range(200)]
     cancelled = range(0, len(prompts), 3)
     answers = cluster.answers(tmp_path, prompts, cancelled=cancelled)
-    expected = greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    expected = greedy_all(load_oracle(small_model), prompts, ANSWER)
     for number, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
         assert answer == (tokens[: len(answer)] if number in cancelled else tokens)
         assert answer
@@ -378,7 +139,7 @@ def test_without_rays_gcs_serving_goes_on_and_what_is_lost_is_started_once_it_is
     assert made.addresses[1] in {host for host, _ in cluster.islands().values()}
     (process_host,) = (pid for pid in made.pids(1) if process_name(pid) == "ray::ProcessHos" and _forks(pid, "decode"))
     prompts = [random_prompt(9 + 5 * number, 700 + number) for number in range(8)]
-    expected = greedy_all(load_oracle(small_model), prompts, OUTPUT)
+    expected = greedy_all(load_oracle(small_model), prompts, ANSWER)
     made.end_gcs()
     until(lambda: cluster.info()["starts_nothing"])
     assert "has lost its GCS: what runs serves on, and nothing is started until it is back" in cluster.said()
@@ -419,12 +180,12 @@ def test_the_islands_of_a_lost_host_go_to_another_and_its_gateway_comes_back_wit
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(cluster.answers, tmp_path, prompts)
         cluster.scale("--islands", "2")
-        assert answers.result() == greedy_all(load_oracle(small_model), prompts, OUTPUT)
+        assert answers.result() == greedy_all(load_oracle(small_model), prompts, ANSWER)
     assert len(cluster.islands()) == 2
     cluster.hosts.start_ray(2)
     until(lambda: cluster.gateways() == cluster.hosts.addresses[:3])
     back = replace(cluster, addresses=[lost_gateway])
-    assert back.answers(tmp_path, prompts[:2]) == greedy_all(load_oracle(small_model), prompts[:2], OUTPUT)
+    assert back.answers(tmp_path, prompts[:2]) == greedy_all(load_oracle(small_model), prompts[:2], ANSWER)
 
 
 @pytest.mark.timeout(300)

@@ -1,5 +1,5 @@
-"""Links between hosts that are down for a while, for less and for more than recovery.partition_seconds, and the end
-of a Ray that forgets."""
+"""An island over several hosts: links that are down for a while, for less and for more than
+recovery.partition_seconds, and the end of a Ray that forgets."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.clients_on_a_host import HostClients
-from tests.e2e.test_hosts import OVER_HOSTS, READY_SECONDS, TOKEN, Cluster, running
+from tests.e2e.host_cluster import ANSWER, OVER_HOSTS, READY_SECONDS, TOKEN, Cluster, nobody_answers, running
 from tests.support.client_requests import GREEDY
 from tests.support.hosts import NODE_CPUS, can_make_hosts, hosts
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
@@ -25,8 +25,10 @@ SETTINGS: dict[str, Any] = {
     "recovery.partition_seconds": 3,
     "gateway.max_attempts": 20,
     "cache.num_pages": 256,
+    "metrics.port": 0,
 }
 FAR = 1  # beside the host of the launcher and the gateway
+THIRD = 2  # joins for a while
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def _await_streams(asking: HostClients) -> None:
     until(lambda: asking.streams >= enough)
 
 
-def island(cluster: Cluster) -> dict[str, Any]:
+def _island(cluster: Cluster) -> dict[str, Any]:
     return cluster.info()["islands"][0]
 
 
@@ -77,8 +79,29 @@ def _workers(cluster: Cluster, host: int) -> list[str]:
 
 
 @pytest.mark.timeout(300)
+def test_an_island_over_several_hosts_serves_a_client_of_another(
+    cluster: Cluster, small_model: Path, tmp_path: Path
+) -> None:
+    hosts = cluster.hosts
+    ((host, workers),) = cluster.islands().values()
+    assert [worker.rpartition(":")[0] for worker in workers] == hosts.addresses[:2]
+    assert host == ", ".join(hosts.addresses[:2])
+    assert [address.startswith("127.0.0.1:") for address in cluster.metrics] == [True]
+    nobody_answers(cluster, tmp_path)
+    hosts.start_ray(THIRD)
+    cluster.scale("--decode", "2")
+    ((host, workers),) = cluster.islands().values()
+    assert host == ", ".join(worker.rpartition(":")[0] for worker in workers) == ", ".join(hosts.addresses[:3])
+    prompts = [random_prompt(5 + 11 * number, number) for number in range(12)]
+    assert cluster.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, ANSWER)
+    cluster.scale("--decode", "1")
+    assert [len(workers) for _, workers in cluster.islands().values()] == [2]
+    hosts.lose(THIRD)
+
+
+@pytest.mark.timeout(300)
 def test_a_link_that_is_down_for_a_moment_pauses_streams(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
-    before = island(cluster)
+    before = _island(cluster)
     with clients(cluster, small_model, tmp_path) as asking:
         cluster.hosts.unplug(FAR)
         try:
@@ -90,7 +113,7 @@ def test_a_link_that_is_down_for_a_moment_pauses_streams(cluster: Cluster, small
         asking.stop()
     assert set(asking.outcomes) == {"finished"}
     assert set(asking.attempts) == {1}
-    after = island(cluster)
+    after = _island(cluster)
     assert [before[key] for key in ("epoch", "restarts")] == [after[key] for key in ("epoch", "restarts")]
 
 
@@ -103,6 +126,7 @@ def test_workers_behind_a_link_that_stays_down_end_themselves_and_streams_go_on(
     A short stream may have all its tokens when the link goes down, and then it is not placed again. A long one is.
     """
     assert _workers(cluster, FAR) == ["decode (PE 1)"]
+    before = _island(cluster)
     here = [cluster.address]
     with clients(cluster, small_model, tmp_path) as asking:
         try:
@@ -110,7 +134,7 @@ def test_workers_behind_a_link_that_stays_down_end_themselves_and_streams_go_on(
                 cluster.hosts.unplug(FAR)
             until(lambda: not _workers(cluster, FAR))
             _await_streams(asking)
-            after = island(cluster)
+            after = _island(cluster)
         finally:
             cluster.hosts.unplug(FAR, down=False)
         _await_streams(asking)
@@ -120,7 +144,7 @@ def test_workers_behind_a_link_that_stays_down_end_themselves_and_streams_go_on(
         pass
     assert lost["tokens"] == undisturbed["tokens"]
     assert lost["attempts"] > undisturbed["attempts"] == 1
-    assert int(after["epoch"]) > 1
+    assert int(after["epoch"]) > int(before["epoch"])
     assert after["host"] == cluster.hosts.addresses[0]
     assert not _workers(cluster, FAR)
 

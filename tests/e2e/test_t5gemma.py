@@ -1,8 +1,7 @@
 """T5Gemma through both doors against transformers, greedy and in float32, and what is refused by name."""
 
-import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ import pytest
 
 from tandem.cluster.client import Client
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.requests import rebalancer
-from tandem.cluster.routing.policy import WorkerLoad
-from tandem.cluster.routing.rebalance import Move
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of
 from tests.support.encoder_models import WINDOW, greedy_behind, save_t5gemma
 from tests.support.http_client import COMPLETIONS, answer, post, refused
 from tests.support.island import Island, running_island
+from tests.support.moves import move_back_and_forth
 from tests.support.oracle import random_prompt
 from tests.support.waiting import until
 
@@ -150,14 +147,7 @@ def test_requests_that_move_lose_no_token(
     """With shared prefixes both prompts go page to page, else they are computed again."""
     prompts, count = [random_prompt(length, seed=length) for length in (8, 19, 40, 61)], 120
     expected = [greedy_behind(oracle, prompt, count) for prompt in prompts]
-    looks = itertools.count()
-
-    def all_move(workers: Sequence[WorkerLoad], token_seconds: float) -> list[Move]:
-        source, target = workers if next(looks) % 2 else workers[::-1]
-        return [Move(source, target, len(prompts))]
-
-    monkeypatch.setattr(rebalancer, "moves", all_move)
-    monkeypatch.setattr(rebalancer, "PERIOD_SECONDS", 0.05)
+    move_back_and_forth(len(prompts), monkeypatch)
     with running_island(folder, {"scheduler.roles": "adaptive", "cache.prefix_sharing": sharing}) as island:
         with ThreadPoolExecutor(len(prompts)) as pool:
             ran = list(pool.map(lambda one: complete(island.address, one, max_tokens=count, **GREEDY), prompts))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE, cache_folder
 from tandem.cluster.processes.own_ray import LOOPBACK
 
 RAY_PORTS = range(20_000, 30_000)
@@ -73,10 +74,11 @@ class Hosts:
     def environment(self) -> dict[str, str]:
         ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
         known = {name: value for name, value in os.environ.items() if name != LOOPBACK}  # a Ray of this process has it
-        ray["RAY_gcs_rpc_server_reconnect_timeout_s"] = "3600"
+        ray |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600", "RAY_prestart_worker_first_driver": "0"}
         if self._stored is not None:
             ray |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._stored)}
-        return known | ray | {"HOME": str(self.home)}
+        # What this user has compiled before is not compiled again for each home.
+        return known | ray | {"HOME": str(self.home), KERNEL_CACHE: str(cache_folder())}
 
     @property
     def ray(self) -> str:
@@ -87,11 +89,12 @@ class Hosts:
         if self._stored is not None:
             self._stored.mkdir(exist_ok=True)
         head = ["--head", f"--port={self._ray_port}", "--include-dashboard=false", f"--temp-dir={self.home / 'ray'}"]
+        head += ["--no-monitor"]  # its autoscaler
         where = head if host == 0 else [f"--address={self.ray}"]
         options = [f"--node-ip-address={self.addresses[host]}", f"--num-cpus={cpus}"]
         store = f"--object-store-memory={STORE_BYTES}"
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
-        command = self.command(host, *ray, *where, *options, store)
+        command = self.command(host, *ray, *where, *options, store, "--include-log-monitor=false")
         said = ""
         for _ in range(START_ATTEMPTS):
             try:

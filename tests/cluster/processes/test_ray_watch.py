@@ -103,6 +103,17 @@ def test_the_raylet_is_a_loss_also_while_the_gcs_is_away(joined: Watched) -> Non
     assert joined.lost[0].endswith("is lost: its raylet has ended")
 
 
+def test_a_raylet_that_an_empty_gcs_has_ended_is_not_the_reason(joined: Watched) -> None:
+    """However soon the GCS itself is asked, one of both watches tells of the loss, and once."""
+    joined.end("GCS")
+    until(lambda: joined.told)
+    joined.start_gcs(OTHER, OTHER)
+    joined.end("raylet")
+    until(lambda: joined.lost)
+    joined.watch.close()
+    assert [reason.partition(": ")[2] for reason in joined.lost] == ["its GCS has started anew, without what it knew"]
+
+
 def test_the_gcs_of_an_own_ray_does_not_come_back(own: Watched) -> None:
     """What cannot be started without it ends the cluster."""
     own.end("GCS")

@@ -13,16 +13,9 @@ from tandem.cluster.config_scaling import ScalingSection
 from tandem.cluster.scaling import Shape
 from tandem.cluster.supervision.autoscaling.role_policy import RoleChange, RoleLoad, RolePolicy, pressures
 from tandem.workers.config import Role
+from tests.cluster.supervision.scaling_targets import SECONDS
 
-TARGETS: dict[str, Any] = {
-    "max_workers": 8,
-    "queue_seconds": 2.0,
-    "first_token_seconds": 1.0,
-    "token_seconds": 0.1,
-    "up_after_seconds": 30.0,
-    "down_after_seconds": 300.0,
-    "cooldown_seconds": 60.0,
-}
+TARGETS = SECONDS | {"max_workers": 8}
 IDLE = RoleLoad()
 GOOD = RoleLoad(first_token_seconds=0.2, token_seconds=0.02, prompt_tokens_per_second=100, output_tokens_per_second=100)
 SLOW_PROMPTS = replace(GOOD, first_token_seconds=1.5, prefill_seconds=1.4, prefill_use=1.0, backlog=0.1)

@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config_scaling import ScalingSection
 from tandem.cluster.supervision.autoscaling.scaling_policy import Load, ScalingPolicy
+from tests.cluster.supervision.scaling_targets import SECONDS
 
 CAPACITY = 1000.0  # tokens a second of a simulated island
-TARGETS: dict[str, Any] = {
-    "min_islands": 1,
-    "max_islands": 8,
-    "queue_seconds": 2.0,
-    "first_token_seconds": 1.0,
-    "token_seconds": 0.1,
-    "up_after_seconds": 30.0,
-    "down_after_seconds": 300.0,
-    "cooldown_seconds": 60.0,
-}
+TARGETS = SECONDS | {"min_islands": 1, "max_islands": 8}
 IDLE = Load()
 WAITS = Load(queue_seconds=3.0, tokens_per_second=CAPACITY)
 GOOD = Load(first_token_seconds=0.2, token_seconds=0.02, tokens_per_second=CAPACITY)

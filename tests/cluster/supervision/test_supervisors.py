@@ -27,7 +27,7 @@ from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.supervisor import RestartBudget
 from tandem.transfer.endpoint import LOOPBACK
 from tandem.transfer.errors import PeerGone
-from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, room_of_each
+from tests.cluster.fake_processes import ANSWERS, FakeGroup, FakeProcess, FakeProcesses, room_of_each
 from tests.support.waiting import until
 
 PATIENT = RecoverySection()
@@ -253,6 +253,25 @@ class TestIsland:
         cluster.last.members[1].silent_for = RECOVERY.cut_off_seconds + 1
         until(lambda: len(cluster.updates) == 3)
         assert [state.cut_off for state in cluster.states] == [frozenset(), frozenset({1}), frozenset()]
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
+    def test_who_is_cut_off_while_survivors_are_left_is_told_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Requests of a worker whose host is silent do not end by themselves."""
+        cluster = Cluster(FakeProcesses(), RECOVERY.model_copy(update={"drain_seconds": 60.0}))
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        lost, silent = cluster.last.members
+        monkeypatch.setitem(ANSWERS, "placed_tokens", 1)
+        lost.kill()
+        until(lambda: "placed_tokens" in [method for method, _ in cluster.gateway.calls])
+        assert [state.cut_off for state in cluster.states] == [frozenset(), frozenset()]
+        silent.silent_for = RECOVERY.silent_seconds + 1
+        until(lambda: len(cluster.updates) == 3)
+        assert [state.cut_off for state in cluster.states] == [frozenset(), frozenset(), frozenset({1})]
+        assert not silent.killed
+        monkeypatch.setitem(ANSWERS, "placed_tokens", 0)
+        until(lambda: silent.killed)
         cluster.supervisor.stop()
         cluster.supervisor.join()
 

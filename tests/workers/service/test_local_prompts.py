@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -153,9 +154,20 @@ def test_the_first_token_goes_over_the_feed(pair: Pair, folder: Path) -> None:
     feed.cancel()
 
 
-def test_a_reader_that_goes_away_ends_the_prompt(pair: Pair) -> None:
+def test_a_reader_that_goes_away_ends_the_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its first chunk is computed. A call that is cancelled sooner may never come."""
+    begun, gone, launch = Event(), Event(), PromptForwards.launch
+
+    def held(self: PromptForwards, chunks: Any, **rest: Any) -> Any:
+        begun.set()
+        assert gone.wait(30)
+        return launch(self, chunks, **rest)
+
+    monkeypatch.setattr(PromptForwards, "launch", held)
     stream = start(pair.decode, "r", reserve(pair.decode, DECODE_PE, "r"))
+    assert begun.wait(30)
     stream.cancel()
+    gone.set()
     pair.wait_until_free()
 
 

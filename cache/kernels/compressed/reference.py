@@ -105,16 +105,15 @@ def attend(
 
 
 def choose_entries(
-    keys: tuple[Tensor, int, TokenPages], q: Tensor, weights: Tensor, visible: Tensor, top_k: int
+    keys: tuple[Tensor, int, TokenPages], q: Tensor, weights: Tensor, visible: Tensor, top_k: int, longest: int
 ) -> Tensor:
     """int32 [T, top_k], see attend: the entries of the highest scores by index keys among those that are visible, in
     order; of equal ones the first.
 
-    keys: as entries of attend. q [T, heads, Di], rotated, and weights float32 [T, heads].
+    keys, longest: as entries and longest of attend. q [T, heads, Di], rotated, and weights float32 [T, heads].
     """
     pool, layer, pages = keys
-    most = max(1, int(visible.max())) if visible.numel() else 1
-    wanted = torch.arange(most, device=q.device).expand(q.shape[0], -1)
+    wanted = torch.arange(longest, device=q.device).expand(q.shape[0], -1)
     seen = wanted < visible[:, None]
     products = torch.einsum("thd,tkd->thk", q.float(), _read(pool, layer, pages, wanted.masked_fill(~seen, 0)).float())
     scores = torch.bmm(weights.unsqueeze(1), products.relu_()).squeeze(1).masked_fill(~seen, -torch.inf)

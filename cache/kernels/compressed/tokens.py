@@ -11,17 +11,18 @@ from torch import Tensor
 @dataclass(frozen=True, eq=False)
 class TokenPages:
     """Of one layer group. Entry e ≥ begins[t] of token t's sequence stands in page
-    kv_indices[firsts[t] + (e - begins[t]) // page_size]. All int32: firsts and begins [T]."""
+    kv_indices[firsts[t] + (e - begins[t]) // page_size]. All int32: firsts and begins [T]; at least one page."""
 
     firsts: Tensor
     begins: Tensor
     kv_indices: Tensor
 
     def places(self, entries: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-        """int64, both shaped as entries, int64 [T, n]: the page of each, and the place in it. An entry before the
-        first is taken for that one."""
+        """int64, both shaped as entries, int64 [T, n]: the page of each, and the place in it. Of entries that are not
+        there they mean nothing, but are in the pool."""
         relative = (entries - self.begins[:, None]).clamp(min=0)
-        pages = self.kv_indices[(self.firsts[:, None] + relative // page_size).long()]
+        index = (self.firsts[:, None] + relative // page_size).clamp(max=self.kv_indices.shape[0] - 1)
+        pages = self.kv_indices[index.long()]
         return pages.long(), relative % page_size
 
 

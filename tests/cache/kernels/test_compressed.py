@@ -15,9 +15,8 @@ from tandem.cache.kernels.compressed import attend as triton_attend
 from tandem.cache.kernels.compressed import compress as triton_compress
 from tandem.cache.kernels.compressed import reference
 from tandem.cache.kernels.compressed import rotate as triton_rotate
+from tandem.cache.kernels.compressed.choose import choose_entries
 from tandem.cache.kernels.compressed.tokens import NewTokens, TokenPages
-from tandem.cache.kernels.triton.index_scores import SeenPages, score_positions
-from tandem.cache.kernels.triton.top_k import choose_top
 from tandem.cache.plan.rope import Rotation
 from tests.support.tolerances import assert_close
 
@@ -197,7 +196,5 @@ def test_what_is_chosen(case: Case) -> None:
     pool = draw(PAGES, LAYERS, 1, 1, case.entries_per_page, case.key_size, seed=2, dtype=case.dtype)
     q = draw(positions.shape[0], 16, case.key_size, seed=3, dtype=case.dtype)
     weights, visible = draw(positions.shape[0], 16, seed=4), ((positions + 1) // case.every).int()
-    seen = SeenPages(visible, pages.firsts, pages.kv_indices)
-    scores = score_positions(pool, LAYER, q, weights, seen, int(visible.max()))
-    found = choose_top(scores, visible, 6)
-    assert torch.equal(found, reference.choose_entries((pool, LAYER, pages), q, weights, visible, 6))
+    arguments = (pool, LAYER, pages), q, weights, visible, 6, int(visible.max())
+    assert torch.equal(choose_entries(*arguments), reference.choose_entries(*arguments))

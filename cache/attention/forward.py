@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from tandem.cache.attention.compressed import CompressedForward
+from tandem.cache.attention.compressed_tokens import TokenForward
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.kernels.base import (
     QKV,
@@ -98,6 +99,7 @@ class Attention:
     locate: Callable[[], Tensor] | None = None  # int64 [T]: where each new token stands in its text, on the device
     encodes: bool = False  # the forward stores an encoder's entries, and nothing else
     compressed: CompressedForward | None = None  # of layouts with compressed KV
+    by_token: TokenForward | None = None  # of layouts with K and V in one plane, in place of `compressed`
     ran: int = 0  # a bit for each layer that has stored K and V, or latents
     stored_beside: set[tuple[int, int]] = field(default_factory=set)  # groups and layers whose store() ran
     _chosen: Tensor | None = None  # by the last layer with index keys
@@ -163,6 +165,10 @@ class Attention:
             raise InvalidArgument(
                 f"layer is {layer}; compression must be given exactly where a layer has compressed KV beside its window"
             )
+        if self.by_token is not None:
+            output = self._attend_by_token(of, group.group, layer, index, SharedKV(q, kv, sinks), compression)
+            self.ran |= 1 << layer
+            return output
         if of is not None and compression is not None and self.compressed is not None:
             beside = [0 if one is None else self.layers.beside[one][layer] for one in (of.inputs, of.entries, of.keys)]
             places = (beside[0], beside[1], beside[2])
@@ -170,6 +176,21 @@ class Attention:
         output = group.run(plan, index, SharedKV(q, kv, sinks, extra))
         self.ran |= 1 << layer
         return output
+
+    def _attend_by_token(
+        self,
+        of: CompressedGroups | None,
+        group: int,
+        layer: int,
+        index: int,
+        x: SharedKV,
+        compression: Compression | None,
+    ) -> Tensor:
+        assert self.by_token is not None
+        beside = () if of is None else (of.inputs, of.entries, of.keys)
+        inputs, entries, keys = [0 if one is None else self.layers.beside[one][layer] for one in beside] or [0, 0, 0]
+        self.stored_beside.update((one, layer) for one in beside if one is not None)
+        return self.by_token.attend(of, group, (index, inputs, entries, keys), x, compression)
 
     def _choose(self, layer: int, choice: Index | None) -> Tensor | None:
         """What a layer's queries attend to, see Latents: a layer without index keys takes what the one before took."""

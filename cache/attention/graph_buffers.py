@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.attention.compressed_tokens import TokenForward, has_shared_planes
 from tandem.cache.attention.forward import Attention, LayerIndex
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.attention.rotations import Rotations
@@ -18,7 +19,7 @@ from tandem.cache.kernels.torch.sliding import SlidingRows
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array, IntArray
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tandem.cache.plan.tables import EntryLayout, PageTables, TokenLayout, lay_out_tokens, look_up_pages
 
 SKIP_SLOT = -1  # append leaves such a token out
 
@@ -84,7 +85,10 @@ class GraphBuffers:
             GroupPlan(own, rotation, num_tokens=self.size, stored=stored, captured=True)
             for own, rotation, stored in zip(self._buffers, self._rotations.at(self._positions), noted, strict=True)
         ]
-        return Attention(self._groups, plans, self._layers, None, lambda: self._positions)
+        by_token = None
+        if has_shared_planes(self._groups):
+            by_token = TokenForward.of_buffers(self._groups, plans, self._buffers, self._positions, self._rotations.at)
+        return Attention(self._groups, plans, self._layers, None, lambda: self._positions, by_token=by_token)
 
     def clear(self) -> None:
         """Makes all rows of a decode step padding. Of prompts: as many tokens as there may be, of a sequence that
@@ -135,7 +139,8 @@ class GraphBuffers:
         if missing or not limits.one_each:
             widths = limits.num_tokens, *limits.inputs
             arrays = [pad(one, width - one.size, 0) for one, width in zip(arrays, widths, strict=True)]
-        for tokens, one in zip(layouts, tables, strict=True):
+        for layout, one in zip(layouts, tables, strict=True):
+            tokens = layouts[0] if isinstance(layout, EntryLayout) else layout  # rows, which entries are not
             arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
             if limits.runs:
                 assert tokens.preceding is not None, "rows of a verify step stand apart"
@@ -161,7 +166,13 @@ def make_graph_buffers(
 ) -> list[GraphBuffers]:
     """See PagedKVCache.graph_buffers."""
     max_pages, page_size = table.groups[0].pages.shape[1], table.page_size
-    fit = [] if rotations.by_length else [one for one in limits if _fits(one, groups, max_pages * page_size)]
+    compressed = {group for of in layers.compressed.values() for group in of}
+    stored_apart = layers.beside.keys() - compressed  # by the caller, who knows no graph
+    fit = (
+        []
+        if rotations.by_length or stored_apart
+        else [one for one in limits if _fits(one, groups, max_pages * page_size)]
+    )
     if not fit:
         return []
     chunks = [group.chunk for group in groups]

@@ -105,6 +105,11 @@ class GroupAttention:
         hooked = plan.sends or plan.stored is not None
         self.backend.store_kv(plan, layer, k, v, partial(self._appended, plan, layer) if hooked else None)
 
+    def appended(self, plan: GroupPlan, layer: int, k: Tensor, v: Tensor | None) -> None:
+        """Of entries that a kernel of several groups has stored: pushes what the plan sends, as run() does."""
+        if plan.sends or plan.stored is not None:
+            self._appended(plan, layer, k, v)
+
     def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
         """See AttentionBackend.read. Of an encoder's entries, which no layer stores now, it pushes what the plan sends:
         all of them are cached."""

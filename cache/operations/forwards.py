@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from tandem.cache.attention.compressed import CompressedForward
+from tandem.cache.attention.compressed_tokens import TokenForward, takes_by_token
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
 from tandem.cache.kernels.base import NO_PLAN, Compression, Index, Limits, Part
@@ -57,9 +58,15 @@ class ForwardCalls(Parts):
             for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
         )
         standing = self._table.standing(rows)
-        compressed = CompressedForward(self._groups, plans, self._rotations.at) if self._layers.compressed else None
+        compressed = by_token = None
+        if takes_by_token(self._groups, tokens):
+            by_token = TokenForward.of_forward(self._groups, plans, tokens, self._rotations.at)
+        elif self._layers.compressed:
+            compressed = CompressedForward(self._groups, plans, self._rotations.at)
         locate = partial(self._rotations.locate, tokens)
-        attention = Attention(self._groups, plans, self._layers, standing, locate, compressed=compressed)
+        attention = Attention(
+            self._groups, plans, self._layers, standing, locate, compressed=compressed, by_token=by_token
+        )
         return Forward(sequences, tokens, attention, sent, standing)
 
     def encode(self, seq_ids: Ids, *, push: bool = True) -> Forward:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.cache.operations import forwards
 from tandem.cluster.config import load_config as load_cluster_config
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, UnsupportedFeature
@@ -76,6 +77,16 @@ def test_published_names_and_fields(folder: Path) -> None:
     assert config.moe is not None
     assert config.moe.hashed == {0}
     rewrite(folder, {"mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"]})
+    with running_island(folder, {"scheduler.max_batch_tokens": CHUNK}) as island:
+        assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+
+
+def test_prompts_by_token_land_where_they_are_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU computes and sends them: inputs token by token, entries when they are complete. Digests of what was sent
+    and of what landed are compared."""
+    monkeypatch.setattr(forwards, "takes_by_token", lambda groups, tokens: tokens.trees is None)
+    prompts = [random_prompt(length, seed=length) for length in (1, 3, 31, 33, 2 * CHUNK + 5)]
+    expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
     with running_island(folder, {"scheduler.max_batch_tokens": CHUNK}) as island:
         assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
 

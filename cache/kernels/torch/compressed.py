@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Appended, AttentionBackend, GroupPlan, SharedKV
+from tandem.cache.kernels.base import (
+    Appended,
+    AttentionBackend,
+    Capabilities,
+    DeviceTables,
+    GroupPlan,
+    Limits,
+    SharedKV,
+)
 from tandem.cache.kernels.scoring import additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
 from tandem.cache.kernels.torch.latent_entries import LatentEntries
@@ -66,15 +74,23 @@ class SharedPlan:
 
 
 class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
-    """Of a pool whose one plane is K and V."""
+    """Of a pool whose one plane is K and V. In graph buffers, own is the tables, for kernels by token."""
+
+    capabilities = Capabilities(step_graphs=True, verify_graphs=True)
 
     def __init__(self, pool: Tensor, scale: float, window: int) -> None:
         super().__init__(pool, pool.shape[5])
-        self._scale = scale
-        self._window = window
+        self.scale = scale
+        self.window = window
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> SharedPlan:
-        trees = tree_masks(tokens, tables, self._window)
+    def buffers(self, limits: Limits, tables: DeviceTables) -> DeviceTables:
+        return tables
+
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
+        """A SharedPlan, but in graph buffers."""
+        if buffers is not None:
+            return buffers
+        trees = tree_masks(tokens, tables, self.window)
         parts = [
             part
             for sequence in range(tokens.seq_lens.size)
@@ -100,7 +116,7 @@ class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
 
     def _attend(self, q: Tensor, keys: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
         """o [n, heads, D] of q [n, heads, D] and keys [m, D]."""
-        scores = (q.float() @ keys.float().T) * self._scale + mask[:, None]
+        scores = (q.float() @ keys.float().T) * self.scale + mask[:, None]
         column = sinks.float().view(1, -1, 1).expand(*scores.shape[:2], 1)
         weights = torch.cat((scores, column), 2).softmax(2)[..., :-1]
         return (weights @ keys.float()).to(q.dtype)
@@ -118,8 +134,8 @@ class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
         for first in range(begin, end, ROWS_AT_ONCE):
             last = min(first + ROWS_AT_ONCE, end)
             seen = visible[first - begin : last - begin]
-            low, high = max(int(seen[0]) - self._window, 0), int(seen[-1])
-            mask = additive_mask(seen - np.int32(low), high - low, self._window).to(self.pool.device)
+            low, high = max(int(seen[0]) - self.window, 0), int(seen[-1])
+            mask = additive_mask(seen - np.int32(low), high - low, self.window).to(self.pool.device)
             parts.append(WindowPart(sequence, slice(first, last), self.rows(slots[low:high]), mask))
         return parts
 

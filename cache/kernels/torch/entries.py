@@ -6,14 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Appended, AttentionBackend, Entries, GroupPlan
+from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, DeviceTables, Entries, GroupPlan, Limits
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array, IntArray
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
 
 class TorchEntryKernels(AttentionBackend[Entries]):
-    """An EntryBackend. own, what plan() returns, is the page and the place in it of each new entry, int64 [2, n]."""
+    """An EntryBackend. own, what plan() returns, is the page and the place in it of each new entry, int64 [2, n]. In
+    graph buffers it is the tables, for kernels by token."""
+
+    capabilities = Capabilities(step_graphs=True, verify_graphs=True)
 
     def __init__(self, pool: Tensor) -> None:
         super().__init__(pool)
@@ -22,7 +25,12 @@ class TorchEntryKernels(AttentionBackend[Entries]):
     def clear_pages(self, pages: Int32Array) -> None:
         """Nothing: an entry is read when it has been stored, and by its own slot."""
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Tensor:
+    def buffers(self, limits: Limits, tables: DeviceTables) -> DeviceTables:
+        return tables
+
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
+        if buffers is not None:
+            return buffers
         return self.places(tables.slot_mapping)
 
     def run(self, plan: GroupPlan, layer: int, x: Entries, appended: Appended | None = None) -> Tensor:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
@@ -19,7 +18,7 @@ def poison_free_pages(cache: PagedKVCache, pools: Sequence[Tensor]) -> None:
         allocator._lower = partial(_lower, allocator, pool)  # type: ignore[method-assign]
 
 
-def _lower(allocator: PageAllocator, pool: Tensor, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
+def _lower(allocator: PageAllocator, pool: Tensor, pages: Int32Array, verb: str, *, of_writers: bool) -> None:
     before = allocator._free.copy()
-    PageAllocator._lower(allocator, counts, pages, verb)
+    PageAllocator._lower(allocator, pages, verb, of_writers=of_writers)
     pool[np.flatnonzero(allocator._free & ~before)] = float("nan")

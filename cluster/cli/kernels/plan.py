@@ -94,8 +94,10 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
         worker = worker_configs(config, model.max_length)[0]
         drafter = load_drafter_config(worker.speculation, model)
         layout = kv_layout(model, config.cache.page_size, choose_scales(worker, model, drafter), drafter)
-    except (ModelError, InvalidArgument) as error:
+    except ModelError as error:
         raise ConfigError(f"model.path: {error}") from error
+    except InvalidArgument as error:
+        raise ConfigError(f"cache.{error}") from error
     there: list[str] = []
     missing = [
         build for build, is_there in _plan_c(on_gpu=target is not None) if not is_there or there.append(build.title)

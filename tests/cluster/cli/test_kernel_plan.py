@@ -22,6 +22,7 @@ from tandem.cache.plan.spans import span_of
 from tandem.cluster.cli.kernels import builds, plan
 from tandem.cluster.cli.kernels.builds import Running, build_all
 from tandem.cluster.cli.kernels.plan import TARGETS, Target, choose_target, plan_kernels
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError, UsageError
 from tandem.workers.models.registry import load_config as load_model
@@ -170,6 +171,12 @@ class TestPlan:
         (qwen3 / "config.json").write_text('{"architectures": ["LamaForCausalLM"]}')
         with pytest.raises(ConfigError, match=r"^model\.path: .*LlamaForCausalLM"):
             self.plan(qwen3)
+
+    def test_what_pages_cannot_hold_is_named_by_its_key(self, tmp_path: Path) -> None:
+        make_checkpoint(tmp_path, arch="deepseek_v2")
+        config = load_config(None, {"model.path": str(tmp_path), "cache.kv_cache_dtype": "fp8_e4m3"})
+        with pytest.raises(ConfigError, match=r"^cache\.kv_cache_dtype is 'fp8_e4m3'"):
+            plan_kernels(config, None)
 
     def test_the_gpu_is_named_or_this_hosts(self) -> None:
         assert choose_target("H200", Driver()) == TARGETS["h200"]

@@ -85,7 +85,8 @@ class ModelSection(Section):
 
 class CacheSection(Section):
     page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, json_schema_extra={"unit": "positions"})
-    """positions in one KV page; 16-bit kernels on a GPU take at most 64"""
+    """positions in one KV page; 16-bit kernels on a GPU take at most 64; it has to divide the chunks in which layers of
+    Llama 4 attend"""
     num_pages: Pages | None = Field(default=None, le=1 << 24)
     """KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU and what gpu_memory_utilization
     leaves on a GPU"""
@@ -213,7 +214,8 @@ class GatewaySection(GatewayNodes):
     max_message_mib: Mebibytes | None = Field(default=None, le=1024)
     """largest message or body; null is 4, or as much as 32 bytes a token of the model's context make, up to 16"""
     max_bodies_mib: Mebibytes = Field(default=512, le=1 << 20)
-    """most bytes of requests being received or read, but for those up to 64 KiB; one client's host may have half"""
+    """most bytes of requests being received or read, but for those up to 64 KiB; gateway processes of a host have equal
+    parts, of which one client's host may have half"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
     tool_parser: Literal[

@@ -81,7 +81,8 @@ class CompressedForward:
             self._kinds[of] = self._plan(of, attended)
         kind, tokens = self._kinds[of], self.plans[attended].tokens
         assert tokens is not None  # not in graph buffers
-        self._check(kind, x, tokens.positions.size)
+        inputs, made = kind.inputs.inputs, [one.inputs for one in kind.made]
+        check_compression(x, tokens.positions.size, kind.every, inputs.head_dim, made, inputs.device)
         store(of.inputs, layer, x.values.unsqueeze(1), x.gates.unsqueeze(1))
         values, gates = (one.squeeze(1) for one in kind.inputs.backend.entries_at(places[0], kind.sources))
         shape = (*kind.present.shape[:2], kind.inputs.inputs.head_dim)
@@ -161,20 +162,23 @@ class CompressedForward:
         assert isinstance(group.inputs, EntryInputs)
         return _Group(index, group.backend, group.inputs, self.plans[index])
 
-    def _check(self, kind: _Kind, x: Compression, num_tokens: int) -> None:
-        width, device = kind.inputs.inputs.head_dim, kind.inputs.inputs.device
-        check_tensor("compression.bias", x.bias, (kind.every, width), torch.float32, device)
-        sizes = [made.inputs.head_dim for made in kind.made]
-        if [norm.shape for norm in x.norms] != [(size,) for size in sizes]:
-            raise InvalidArgument(
-                f"compression.norms have shapes {[tuple(norm.shape) for norm in x.norms]}; {sizes} are accepted"
-            )
-        if (x.query is None) != (len(sizes) == 1):
-            raise InvalidArgument("compression.query must be given exactly where the layer has index keys")
-        if x.query is not None:
-            heads = x.query.q.shape[1] if x.query.q.dim() == 3 else 1
-            check_tensor("query.q", x.query.q, (num_tokens, heads, sizes[1]), kind.made[1].inputs.dtype, device)
-            check_tensor("query.weights", x.query.weights, (num_tokens, heads), torch.float32, device)
+
+def check_compression(
+    x: Compression, num_tokens: int, every: int, width: int, made: Sequence[EntryInputs], device: torch.device
+) -> None:
+    """InvalidArgument unless x fits its groups, but for inputs. width: of inputs. made: of entries, then of keys."""
+    check_tensor("compression.bias", x.bias, (every, width), torch.float32, device)
+    sizes = [one.head_dim for one in made]
+    if [norm.shape for norm in x.norms] != [(size,) for size in sizes]:
+        raise InvalidArgument(
+            f"compression.norms have shapes {[tuple(norm.shape) for norm in x.norms]}; {sizes} are accepted"
+        )
+    if (x.query is None) != (len(sizes) == 1):
+        raise InvalidArgument("compression.query must be given exactly where the layer has index keys")
+    if x.query is not None:
+        heads = x.query.q.shape[1] if x.query.q.dim() == 3 else 1
+        check_tensor("query.q", x.query.q, (num_tokens, heads, sizes[1]), made[1].dtype, device)
+        check_tensor("query.weights", x.query.weights, (num_tokens, heads), torch.float32, device)
 
 
 def _series(x: Tensor, begin: int, size: int, every: int) -> Tensor:

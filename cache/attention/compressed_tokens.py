@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.attention.compressed import check_compression
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.kernels.base import Compression, DeviceTables, GroupPlan, SharedKV
 from tandem.cache.kernels.compressed.choice import TokenKernels, choose_token_kernels
@@ -18,7 +19,7 @@ from tandem.cache.kernels.compressed.tokens import NewTokens, TokenPages
 from tandem.cache.kernels.torch.compressed import TorchSharedKernels
 from tandem.cache.kernels.torch.entries import TorchEntryKernels
 from tandem.cache.kernels.upload import upload
-from tandem.cache.plan.attention_inputs import SharedInputs
+from tandem.cache.plan.attention_inputs import EntryInputs, SharedInputs
 from tandem.cache.plan.layout import CompressedGroups
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import TokenLayout
@@ -120,6 +121,8 @@ class TokenForward:
 
     def _append(self, of: CompressedGroups, attended: int, places: tuple[int, int, int, int], x: Compression) -> None:
         inputs = self.tokens[of.inputs]
+        if self.ends is not None:  # a graph takes what the forward before its capture took
+            self._check(of, x)
         new = NewTokens(self.positions, self.preceding, inputs.slots)
         pool = self._pool(of.inputs)
         for part, group in enumerate((of.entries,) if of.keys is None else (of.entries, of.keys)):
@@ -133,6 +136,15 @@ class TokenForward:
             if self.ends is not None:
                 self.groups[group].appended(self.plans[group], place, made[self.ends[every]], None)
         self.groups[of.inputs].appended(self.plans[of.inputs], places[1], x.values.unsqueeze(1), x.gates.unsqueeze(1))
+
+    def _check(self, of: CompressedGroups, x: Compression) -> None:
+        made = [of.entries] if of.keys is None else [of.entries, of.keys]
+        inputs, *entries = (self.groups[one].inputs for one in (of.inputs, *made))
+        assert isinstance(inputs, EntryInputs)
+        inputs.check(self.positions.shape[0], x.values.unsqueeze(1), x.gates.unsqueeze(1))
+        kept = [one for one in entries if isinstance(one, EntryInputs)]
+        every = self.groups[of.entries].table.every
+        check_compression(x, self.positions.shape[0], every, inputs.head_dim, kept, inputs.device)
 
     def _entries(self, group: int, place: int) -> tuple[tuple[Tensor, int, TokenPages], int, int]:
         """What kernels read of a group of entries; how many positions each has; and the most of one sequence."""

@@ -11,6 +11,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (8, 16, 32, 64)
 RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # of latents
 INDEX_DIM = 128  # of index keys
+SHARED_DIMS = (16, 32, 64, 128, 256, 512)  # of K and V in one plane, of compressed entries, and of their index keys
 
 Size = tuple[str, int, tuple[int, ...]]
 """Name, value and what is accepted."""
@@ -43,14 +44,16 @@ def check_sizes(dtype: torch.dtype, page_size: int, sizes: tuple[Size, ...]) -> 
 
 
 def check_layout(layout: KVLayout, heads: LatentHeads | None) -> None:
-    """InvalidArgument unless kernels on a GPU serve all groups of a layout; float32 is torch's, which takes all.
+    """InvalidArgument unless kernels on a GPU serve all groups of a layout. Float32 is torch's, which takes
+    all but K and V in one plane.
 
     heads: of the groups with latents.
     """
+    _check_shared(layout)
     if layout.dtype == torch.float32:
         return
     for group in layout.groups:
-        if group.beside:  # torch's, which takes all
+        if group.beside or group.shares_planes:
             continue
         sizes = head_sizes(group.head_dim)
         if group.latent_rank is not None and group.top_k is not None:
@@ -58,3 +61,14 @@ def check_layout(layout: KVLayout, heads: LatentHeads | None) -> None:
         elif group.latent_rank is not None and heads is not None:
             sizes = latent_sizes(group.head_dim, group.latent_rank, heads)
         check_sizes(layout.dtype, layout.page_size, sizes)
+
+
+def _check_shared(layout: KVLayout) -> None:
+    """Entries beside others that nobody compresses are torch's, which takes all."""
+    made = {group for of in layout.compressed.values() for group in (of.entries, of.keys) if group is not None}
+    for index, group in enumerate(layout.groups):
+        if (group.shares_planes or index in made) and group.head_dim not in SHARED_DIMS:
+            name = "index_head_dim" if group.top_k is not None else "head_dim"
+            raise InvalidArgument(
+                f"{name} is {group.head_dim}; on a GPU it must be one of {', '.join(map(str, SHARED_DIMS))}"
+            )

@@ -195,6 +195,10 @@ class Paging(NamedTuple):
         """That hold the entries of `length` positions."""
         return -(-self.num_entries(length) // self.entries)
 
+    def whole(self, length: int) -> int:
+        """Positions of so many whole pages as `length` positions begin."""
+        return -(-length // self.positions) * self.positions
+
 
 class Sliding(NamedTuple):
     """How a sequence slides: see PagedKVCache.enable_sliding_window.

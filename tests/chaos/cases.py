@@ -19,12 +19,14 @@ VOCABULARY, CASES = 512, 12
 
 @dataclass(frozen=True)
 class Case:
-    """A request and its tokens and text."""
+    """A request and its tokens and text. prompt_tokens: as many as its usage counts, with the decoder's of an encoder's
+    model."""
 
     prompt: list[int]
     sampling: dict[str, Any]
     tokens: list[int]
     text: str
+    prompt_tokens: int
 
 
 def make_cases(model: Path, output_tokens: int, seed: int) -> list[Case]:
@@ -40,7 +42,7 @@ def make_cases(model: Path, output_tokens: int, seed: int) -> list[Case]:
 async def _cases(model: Path, address: str, output_tokens: int, seed: int) -> list[Case]:
     tokenizer = Tokenizer.from_folder(model)
     assert tokenizer is not None
-    oracle = _oracle(model)
+    oracle, decoder_tokens = _oracle(model), 0 if load_config(model).encoder is None else 1
     rng = random.Random(seed)
     shared = random_prompt(40, seed, VOCABULARY)
     cases = []
@@ -56,7 +58,7 @@ async def _cases(model: Path, address: str, output_tokens: int, seed: int) -> li
             if number % 3 == 2:
                 sampling["stop"] = [tokenizer.decode(tokens)[25:28]]
                 tokens = await _tokens(client, prompt, sampling)
-            cases.append(Case(prompt, sampling, tokens, tokenizer.decode(tokens)))
+            cases.append(Case(prompt, sampling, tokens, tokenizer.decode(tokens), len(prompt) + decoder_tokens))
     return cases
 
 

@@ -239,7 +239,7 @@ class Storm:
             return
         assert tokens == case.tokens, f"{tokens} ended before {case.tokens}"
         assert case.text.startswith(text) if "stop" in case.sampling else text == case.text
-        assert (last.usage.prompt_tokens, last.usage.output_tokens) == (len(case.prompt), len(tokens))
+        assert (last.usage.prompt_tokens, last.usage.output_tokens) == (case.prompt_tokens, len(tokens))
         assert last.timings is not None
         again = last.timings.attempts > 1
         self._silences["placed again" if again else "placed once"].append(silence)

@@ -362,6 +362,8 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 def sizes_on_gpu(family: str) -> dict[str, int]:
     """Changes that make a model one that the kernels for 16 bits on a GPU serve."""
+    if family == "deepseek_v4":
+        return {"head_dim": 64, "hidden_size": 256}
     if family.startswith("deepseek"):
         # transformers takes the width of RoPE from head_dim in V3, from qk_rope_head_dim in V2.
         rotated = {"qk_rope_head_dim": 64, "head_dim": 64}

@@ -132,7 +132,7 @@ class Prefills:
         if known is not None:
             return known
         prompt = np.asarray(token_ids, np.int64)
-        border = -(-encoder_len // self._cache.layout.page_size) * self._cache.layout.page_size
+        border = self._cache.layout.paging[0].whole(encoder_len)
         position_map = self._checked_map(prompt, reservation, encoder_len, border)
         lease = self._handoff.lease(reservation)
         request = PrefillRequest(

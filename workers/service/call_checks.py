@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
+from tandem.cache.plan.spans import Paging
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
@@ -50,7 +51,7 @@ class EncoderCheck(NamedTuple):
         least = 1 if self.most else 0
         if not least <= encoder_tokens <= self.most:
             raise InvalidCall(f"encoder_tokens is {encoder_tokens}; {least} … {self.most} are accepted")
-        border = -(-encoder_tokens // self.page_size) * self.page_size
+        border = Paging(1, self.page_size).whole(encoder_tokens)
         if prompt.size <= border:
             raise InvalidCall(
                 f"prompt has {prompt.size} tokens; the encoder's take up {border}, and at least one must follow"

@@ -78,8 +78,8 @@ def attend(
 def _attend(
     pool, beside, q, visible, chosen, positions, sinks, cos, sin, firsts, begins, kv_indices,
     beside_firsts, beside_begins, beside_indices, found, sums,
-    page_elements, layer_elements, beside_page, beside_layer, factors_token, scale, extra, tiles_each, num_heads,
-    all_sums,
+    page_elements, layer_elements, beside_page_elements, beside_layer_elements, factors_token,
+    scale, extra, tiles_each, num_heads, all_sums,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BESIDE_PAGE_SIZE: tl.constexpr, SIZE: tl.constexpr,
     ROTATED: tl.constexpr, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
     BESIDE: tl.constexpr, CHOOSES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +113,6 @@ def _attend(
         relative = tl.maximum(position - back - begin, 0)
         page = tl.load(pages + relative // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
         rows = pool + page * page_elements + layer_elements + (relative % PAGE_SIZE) * SIZE
-        keys = tl.load(rows[:, None] + column[None, :], mask=seen[:, None], other=0.0)
         if BESIDE:
             index = (tile - WINDOW_TILES) * ENTRIES + tl.arange(0, ENTRIES)
             entry = index
@@ -123,9 +122,10 @@ def _attend(
             among = (entry >= 0) & (entry < most)
             relative = tl.maximum(entry - beside_begin, 0)
             page = tl.load(beside_pages + relative // BESIDE_PAGE_SIZE, mask=among, other=0).to(tl.int64)
-            rows = beside + page * beside_page + beside_layer + (relative % BESIDE_PAGE_SIZE) * SIZE
-            keys += tl.load(rows[:, None] + column[None, :], mask=among[:, None], other=0.0)
+            offset = page * beside_page_elements + beside_layer_elements + (relative % BESIDE_PAGE_SIZE) * SIZE
+            rows = tl.where(among, beside + offset, rows)
             seen = seen | among
+        keys = tl.load(rows[:, None] + column[None, :], mask=seen[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
         top, total, weighted = add_keys(top, total, weighted, scores, keys)

@@ -57,7 +57,8 @@ def compress_and_append(
 def _compress(
     values, gates, bias, norm, cos, sin, inputs, entries, made, positions, preceding, slots,
     input_firsts, input_begins, input_pages, entry_firsts, entry_begins, entry_pages,
-    factors_token, input_page, input_layer, input_plane, entry_page, entry_layer, eps,
+    factors_token, input_page_elements, input_layer_elements, input_plane_elements, entry_page_elements,
+    entry_layer_elements, eps,
     WIDTH: tl.constexpr, BEGIN: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr, COUNT: tl.constexpr,
     HALVES: tl.constexpr, ROTATED: tl.constexpr, INPUT_PAGE_SIZE: tl.constexpr, ENTRY_PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
@@ -71,11 +72,12 @@ def _compress(
     column = tl.arange(0, SIZE)
     position, slot = tl.load(positions + token), tl.load(slots + token)
     if slot >= 0:
-        row = (slot // INPUT_PAGE_SIZE).to(tl.int64) * input_page + input_layer + (slot % INPUT_PAGE_SIZE) * WIDTH
+        page = (slot // INPUT_PAGE_SIZE).to(tl.int64)
+        row = page * input_page_elements + input_layer_elements + (slot % INPUT_PAGE_SIZE) * WIDTH
         for half in tl.static_range(HALVES):  # pyright: ignore[reportGeneralTypeIssues]
             at = BEGIN + half * SIZE + column
             tl.store(inputs + row + at, tl.load(values + token * WIDTH + at))
-            tl.store(inputs + row + input_plane + at, tl.load(gates + token * WIDTH + at))
+            tl.store(inputs + row + input_plane_elements + at, tl.load(gates + token * WIDTH + at))
     if (slot >= 0) & ((position + 1) % EVERY == 0):
         first, begin = tl.load(input_firsts + token), tl.load(input_begins + token)
         before = tl.load(preceding + token)
@@ -89,15 +91,19 @@ def _compress(
             stored = (there & (back > before))[:, None]
             at = BEGIN + tl.where(index >= EVERY, SIZE, 0)[:, None] + column[None, :]
             relative = tl.maximum(position - back - begin, 0)
-            page = tl.load(input_pages + first + relative // INPUT_PAGE_SIZE, mask=there, other=0).to(tl.int64)
-            rows = page * input_page + input_layer + (relative % INPUT_PAGE_SIZE) * WIDTH
+            places = input_pages + first + relative // INPUT_PAGE_SIZE
+            rows = (
+                tl.load(places, mask=there, other=0).to(tl.int64) * input_page_elements
+                + input_layer_elements
+                + (relative % INPUT_PAGE_SIZE) * WIDTH
+            )
             of_given = (token - back)[:, None] * WIDTH + at
             of_stored = rows[:, None] + at
             value = tl.load(values + of_given, mask=given, other=0.0) + tl.load(
                 inputs + of_stored, mask=stored, other=0.0
             )
             gate = tl.load(gates + of_given, mask=given, other=0.0) + tl.load(
-                inputs + input_plane + of_stored, mask=stored, other=0.0
+                inputs + input_plane_elements + of_stored, mask=stored, other=0.0
             )
             gate += tl.load(bias + (index % EVERY)[:, None] * WIDTH + at, mask=there[:, None], other=0.0)
             gate = tl.where(there[:, None], gate, float("-inf"))
@@ -121,6 +127,7 @@ def _compress(
         )
         turned = tl.reshape(turned, (SIZE,)).to(entries.dtype.element_ty)
         relative = position // EVERY - tl.load(entry_begins + token)
-        page = tl.load(entry_pages + tl.load(entry_firsts + token) + relative // ENTRY_PAGE_SIZE).to(tl.int64)
-        tl.store(entries + page * entry_page + entry_layer + (relative % ENTRY_PAGE_SIZE) * SIZE + column, turned)
+        its = tl.load(entry_pages + tl.load(entry_firsts + token) + relative // ENTRY_PAGE_SIZE).to(tl.int64)
+        target = entries + its * entry_page_elements + entry_layer_elements + (relative % ENTRY_PAGE_SIZE) * SIZE
+        tl.store(target + column, turned)
         tl.store(made + token * SIZE + column, turned)

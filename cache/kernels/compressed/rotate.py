@@ -63,13 +63,14 @@ def rotate_pairs(
 ):  # fmt: skip
     """x float32 [ROWS, SIZE] with its last ROTATED numbers rotated, neighbours as one pair. cos, sin: at the factors of
     the pairs. direction: 1, or -1 for the other way."""
-    if ROTATED == 0:
-        return x
-    even, odd = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
-    pair = tl.arange(0, SIZE // 2) - (SIZE - ROTATED) // 2
-    c = tl.load(cos + pair, mask=pair >= 0, other=1.0).to(tl.float32)[None, :]
-    s = tl.load(sin + pair, mask=pair >= 0, other=0.0).to(tl.float32)[None, :] * direction
-    return tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (ROWS, SIZE))
+    turned = x
+    if ROTATED > 0:
+        even, odd = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
+        pair = tl.arange(0, SIZE // 2) - (SIZE - ROTATED) // 2
+        c = tl.load(cos + pair, mask=pair >= 0, other=1.0).to(tl.float32)[None, :]
+        s = tl.load(sin + pair, mask=pair >= 0, other=0.0).to(tl.float32)[None, :] * direction
+        turned = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (ROWS, SIZE))
+    return turned
 
 
 @triton.jit

@@ -87,9 +87,11 @@ class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
         return tables
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        """A SharedPlan, but in graph buffers."""
+        """A SharedPlan, but where kernels by token attend."""
         if buffers is not None:
             return buffers
+        if self.pool.is_cuda and tokens.trees is None:  # such forwards are by token, see TokenForward
+            return None
         trees = tree_masks(tokens, tables, self.window)
         parts = [
             part

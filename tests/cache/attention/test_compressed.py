@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import Compression
 from tandem.cache.kernels.torch.compressed import rotate_neighbours
+from tandem.cache.operations import forwards
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
@@ -90,7 +91,11 @@ Change = Callable[[Any], dict[str, Any]]
         (lambda x: {"query": x.query._replace(weights=x.query.weights.double())}, "query.weights is "),
     ],
 )
-def test_compressions_that_do_not_fit(change: Change, message: str) -> None:
+@pytest.mark.parametrize("by_token", [False, True], ids=["by sequence", "by token"])
+def test_compressions_that_do_not_fit(
+    change: Change, message: str, by_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards, "takes_by_token", lambda groups, tokens: by_token)
     cache = made(SHARED)
     plan = cache.begin_forward([0], [TOKENS])
     q, kv, compression = given(1)

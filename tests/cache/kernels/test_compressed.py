@@ -17,7 +17,11 @@ from tandem.cache.kernels.compressed import reference
 from tandem.cache.kernels.compressed import rotate as triton_rotate
 from tandem.cache.kernels.compressed.choose import choose_entries
 from tandem.cache.kernels.compressed.tokens import NewTokens, TokenPages
+from tandem.cache.kernels.gpu_limits import check_layout
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.spans import Every, Window
 from tests.support.tolerances import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,3 +202,22 @@ def test_what_is_chosen(case: Case) -> None:
     weights, visible = draw(positions.shape[0], 16, seed=4), ((positions + 1) // case.every).int()
     arguments = (pool, LAYER, pages), q, weights, visible, 6, int(visible.max())
     assert torch.equal(choose_entries(*arguments), reference.choose_entries(*arguments))
+
+
+def test_what_kernels_on_a_gpu_take() -> None:
+    shared = LayerGroup((0,), 1, 512, Window(128), num_planes=1)
+    inputs = LayerGroup((0,), 1, 1280, Window(8), beside=True, dtype=torch.float32)
+    entries = LayerGroup((0,), 1, 512, Every(4), beside=True, num_planes=1)
+    keys = LayerGroup((0,), 1, 128, Every(4), beside=True, num_planes=1, top_k=512)
+    check_layout(KVLayout((shared, inputs, entries, keys), 64, torch.bfloat16), None)
+    for name, groups in (
+        (
+            "head_dim is 48",
+            (replace(shared, head_dim=48), replace(inputs, head_dim=352), replace(entries, head_dim=48)),
+        ),
+        ("index_head_dim is 96", (shared, replace(inputs, head_dim=1216), entries, replace(keys, head_dim=96))),
+    ):
+        every = groups if len(groups) == 4 else (*groups, keys)
+        for dtype in (torch.bfloat16, torch.float32):
+            with pytest.raises(InvalidArgument, match=f"{name}; on a GPU it must be one of 16, 32, 64, 128, 256, 512"):
+                check_layout(KVLayout(every, 64, dtype), None)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from tandem.cache.operations import forwards
 from tests.cache.oracle import Oracle
 from tests.cache.program import QUERY_HEADS, Program
 from tests.cache.settings import SETTINGS
@@ -27,9 +28,20 @@ ANYTHING = SHARING | {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_programs(name: str) -> None:
+    layout = SETTINGS[name].layout
+    assert run_programs(name).keys() >= (SHARING if layout.drops_past or layout.has_latents else ANYTHING)
+
+
+def test_random_programs_of_forwards_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a GPU computes so; those with trees are planned by sequence."""
+    monkeypatch.setattr(forwards, "takes_by_token", lambda groups, tokens: tokens.trees is None)
+    assert run_programs("compressed, in one plane", 4).keys() >= SHARING
+
+
+def run_programs(name: str, programs: int = PROGRAMS) -> Counter[str]:
     setting, counts = SETTINGS[name], Counter[str]()
     oracle = Oracle(setting, QUERY_HEADS)
-    for seed in range(PROGRAMS):
+    for seed in range(programs):
         program = Program(seed, setting, oracle)
         try:
             program.run(STEPS)
@@ -37,5 +49,4 @@ def test_random_programs(name: str) -> None:
             error.add_note(f"seed {seed} of setting {name!r}: make fuzz replays it")
             raise
         counts.update(program.counts)
-    layout = setting.layout
-    assert counts.keys() >= (SHARING if layout.drops_past or layout.has_latents else ANYTHING)
+    return counts

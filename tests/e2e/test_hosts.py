@@ -56,6 +56,7 @@ def cluster(joined_hosts: Hosts, small_model: Path, tmp_path_factory: pytest.Tem
         yield cluster
 
 
+@pytest.mark.timeout(400)  # with the start of all
 def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
     cluster: Cluster, small_model: Path, tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def _workers(cluster: Cluster, host: int) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)  # with the start of all
 def test_an_island_over_several_hosts_serves_a_client_of_another(
     cluster: Cluster, small_model: Path, tmp_path: Path
 ) -> None:

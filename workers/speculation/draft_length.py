@@ -6,6 +6,25 @@ LEAST_HELD = 0.25  # of the tokens tried: with fewer a sequence gets no drafts f
 LONGEST_PAUSE = 64  # tokens
 
 
+class Acceptance:
+    """What a worker's drafts of late have come to: of a new sequence they are likely to do the same."""
+
+    MEMORY = 0.98
+
+    def __init__(self) -> None:
+        self._held, self._tried = 10 * FIRST_HELD, 10 * FIRST_TRIED
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """See DraftLength.verified."""
+        self._held = self.MEMORY * self._held + accepted
+        self._tried = self.MEMORY * self._tried + min(accepted + 1, drafted)
+
+    @property
+    def share(self) -> float:
+        """Of tried tokens those that held, at most what a first draft is worth."""
+        return min(self._held / self._tried, FIRST_HELD / FIRST_TRIED)
+
+
 class DraftLength:
     """Follows how many of a sequence's drafted tokens held, of those that were tried: up to the first that did not.
 
@@ -14,12 +33,20 @@ class DraftLength:
     drafts never hold pays for one of LONGEST_PAUSE steps in the end.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, share: float = FIRST_HELD / FIRST_TRIED) -> None:
+        """share: of tokens that are likely to hold, before the first was tried; less than 1."""
         self._most = most
-        self._held = FIRST_HELD
+        self._held = FIRST_TRIED * share
         self._tried = FIRST_TRIED
         self._pause = 1
         self._resumes = 0  # the number of output tokens from which drafts are made again
+
+    def worth(self, drafted: int) -> float:
+        """How many of so many drafted tokens are likely to hold; 0 where a draft is no more than an attempt."""
+        share = self._held / self._tried
+        if share < LEAST_HELD or not drafted:
+            return 0.0
+        return drafted * 1.0 if share == 1 else share * (1 - share**drafted) / (1 - share)
 
     def next(self, num_output: int) -> int:
         """Tokens to draft behind so many output tokens."""

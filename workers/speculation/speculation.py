@@ -1,7 +1,7 @@
 """Which rows of a step get drafts, and what becomes of them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,19 +13,21 @@ from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.scheduling.decode_rows import DecodeRows
-from tandem.workers.speculation.draft_length import DraftLength
+from tandem.workers.speculation.draft_length import Acceptance, DraftLength
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.verification import Verification
 
 log = logging.getLogger(__name__)
+LEAST_WORTH = 0.25  # drafted tokens a row that are likely to hold: a step with drafts for fewer costs more
+MOST_PLAIN_STEPS = 32  # behind which drafts of sequences that seldom hold are tried again, where there are many
 NO_DRAFT = np.empty(0, np.int64)
 
 
 class Drafted:
     """One request with drafts: its tokens as one array, and how long its next draft should be."""
 
-    def __init__(self, request: DecodeRequest, most: int) -> None:
-        self.length = DraftLength(most)
+    def __init__(self, request: DecodeRequest, length: DraftLength) -> None:
+        self.length = length
         self._request = request
         self._num_prompt = len(request.prompt)
         self._tokens = np.empty(self._num_prompt + request.max_tokens, np.int64)
@@ -46,6 +48,9 @@ class Speculation:
     A token is a function of logits, parameters, seed and position. So a verify step samples the target's own token
     behind each drafted one, and what agrees is accepted: output and log-probabilities are those of single steps.
     Requests with LogitRules get no drafts: their state on the device grows by a token a step.
+
+    One row with a draft makes the step one that verifies, for all of them. So drafts that seldom hold wait for others,
+    and sequences of which nobody knows begin as the worker's others do.
     """
 
     def __init__(self, drafter: Drafter | None, tokens: int, max_step_tokens: int, counters: Counters) -> None:
@@ -56,6 +61,8 @@ class Speculation:
         self._max_step_tokens = max_step_tokens
         self._counters = counters
         self._requests: dict[DecodeRequest, Drafted] = {}
+        self._acceptance = Acceptance()
+        self._plain_steps = 0  # since the last one with drafts
 
     def propose(self, requests: Sequence[DecodeRequest], *, known: bool) -> list[Int64Array] | None:
         """A draft for each request, behind the tokens of it that are known; None where all would be empty.
@@ -65,6 +72,7 @@ class Speculation:
         """
         wanted = self._asks(requests)
         if self._drafter is None or not wanted:
+            self._plain_steps += 1
             return None
         if self._drafter.computes and not known:
             return [NO_DRAFT] * len(requests)
@@ -78,7 +86,10 @@ class Speculation:
         drafts = [NO_DRAFT] * len(requests)
         for index, ask, draft in zip(wanted, asks, proposed, strict=False):
             drafts[index] = draft[: ask.most]
-        return drafts if any(draft.size for draft in drafts) else None
+        if self._pays(requests, {index: drafts[index].size for index in wanted}):
+            return drafts
+        self._plain_steps += 1
+        return None
 
     def _asks(self, requests: Sequence[DecodeRequest]) -> dict[int, DraftAsk]:
         """By the index of their requests; fewer tokens each, or none, where the step has room for no more."""
@@ -93,7 +104,15 @@ class Speculation:
             assert request.params is not None
             context = self._requests[request].context()
             asks[index] = DraftAsk(request.sequence_id, context, min(most, share), request.params)
-        return asks
+        return asks if self._pays(requests, {index: ask.most for index, ask in asks.items()}) else {}
+
+    def _pays(self, requests: Sequence[DecodeRequest], drafted: Mapping[int, int]) -> bool:
+        """Whether a step of these rows is to have so many drafted tokens, by the index of their row."""
+        most_plain = min(4 * len(requests), MOST_PLAIN_STEPS)
+        if not any(drafted.values()) or self._plain_steps >= most_plain:
+            return any(drafted.values())
+        worth = sum(self._requests[requests[index]].length.worth(tokens) for index, tokens in drafted.items())
+        return worth >= LEAST_WORTH * len(requests)
 
     def launch(
         self, runner: ModelRunner, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int
@@ -102,6 +121,7 @@ class Speculation:
         StepInFlight."""
         step = rows.next_step()
         assert step is not None, "drafts are of rows"
+        self._plain_steps = 0
         parts = [part for index, draft in enumerate(drafts) for part in (step.tokens[index : index + 1], draft)]
         ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()
         tokens = np.concatenate(parts)
@@ -121,6 +141,7 @@ class Speculation:
                 continue
             accepted = len(run.token_ids) - 1
             self._requests[request].length.verified(draft.size, accepted, len(request.output) + len(run.token_ids))
+            self._acceptance.verified(draft.size, accepted)
             self._counters.drafted_tokens += draft.size
             self._counters.accepted_tokens += accepted
             if request.token_stream is not None:
@@ -142,5 +163,5 @@ class Speculation:
         if left <= 0 or request.params.changes_logits:
             return 0
         if request not in self._requests:
-            self._requests[request] = Drafted(request, self._tokens)
+            self._requests[request] = Drafted(request, DraftLength(self._tokens, self._acceptance.share))
         return min(self._requests[request].length.next(len(request.output)), left)

@@ -149,7 +149,7 @@ class Storm:
         self.cluster = Cluster(load_config(None, overrides), self.processes)
         self._received = 0
         self._silences: dict[str, list[float]] = {"placed once": [], "placed again": []}
-        self._over = threading.Event()
+        self._connected, self._over = threading.Event(), threading.Event()
 
     def run(self, num_blows: int, num_requests: int) -> Outcome:
         """Until all blows have fallen and at least num_requests were made; then the cluster is idle and whole."""
@@ -165,6 +165,7 @@ class Storm:
                     asyncio.run(self._clients(address, cases, num_requests))
                 finally:
                     self._over.set()
+                    self._connected.set()
                     blows.join()
             self.outcome.attacks = attacker.answers
             self._check_calm(address)
@@ -205,6 +206,7 @@ class Storm:
             clients = [await stack.enter_async_context(AsyncClient(address)) for _ in range(self._num_clients)]
             for client in clients:
                 await client.cluster_info()
+            self._connected.set()
             await asyncio.gather(*(one(client, number) for number, client in enumerate(clients)), one_over_http(http))
 
     @property
@@ -274,6 +276,7 @@ class Storm:
 
     def _strike(self, blows: Sequence[Blow]) -> None:
         rng, quiet_seconds = random.Random(self._seed), QUIET_SECONDS_ON_GPUS if self._gpus else QUIET_SECONDS
+        self._connected.wait()  # cluster_info() is not tried again
         try:
             for blow in blows:
                 until, deadline = self._received + blow.messages, time.monotonic() + quiet_seconds

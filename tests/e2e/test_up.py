@@ -90,7 +90,8 @@ def running(small_model: Path) -> Iterator[Up]:
 
 
 def assert_nothing_left(processes: list[psutil.Process], shm: set[str]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=15)
+    # Ray's agents tell the GCS that their raylet was lost; one that goes meanwhile costs the 60 s of such a call.
+    _, alive = psutil.wait_procs(processes, timeout=75)
     assert not alive, f"left behind: {[' '.join(process.cmdline()) for process in alive]}"
     assert lasting_names() <= shm
 

@@ -11,6 +11,7 @@ No peer writes for a local reservation, whose prompt this worker computes itself
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -175,7 +176,10 @@ class Reservations:
         if request.sliding is not None:
             self._cache.enable_sliding_window(request.sequence_id, request.sliding.window, request.sliding.sinks)
             capacity = min(capacity, self._slid_length(request.sliding, 0))
-        self._cache.reserve(request.sequence_id, capacity, self._longest_append)
+        # Pages that others have come to share count no more, so fewer positions can take more pages. Where there are
+        # none, the wider reservation stays, which covers all that the request may become.
+        with suppress(OutOfPages):
+            self._cache.reserve(request.sequence_id, capacity, self._longest_append)
 
     def mailbox(self) -> Int64Array:
         """See Transport.mailbox; counts signals that came too late."""

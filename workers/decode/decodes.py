@@ -7,6 +7,7 @@ import numpy as np
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.errors import OutOfPages
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
@@ -157,7 +158,11 @@ class Decodes:
         reason = request.rule.reason(first.token_id, 1)
         run = TokenRun((first.token_id,), (first.logprobs,), reason)
         if reason == FinishReason.RUNNING:
-            self._reservations.narrow(request)
+            try:
+                self._reservations.narrow(request)
+            except OutOfPages as error:
+                self._fail(request, ForwardFailed(f"no room to decode {request.request_id!r}: {error}"))
+                return
             self._joining.append(request)
         else:
             self._end(request, writer_quiet=True)

@@ -11,7 +11,6 @@ No peer writes for a local reservation, whose prompt this worker computes itself
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -171,15 +170,16 @@ class Reservations:
         return request
 
     def narrow(self, request: DecodeRequest) -> None:
-        """The prompt of a local request is computed: from now on it grows by single tokens, and drafts, or slides."""
+        """The prompt of a local request is computed: from now on it grows by single tokens, and drafts, or slides.
+
+        OutOfPages, which changes nothing, where others may share pages of a window by now, and there are none in their
+        stead: then nothing assures that the request can grow.
+        """
         capacity = len(request.prompt) + request.max_tokens - 1
         if request.sliding is not None:
             self._cache.enable_sliding_window(request.sequence_id, request.sliding.window, request.sliding.sinks)
             capacity = min(capacity, self._slid_length(request.sliding, 0))
-        # Pages that others have come to share count no more, so fewer positions can take more pages. Where there are
-        # none, the wider reservation stays, which covers all that the request may become.
-        with suppress(OutOfPages):
-            self._cache.reserve(request.sequence_id, capacity, self._longest_append)
+        self._cache.reserve(request.sequence_id, capacity, self._longest_append)
 
     def mailbox(self) -> Int64Array:
         """See Transport.mailbox; counts signals that came too late."""

@@ -9,8 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
+from tandem.cache.plan.errors import OutOfPages
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers.handoff.reservations import Reservations
 from tandem.workers.prefill.forwards import PromptForwards
+from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle, random_prompt
@@ -169,6 +172,23 @@ def test_a_reader_that_goes_away_ends_the_prompt(pair: Pair, monkeypatch: pytest
     stream.cancel()
     gone.set()
     pair.wait_until_free()
+
+
+def test_a_prompt_without_room_to_grow_ends_with_an_error(
+    pair: Pair, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one is served: nothing of it is left."""
+    with monkeypatch.context() as patch:
+
+        def narrow(self: Reservations, request: DecodeRequest) -> None:
+            raise OutOfPages(1, 0)
+
+        patch.setattr(Reservations, "narrow", narrow)
+        with pytest.raises(grpc.RpcError, match="no room to decode 'full': 1 pages needed, 0 free") as caught:
+            generate(pair, "full")
+        assert code_of(caught) == grpc.StatusCode.INTERNAL
+    pair.wait_until_free()
+    assert generate(pair, "next").tokens == greedy(load_oracle(folder), PROMPT, 4)
 
 
 def test_a_local_reservation_that_nobody_starts_expires(folder: Path) -> None:

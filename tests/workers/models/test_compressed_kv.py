@@ -16,7 +16,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.spans import Every, Window
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import save_checkpoint
-from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.oracle import greedy, random_prompt
 
 FLOAT32 = 1e-4  # relative and absolute
 OUTPUT = 12
@@ -30,21 +30,6 @@ PROGRAMS, STEPS = 6, 14
 @pytest.fixture(scope="module", params=TEXTS)
 def case(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def folder(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(case, tmp_path_factory.mktemp(case))
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> PreTrainedModel:
-    return load_oracle(folder)
-
-
-@pytest.fixture
-def model(folder: Path) -> CachedModel:
-    return CachedModel(folder, "float32")
 
 
 def test_the_groups(case: str, model: CachedModel) -> None:
@@ -132,11 +117,11 @@ def check_entries(cache: PagedKVCache, sequence: int, expected: dict[tuple[str, 
 
 
 @torch.inference_mode()
-def test_random_programs_keep_what_transformers_keeps(case: str, folder: Path, oracle: PreTrainedModel) -> None:
+def test_random_programs_keep_what_transformers_keeps(case: str, saved: Path, oracle: PreTrainedModel) -> None:
     """What is in the pools is compared after each step."""
     kinds, did = set[str](), set[str]()
     for seed in range(PROGRAMS):
-        program = Program(seed, CachedModel(folder, "float32"), TEXTS[case] - 10)
+        program = Program(seed, CachedModel(saved, "float32"), TEXTS[case] - 10)
         for _ in range(STEPS):
             program.step()
             sequence = int(program.random.choice(list(program.texts)))
@@ -261,16 +246,16 @@ def test_prefixes_forks_and_pops(case: str, model: CachedModel, oracle: PreTrain
 )
 def test_other_fields_give_other_logits(tmp_path: Path, changes: dict[str, object]) -> None:
     """That the tests above see each of them."""
-    folder = save_checkpoint("deepseek_v4", tmp_path)
+    saved = save_checkpoint("deepseek_v4", tmp_path)
     text = random_prompt(TEXTS["deepseek_v4"], 0)
-    expected = last_logits(folder, text)
-    path = folder / "config.json"
+    expected = last_logits(saved, text)
+    path = saved / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    assert float((last_logits(folder, text) - expected).abs().max()) > 1e-3
+    assert float((last_logits(saved, text) - expected).abs().max()) > 1e-3
 
 
 @torch.inference_mode()
-def last_logits(folder: Path, text: list[int]) -> Tensor:
-    model = CachedModel(folder, "float32")
+def last_logits(saved: Path, text: list[int]) -> Tensor:
+    model = CachedModel(saved, "float32")
     model.cache.add_sequence(0)
     return model.feed(0, text, [])

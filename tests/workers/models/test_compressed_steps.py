@@ -29,21 +29,6 @@ def case(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def folder(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(case, tmp_path_factory.mktemp(case))
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> PreTrainedModel:
-    return load_oracle(folder)
-
-
-@pytest.fixture
-def model(folder: Path) -> CachedModel:
-    return CachedModel(folder, "float32")
-
-
 @torch.inference_mode()
 def step(model: CachedModel, buffers: GraphBuffers, batch: Batch, tokens: list[int]) -> list[int]:
     forward = model.cache.begin(batch, buffers, [np.array(tokens)])
@@ -125,8 +110,8 @@ def test_the_kernels_of_a_gpu_give_the_logits_of_transformers(tmp_path: Path, mo
     pytest.importorskip("triton")
     kernels = choose_token_kernels(torch.device("cuda"))
     monkeypatch.setattr(compressed_tokens, "choose_token_kernels", lambda device: kernels)
-    folder, text = save_checkpoint("deepseek_v4", tmp_path), random_prompt(36, 0)
-    model, expected = CachedModel(folder, "float32", DEVICE), load_oracle(folder)(torch.tensor([text])).logits[0]
+    saved, text = save_checkpoint("deepseek_v4", tmp_path), random_prompt(36, 0)
+    model, expected = CachedModel(saved, "float32", DEVICE), load_oracle(saved)(torch.tensor([text])).logits[0]
     model.cache.add_sequence(0)
     found = [model.feed(0, text[:34], [27])]
     (buffers,) = model.cache.graph_buffers([Limits.of_step(2, 4, 1)])

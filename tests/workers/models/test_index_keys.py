@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.support.cached_model import CachedModel
-from tests.support.checkpoints import CASES, save_checkpoint
-from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.checkpoints import CASES
+from tests.support.oracle import greedy, random_prompt
 
 FLOAT32 = 1e-4  # relative and absolute
 TEXT, OUTPUT = 90, 12  # positions, several times as many as are chosen
@@ -19,21 +19,6 @@ TEXT, OUTPUT = 90, 12  # positions, several times as many as are chosen
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
 def case(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def folder(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(case, tmp_path_factory.mktemp(case))
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> PreTrainedModel:
-    return load_oracle(folder)
-
-
-@pytest.fixture
-def model(folder: Path) -> CachedModel:
-    return CachedModel(folder, "float32")
 
 
 @torch.inference_mode()
@@ -110,17 +95,17 @@ def test_every_index_key_is_transformers(case: str, model: CachedModel, oracle: 
         torch.testing.assert_close(keys[:, 0], expected, rtol=FLOAT32, atol=FLOAT32)
 
 
-def test_half_of_the_positions_chosen_gives_other_logits(folder: Path, oracle: PreTrainedModel) -> None:
+def test_half_of_the_positions_chosen_gives_other_logits(saved: Path, oracle: PreTrainedModel) -> None:
     """That the tests above see what is chosen."""
     text = random_prompt(TEXT, 0)
     with torch.inference_mode():
         expected = oracle(torch.tensor([text])).logits[0, -1:]
-    path = folder / "config.json"
+    path = saved / "config.json"
     config = path.read_text()
     assert '"index_topk": 24' in config
     try:
         path.write_text(config.replace('"index_topk": 24', '"index_topk": 12'))
-        model = CachedModel(folder, "float32")
+        model = CachedModel(saved, "float32")
     finally:
         path.write_text(config)
     model.cache.add_sequence(0)

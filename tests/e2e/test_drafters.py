@@ -205,7 +205,7 @@ def test_requests_that_move_lose_no_token(drafted: Drafted, monkeypatch: pytest.
         return [Move(source, target, len(PROMPTS))]
 
     monkeypatch.setattr(rebalancer, "moves", all_move)
-    monkeypatch.setattr(rebalancer, "PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr(rebalancer, "PERIOD_SECONDS", 0.01)
     settings = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02}
     with drafted.island(**settings) as island, ThreadPoolExecutor(len(PROMPTS)) as pool:
 

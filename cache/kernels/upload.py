@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Each of `arrays` (one dimension, any dtype) as a tensor on `device`; on a CPU they are the arrays themselves.
+    """Each of `arrays` (any shape and dtype) as a tensor on `device`; on a CPU they are the arrays themselves.
 
     The copy is ordered on the current stream and does not wait for it.
     """
@@ -22,10 +22,10 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
     host = packed.numpy()
     for array, end in zip(arrays, ends.tolist(), strict=True):
         begin = end - _padded(array.nbytes)
-        host[begin : begin + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+        host[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     on_device = packed.to(device, non_blocking=True)
     return [
-        on_device[end - _padded(array.nbytes) :][: array.nbytes].view(_torch_dtype(array))
+        on_device[end - _padded(array.nbytes) :][: array.nbytes].view(_torch_dtype(array)).reshape(array.shape)
         for array, end in zip(arrays, ends.tolist(), strict=True)
     ]
 

@@ -28,6 +28,7 @@ def rotate_and_append(
     kernel(
         *(q, kv, cos, sin, turned, entries, pool, slots, q.stride(0), q.stride(1), kv.stride(0), pitch),
         *(pool.stride(0), layer * pool.stride(1), num_heads, heads, size, rotated, pool.shape[4]),
+        APPENDS=True,
         **launch_options(pool.device),
     )
     return turned, entries
@@ -43,6 +44,7 @@ def rotate_queries(q: Tensor, rotation: Rotation | None) -> Tensor:
     kernel(
         *(q, q, cos, sin, turned, turned, turned, turned, q.stride(0), q.stride(1), 0, pitch),
         *(0, 0, num_heads, heads, size, rotated, 1),
+        APPENDS=False,
         **launch_options(q.device),
     )
     return turned
@@ -77,7 +79,8 @@ def rotate_pairs(
 def _rotate_and_append(
     q, kv, cos, sin, turned, entries, pool, slots, q_token, q_head, kv_token, factors_token,
     page_elements, layer_elements, num_heads,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, PAGE_SIZE: tl.constexpr, APPENDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has some heads of q, or the entry, of one token."""
     if PDL:
@@ -94,7 +97,7 @@ def _rotate_and_append(
         rows = rotate_pairs(rows.to(tl.float32), cos, sin, 1.0, HEADS, SIZE, ROTATED)
         target = turned + (token * num_heads + head[:, None]) * SIZE + column[None, :]
         tl.store(target, rows.to(turned.dtype.element_ty), mask=there)
-    else:
+    elif APPENDS:
         entry = tl.load(kv + token * kv_token + column)[None, :].to(tl.float32)
         entry = rotate_pairs(entry, cos, sin, 1.0, tl.constexpr(1), SIZE, ROTATED)
         entry = tl.reshape(entry, (SIZE,)).to(entries.dtype.element_ty)

@@ -36,8 +36,9 @@ def compiled() -> Report:
         one = taken(_compress, fixed | {"TILE": POSITIONS_PER_TILE}, types | COMPRESS)
         report[f"compress {name}"] = one.registers, one.shared_bytes
     fixed = {**sizes, "HEADS": HEADS_TO_ROTATE, "PAGE_SIZE": PAGE}
-    one = taken(_rotate_and_append, fixed, types)
-    report["rotate"] = one.registers, one.shared_bytes
+    for name, appends, its in (("append", True, types), ("queries", False, {**types, "slots": "*bf16"})):
+        one = taken(_rotate_and_append, {**fixed, "APPENDS": appends}, its)
+        report[f"rotate {name}"] = one.registers, one.shared_bytes
     fixed = {**sizes, "HEADS": HEADS_PER_PROGRAM, "PAGE_SIZE": PAGE, "BESIDE_PAGE_SIZE": PAGE, "WINDOW": WINDOW}
     fixed |= {"ENTRIES": ENTRIES_PER_TILE}
     for beside, chooses in ((False, False), (True, False), (True, True)):
@@ -57,7 +58,7 @@ def report() -> Report:
 
 
 def test_all_compile_and_fit(report: Report) -> None:
-    assert len(report) == 11
+    assert len(report) == 12
     assert all(shared <= SHARED_BYTES for _, shared in report.values()), report
 
 

@@ -136,10 +136,10 @@ class ClusterConfig(Section):
 
     def _check_roles(self) -> None:
         scaling, island = self.scaling, self.island
-        if self.scheduler.roles == "adaptive":
+        if self.scheduler.roles != "split":
             raise ValueError(
-                f"scaling.max_workers is {scaling.max_workers}; it must be null where scheduler.roles is adaptive: any "
-                "worker does what is missing there"
+                f"scaling.max_workers is {scaling.max_workers}; it must be null where scheduler.roles is "
+                f"{self.scheduler.roles}: any worker does what is missing there"
             )
         for name in ("prefill", "decode"):
             workers, least = getattr(island, f"num_{name}"), getattr(scaling, f"min_{name}")

@@ -121,9 +121,10 @@ class CacheSection(Section):
 
 
 class SchedulerSection(Section):
-    roles: Literal["split", "adaptive"] = "split"
+    roles: Literal["split", "adaptive", "colocated"] = "split"
     """what workers do: with split, prefill workers compute prompts and decode workers decode; with adaptive, the router
-    decides for each request who does what, by the workers' loads"""
+    decides for each request who does what, by the workers' loads; with colocated, each worker does both for its own
+    requests"""
     max_batch_tokens: Tokens = Field(default=1024, le=1 << 20)
     """most tokens in one forward"""
     max_sequences: Sequences | None = Field(default=None, le=1 << 16)

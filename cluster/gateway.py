@@ -88,7 +88,7 @@ class GatewaySettings:
     port: int
     http_port: int | None  # None: no HTTP
     metrics_port: int | None  # None: no port of its own
-    token_seconds: float | None  # the bound of adaptive roles; None where roles are split
+    token_seconds: float | None  # the bound of roles that are not split; None where they are
     warm_up: bool
     security: ServerSecurity
     process: int = 0  # counted from 0
@@ -165,7 +165,8 @@ class Gateway:
         """Opens the ports. StartFailed when one cannot be had."""
         settings, section = self._settings, self._settings.config.gateway
         bound = settings.token_seconds
-        policy = POLICIES[section.routing_policy] if bound is None else adaptive(bound)
+        colocated = settings.config.scheduler.roles == "colocated"
+        policy = POLICIES[section.routing_policy] if bound is None else adaptive(bound, colocated=colocated)
         self._islands = Islands(
             max_message_bytes(settings.max_model_len), policy, settings.config.cache.page_size, self._table
         )
@@ -199,7 +200,7 @@ class Gateway:
         self._tasks = [asyncio.create_task(self._metrics.run())]
         if settings.peers is not None and settings.process == 0:  # for all of this host
             self._tasks.append(asyncio.create_task(FarPlacements(self._table, self._links).run()))
-        if bound is not None:
+        if bound is not None and not colocated:
             turn = partial(self._links.turn, settings.process, settings.processes)
             self._tasks.append(asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run()))
         self._limit = CallLimit(section.max_calls, self._table)

@@ -27,8 +27,9 @@ LEAST_SHARE = 0.25  # of a worker with decode rows, for prompts
 LONE_STEP = 0.5  # a step of few rows, of the bound, where none was measured as less
 
 
-def adaptive(token_seconds: float) -> Policy:
-    """The policy. token_seconds: the bound on the time from one token to the next."""
+def adaptive(token_seconds: float, *, colocated: bool = False) -> Policy:
+    """The policy. token_seconds: the bound on the time from one token to the next. colocated: each worker computes the
+    prompts of the requests that it decodes, and no others."""
 
     def policy(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
         islands: defaultdict[str, list[WorkerLoad]] = defaultdict(list)
@@ -37,7 +38,8 @@ def adaptive(token_seconds: float) -> Policy:
                 islands[worker.island].append(worker)
         ranked: list[tuple[float, Pair]] = []
         for members in islands.values():
-            ranked += _Island(members, ask, token_seconds).pairs()
+            island = _Island(members, ask, token_seconds)
+            ranked += island.same_workers() if colocated else island.pairs()
         ranked.sort(key=lambda one: one[0])
         return [pair for _, pair in ranked]
 
@@ -68,6 +70,14 @@ class _Island:
                 ranked.append((self._cost(decode, prefill, waits), Pair(decode, prefill, expected)))
         return ranked
 
+    def same_workers(self) -> list[tuple[float, Pair]]:
+        """(cost, pair): each worker for both, whatever it is mainly for."""
+        ranked = []
+        for one in self._workers:
+            expected = self._first_token(one)
+            ranked.append((expected + self._holds_up_rows(one) + self._tokens(one), Pair(one, one, expected)))
+        return ranked
+
     def _best_for(
         self, decode: WorkerLoad, prefills: Sequence[WorkerLoad], waits: dict[Key, float]
     ) -> WorkerLoad | None:
@@ -82,11 +92,13 @@ class _Island:
         return min(others, key=seconds, default=None)
 
     def _cost(self, decode: WorkerLoad, prefill: WorkerLoad, waits: dict[Key, float]) -> float:
-        own = self._token_seconds(decode)
-        beyond = max(0.0, own - self._bound)
-        tokens = self._output * (TOKEN_WEIGHT * own + beyond)
         prompt = waits[prefill.key] + self._holds_up_rows(prefill) + self._ask.push_seconds(prefill, decode)
-        return prompt + self._holds_up_prompts(decode) + tokens
+        return prompt + self._holds_up_prompts(decode) + self._tokens(decode)
+
+    def _tokens(self, decode: WorkerLoad) -> float:
+        """What the request's own tokens take, above all beyond the bound."""
+        own = self._token_seconds(decode)
+        return self._output * (TOKEN_WEIGHT * own + max(0.0, own - self._bound))
 
     def _to_compute(self, worker: WorkerLoad) -> int:
         return max(1, self._ask.prompt_tokens - self._ask.matches.get(worker.key, 0))

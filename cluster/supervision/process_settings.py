@@ -100,7 +100,7 @@ def stream_messages_per_second(config: ClusterConfig) -> float:
 
 def is_adaptive(config: ClusterConfig) -> bool:
     """Whether any worker may be asked for anything."""
-    return config.scheduler.roles == "adaptive"
+    return config.scheduler.roles != "split"
 
 
 def token_seconds(config: ClusterConfig) -> float | None:

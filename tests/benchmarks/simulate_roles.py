@@ -165,7 +165,7 @@ def simulate(mix: Mix, rate: float, roles: str, fused: bool, seconds: float, see
         )
     ]
     workers = [Worker(0, Role.PREFILL, fused), Worker(1, Role.DECODE, fused)]
-    policy: Policy = least_loaded if roles == "split" else adaptive(GAP_SECONDS)
+    policy: Policy = least_loaded if roles == "split" else adaptive(GAP_SECONDS, colocated=roles == "colocated")
     loads, reported, moved, local, kept, num_moves = [w.load() for w in workers], 0.0, 0.0, 0, 0, 0
     todo: deque[Request] = deque(requests)
     since: dict[int, int] = {0: 0, 1: 0}  # prompt tokens placed since the last report
@@ -174,12 +174,9 @@ def simulate(mix: Mix, rate: float, roles: str, fused: bool, seconds: float, see
         now = worker.time
         while todo and todo[0].arrived <= now:
             request = todo.popleft()
-            if roles == "colocated":
-                pair = (min(workers, key=lambda w: w.pending + len(w.rows) * 256),) * 2
-            else:
-                view = [load._replace(prompt_tokens=load.prompt_tokens + since[load.pe]) for load in loads]
-                best = policy(view, Ask(request.prompt, request.output), 0)[0]
-                pair = (workers[best.decode.pe], workers[best.prefill.pe])
+            view = [load._replace(prompt_tokens=load.prompt_tokens + since[load.pe]) for load in loads]
+            best = policy(view, Ask(request.prompt, request.output), 0)[0]
+            pair = (workers[best.decode.pe], workers[best.prefill.pe])
             local += pair[0] is pair[1] and pair[0].role == Role.DECODE
             kept += pair[0] is pair[1] and pair[0].role == Role.PREFILL
             request.decode = pair[0]

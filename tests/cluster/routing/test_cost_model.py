@@ -46,6 +46,23 @@ ASKS = st.builds(Ask, st.integers(1, 10**5), st.integers(1, 10**5), matches=st.j
 
 
 @given(workers=LOADS, ask=ASKS)
+def test_colocated_workers_compute_what_they_decode(workers: list[WorkerLoad], ask: Ask) -> None:
+    pairs = adaptive(BOUND, colocated=True)(workers, ask, 0)
+    assert all(decode == prefill and seconds > 0 for decode, prefill, seconds in pairs)
+    reachable = sorted(one.key for one in workers if one.reachable)
+    assert sorted(pair.decode.key for pair in pairs) == reachable
+
+
+def test_colocated_workers_take_turns_by_load() -> None:
+    """The role that a worker is mainly for does not count."""
+    policy = adaptive(BOUND, colocated=True)
+    for busy, idle in ((0, 1), (1, 0)):
+        loads = [worker(0, Role.PREFILL), worker(1, Role.DECODE)]
+        loads[busy] = loads[busy]._replace(prompt_tokens=4000, rows=8, token_seconds=0.01)
+        assert policy(loads, ASK, 0)[0].decode.pe == idle
+
+
+@given(workers=LOADS, ask=ASKS)
 def test_each_reachable_worker_may_decode_and_none_else(workers: list[WorkerLoad], ask: Ask) -> None:
     pairs: list[Pair] = POLICY(workers, ask, 0)
     for decode, prefill, seconds in pairs:

@@ -3,8 +3,8 @@
 verify k    a step of each row's last token and k drafted ones, which is read before the next begins
     to_plain    ÷ a plain step of as many rows, launched before the one before is read
     device_ms   what all its kernels and copies take, one after another
-with p      tokens a second of rows whose drafts hold with probability p for each token, ÷ those of plain steps. Drafts
-            get longer and shorter by DraftLength. p = 0: what a drafter that is always wrong costs.
+with p      tokens a second of rows whose drafts hold with probability p for each token, ÷ those of plain steps. The
+            worker's policy decides who gets drafts. p = 0: what a drafter that is always wrong costs.
 
 Random weights and KV. A drafter's own time is not in it.
 """
@@ -22,7 +22,6 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.speculation.draft_length import DraftLength
 from tests.benchmarks.contexts import Contexts
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.model_shapes import SHAPES, shape_name
@@ -30,6 +29,7 @@ from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_pa
 from tests.benchmarks.results import at_least, at_most, print_result, print_skipped
 from tests.benchmarks.step_bench import RECORDED_STEPS, SEGMENT, STEPS, Bench
 from tests.benchmarks.timeline import record
+from tests.support.drafted_batch import DraftedBatch, speculation_of
 
 MODELS = ("qwen3-8b",)
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -84,38 +84,30 @@ class VerifyBench(Bench):
     def generate(self, rows: int, holds: float) -> tuple[float, float]:
         """Seconds until the last of `rows` has OUTPUT tokens or more, and tokens of a row and step. holds: the
         probability of each drafted token to be the target's."""
-        run, random = _Rows(self, rows), np.random.default_rng(rows)
-        lengths = [DraftLength(MOST_DRAFTED) for _ in range(rows)]
-        outputs, steps = np.zeros(rows, np.int64), 0
-        room = MOST_TOKENS - rows
+        run = _Rows(self, rows)
+        batch = DraftedBatch(speculation_of(MOST_DRAFTED, MOST_TOKENS), rows, 2 * OUTPUT, lambda sequence: holds)
+        outputs = steps = 0
         torch.cuda.synchronize()
         began = time.perf_counter()
         flight: PendingSamples | None = None
-        while outputs.mean() < OUTPUT:
-            drafted = [min(one.next(int(output)), room // rows) for one, output in zip(lengths, outputs, strict=True)]
+        while outputs < OUTPUT * rows:
             steps += 1
-            if not any(drafted):
-                following = run.step(flight is not None)
-                if flight is not None:
-                    flight.wait()
-                flight = following
-                outputs += 1
-                continue
+            drafted = batch.propose()
+            following = run.step(flight is not None) if drafted is None else None
             if flight is not None:
                 flight.wait()
-                flight = None
-            run.verify([np.arange(1, count + 2) for count in drafted])
-            accepted = [min(int(random.geometric(1 - holds)) - 1, count) for count in drafted]
-            run.take_back([count - good for count, good in zip(drafted, accepted, strict=True)])
-            for row, (count, good) in enumerate(zip(drafted, accepted, strict=True)):
-                outputs[row] += good + 1
-                if count:
-                    lengths[row].verified(count, good, int(outputs[row]))
+            flight = following
+            if drafted is not None:
+                run.verify([np.arange(1, count + 2) for count in drafted])
+            accepted = batch.step(drafted)
+            if drafted is not None:
+                run.take_back([count - good for count, good in zip(drafted, accepted, strict=True)])
+            outputs += rows + sum(accepted)
         if flight is not None:
             flight.wait()
         seconds = time.perf_counter() - began
         run.close()
-        return seconds * OUTPUT / float(outputs.mean()), float(outputs.mean()) / steps
+        return seconds * OUTPUT * rows / outputs, outputs / rows / steps
 
 
 class _Rows:

@@ -18,7 +18,8 @@ from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.verification import Verification
 
 log = logging.getLogger(__name__)
-LEAST_WORTH = 0.25  # drafted tokens a row that are likely to hold: a step with drafts for fewer costs more
+VERIFY_COST = 0.25  # what a verify step takes beyond a plain one, in plain steps,
+TOKEN_COST = 0.012  # and for each drafted token of it (docs/decisions/0107)
 MOST_PLAIN_STEPS = 32  # behind which drafts of sequences that seldom hold are tried again, where there are many
 NO_DRAFT = np.empty(0, np.int64)
 
@@ -112,7 +113,7 @@ class Speculation:
         if not any(drafted.values()) or self._plain_steps >= most_plain:
             return any(drafted.values())
         worth = sum(self._requests[requests[index]].length.worth(tokens) for index, tokens in drafted.items())
-        return worth >= LEAST_WORTH * len(requests)
+        return worth >= (VERIFY_COST + TOKEN_COST * sum(drafted.values())) * len(requests)
 
     def launch(
         self, runner: ModelRunner, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int

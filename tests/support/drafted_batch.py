@@ -1,0 +1,95 @@
+"""Batches of sequences whose drafted tokens hold with a probability: which steps have drafts, without a model."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.counters import Counters
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.requests.token_run import TokenRun
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.finish import FinishReason
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.scheduling.decode_rows import DecodeRows
+from tandem.workers.speculation.drafter import DraftAsk
+from tandem.workers.speculation.speculation import Speculation
+
+Holds = Callable[[int], float]  # by the number of the sequence, from 0
+_CACHE = cast(PagedKVCache, SimpleNamespace(pop_each=lambda ids, counts: None))
+_RUNNER = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None))
+
+
+class Zeros:
+    computes = False
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
+        return [np.zeros(ask.most, np.int64) for ask in asks]
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Request:
+    """What speculation reads of one."""
+
+    sequence_id: int
+    max_tokens: int
+    rule: Any
+    prompt: list[int] = field(default_factory=lambda: [0])
+    output: list[int] = field(default_factory=lambda: [0])
+    params: SamplingParams = field(default_factory=SamplingParams)
+    sliding: None = None
+    ended: bool = False
+    token_stream: None = None
+
+
+class DraftedBatch:
+    """So many sequences at a time, each of `length` tokens, and behind each that ends a new one."""
+
+    def __init__(self, speculation: Speculation, rows: int, length: int, holds: Holds) -> None:
+        self._speculation, self._length, self._holds = speculation, length, holds
+        self._numbers, self._draws = itertools.count(), random.Random(1)
+        self._requests = [self._request() for _ in range(rows)]
+
+    def propose(self) -> list[int] | None:
+        """Tokens drafted for each sequence in the next step, whose tokens before are known; None without drafts."""
+        drafts = self._speculation.propose(self._requests, known=True)
+        return None if drafts is None else [draft.size for draft in drafts]
+
+    def step(self, drafted: Sequence[int] | None) -> list[int]:
+        """Ends a step of what propose() gave; how many of its drafted tokens hold, by sequence."""
+        sizes = drafted or [0] * len(self._requests)
+        accepted = [self._accepted(one, size) for one, size in zip(self._requests, sizes, strict=True)]
+        runs = [TokenRun([0] * (one + 1), [None] * (one + 1), FinishReason.RUNNING) for one in accepted]
+        if drafted is not None:
+            step = SimpleNamespace(
+                sequence_ids=[], tokens=np.zeros(len(sizes), np.int64), sampling=None, positions=None
+            )
+            rows = cast(DecodeRows, SimpleNamespace(next_step=lambda: step, requests=self._requests))
+            drafts = [np.zeros(size, np.int64) for size in drafted]
+            self._speculation.settle(self._speculation.launch(_RUNNER, rows, drafts, 0), runs, _CACHE)
+        for row, run in enumerate(runs):
+            self._requests[row].output.extend(run.token_ids)
+            if len(self._requests[row].output) >= self._length:
+                self._speculation.forget(self._requests[row])
+                self._requests[row] = self._request()
+        return accepted
+
+    def _accepted(self, request: DecodeRequest, drafted: int) -> int:
+        probability = self._holds(request.sequence_id)
+        return sum(1 for _ in itertools.takewhile(lambda _: self._draws.random() < probability, range(drafted)))
+
+    def _request(self) -> DecodeRequest:
+        return cast(DecodeRequest, Request(next(self._numbers), self._length, SimpleNamespace(max_tokens=self._length)))
+
+
+def speculation_of(most: int, max_step_tokens: int) -> Speculation:
+    return Speculation(Zeros(), most, max_step_tokens, Counters())

@@ -21,11 +21,13 @@ kernel in one layer, one step or one prompt.
 
 import argparse
 import gc
+import json
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ from tandem.workers.runner.forward_graphs import Replay
 from tests.benchmarks.compressed_bench import CompressedBench, captured, synchronize
 from tests.benchmarks.compressed_shapes import KINDS, LAYERS, SHAPES, Fields
 from tests.benchmarks.contexts import Lengths
-from tests.benchmarks.device_time import device_seconds, graph_seconds, measure_copy
+from tests.benchmarks.device_time import device_seconds, measure_copy
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result, print_skipped, rounded
@@ -49,9 +51,11 @@ ROWS = (1, 8)
 PARTS = ("attention", "step", "prefill")
 ROUNDS = 2  # of prompts that are timed
 FLUSHED_MS = 100  # of all timed runs of a layer
+REPEATS = 10  # one behind the other
 CPU_RUNS = 3
 CPU_COPY_BYTES = 64 << 20
 KERNELS_SHOWN = 14
+GIB = 1 << 30
 ATTENTION_LIMIT = 2.0  # of the most rows at the longest context
 GROWTH_LIMIT = 1.25
 DENSE_LIMIT = 1.0
@@ -115,11 +119,8 @@ def step_attention(bench: CompressedBench, ids: tuple[int, ...]) -> dict[str, Re
         x = LayerInputs(config, layer, rows, bench.device)
         return lambda: attention.attend_shared(layer, x.q, x.kv, x.sinks, x.compression)
 
-    layers = [of_layer(layer) for layer in range(config.num_layers)]
-    for attend in layers:
-        attend()
     cache.commit(forward)
-    return {kind: layers[LAYERS.index(kind)] for kind in KINDS}
+    return {kind: of_layer(LAYERS.index(kind)) for kind in KINDS}
 
 
 def seconds_of(run: Replay, device: torch.device) -> Measured:
@@ -168,26 +169,34 @@ def measure_attention(bench: CompressedBench, context: int, rows: int, copy: flo
     with bench.stored(np.full(rows, context)) as ids:
         for kind, attend in step_attention(bench, ids).items():
             floor = read_bytes(bench.config, kind, np.full(rows, context + 1)) / copy
-            result[kind] = guarded(lambda: timed_attention(bench, attend, floor, kernels))  # noqa: B023  # called here
+            result[kind] = guarded(partial(timed_attention, bench, attend, floor, kernels))
     with bench.stored(np.full(rows, context - 1)) as ids:
         for kind, attend in step_attention(bench, ids).items():
             if kind != "window" and "error" not in result[kind]:
-                completing = seconds_of(captured(attend, bench.device), bench.device)
-                result[kind]["completing_us"] = completing.scaled(1e6)
+                result[kind] |= guarded(partial(completing, bench, attend))
     return result
 
 
 def timed_attention(bench: CompressedBench, attend: Replay, floor: float, kernels: bool) -> Numbers:
+    def repeat() -> Tensor:
+        for _ in range(REPEATS - 1):
+            attend()
+        return attend()
+
     replay = captured(attend, bench.device)
     seconds = seconds_of(replay, bench.device)
-    again = graph_seconds(attend) if bench.device.type == "cuda" else seconds
+    again = seconds_of(captured(repeat, bench.device), bench.device)
     return {
         "us": seconds.scaled(1e6),
         "floor_us": rounded(floor * 1e6),
         "to_floor": seconds.scaled(1 / floor),
-        "repeated_us": again.scaled(1e6),
+        "repeated_us": again.scaled(1e6 / REPEATS),
         **(kernels_of(replay, bench.device) if kernels else {}),
     }
+
+
+def completing(bench: CompressedBench, attend: Replay) -> Numbers:
+    return {"completing_us": seconds_of(captured(attend, bench.device), bench.device).scaled(1e6)}
 
 
 def measure_step(bench: CompressedBench, context: int, rows: int, kernels: bool) -> Numbers:
@@ -199,11 +208,12 @@ def measure_step(bench: CompressedBench, context: int, rows: int, kernels: bool)
     return result
 
 
-def measure_prefill(bench: CompressedBench, length: int, chunk: int, kernels: bool) -> Numbers:
+def measure_prefill(bench: CompressedBench, options: argparse.Namespace) -> Numbers:
+    length, chunk = options.prompt, options.chunk
     seconds = bench.prefill(length, chunk, ROUNDS)
     result: Numbers = {"s": seconds, "tokens_per_s": rounded(length / seconds)}
-    if kernels:
-        result |= kernels_of(lambda: bench.prefill(length, chunk, 0), bench.device)
+    if options.kernels:
+        result |= kernels_of(lambda: bench.prompt(length, chunk), bench.device)
     return result
 
 
@@ -216,47 +226,76 @@ def guarded(run: Callable[[], Numbers]) -> Numbers:
         return {"error": f"{type(error).__name__}: {error}"[:400]}
 
 
-def measure_compressed(options: argparse.Namespace, budget: Budget, copy: float) -> Numbers:
-    """Of V4's layers; of each part as far as the budget goes."""
-    longest = max([*options.contexts, options.prompt])
+def noted(result: Numbers, title: str, run: Callable[[], Numbers]) -> Numbers:
+    """What run() gives, under its title; on stderr at once, for who ends the benchmark early."""
+    began = time.perf_counter()
+    result[title] = measured = guarded(run)
+    print(f"{title}, after {time.perf_counter() - began:.1f} s: {json.dumps(measured)}", file=sys.stderr, flush=True)
+    return measured
+
+
+def measure_compressed(result: Numbers, options: argparse.Namespace, budget: Budget, copy: float) -> Numbers:
+    """V4's layers into `result`, each part as far as the budget goes. Of the model: how large it is."""
+    shape, kernels = SHAPES[options.shape], options.kernels
+    length = max([*options.contexts, options.prompt])
     bench = CompressedBench(
-        SHAPES[options.shape].compressed,
-        options.device,
-        sequences=max(options.rows),
-        length=longest,
-        chunk=options.chunk,
+        shape.compressed, options.device, sequences=max(options.rows), length=length, chunk=options.chunk
     )
-    result: Numbers = {"pool_gib": rounded(bench.pool_bytes / (1 << 30))}
     cases = [(rows, context) for rows in options.rows for context in options.contexts]
     for rows, context in budget.within(cases if "attention" in options.parts else (), least=0):
-        measured = guarded(lambda: measure_attention(bench, context, rows, copy, options.kernels))  # noqa: B023
-        result[f"attention of {rows} at {context}"] = measured
+        noted(result, attention_title(rows, context), partial(measure_attention, bench, context, rows, copy, kernels))
     if "step" in options.parts and not budget.is_spent:
-        result["capture"] = guarded(lambda: {"s": rounded(bench.capture_steps(max(options.rows)))})
-        steps = cases if "error" not in result["capture"] else ()
-        for rows, context in budget.within(steps, least=0):
-            result[step_title(rows, context)] = guarded(
-                lambda: measure_step(bench, context, rows, options.kernels)  # noqa: B023
-            )
-        for rows in options.rows:
-            ends = [result.get(step_title(rows, context), {}).get("ms") for context in extremes(options.contexts)]
-            if len(options.contexts) > 1 and None not in ends:
-                result[f"growth of a step of {rows}"] = rounded(ends[1] / ends[0])
+        measure_steps(result, bench, options, budget)
     if "prefill" in options.parts and not budget.is_spent:
-        result[f"prefill of {options.prompt}"] = guarded(
-            lambda: measure_prefill(bench, options.prompt, options.chunk, options.kernels)
-        )
-    return result
+        noted(result, prefill_title(options), partial(measure_prefill, bench, options))
+    return {"pool_gib": rounded(bench.pool_bytes / GIB), "peak_gib": rounded(peak_bytes(bench.device) / GIB)}
+
+
+def measure_steps(result: Numbers, bench: CompressedBench, options: argparse.Namespace, budget: Budget) -> None:
+    capture = noted(result, "capture", lambda: {"s": rounded(bench.capture_steps(max(options.rows)))})
+    if "error" in capture:
+        return
+    for rows, context in budget.within([(rows, one) for rows in options.rows for one in options.contexts], least=0):
+        noted(result, step_title(rows, context), partial(measure_step, bench, context, rows, options.kernels))
+    for rows in options.rows:
+        short, long = (result.get(step_title(rows, one), {}).get("ms") for one in extremes(options.contexts))
+        if len(options.contexts) > 1 and short is not None and long is not None:
+            result[growth_title(rows)] = rounded(long / short)
 
 
 def measure_dense(options: argparse.Namespace) -> Numbers:
+    release(torch.device(options.device))
     fields: Fields = SHAPES[options.shape].dense
     bench = CompressedBench(fields, options.device, sequences=1, length=options.prompt, chunk=options.chunk)
-    return measure_prefill(bench, options.prompt, options.chunk, options.kernels)
+    return measure_prefill(bench, options)
+
+
+def release(device: torch.device) -> None:
+    """Gives back the memory of what is no longer in use: graphs, weights and pools."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Of the device's memory, so far; on a CPU they are not counted."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def attention_title(rows: int, context: int) -> str:
+    return f"attention of {rows} at {context}"
 
 
 def step_title(rows: int, context: int) -> str:
     return f"step of {rows} at {context}"
+
+
+def growth_title(rows: int) -> str:
+    return f"growth of a step of {rows}"
+
+
+def prefill_title(options: argparse.Namespace) -> str:
+    return f"prefill of {options.prompt} by {options.chunk}"
 
 
 def extremes(contexts: list[int]) -> tuple[int, int]:
@@ -267,17 +306,17 @@ def targets_of(result: Numbers, options: argparse.Namespace) -> list[dict[str, A
     """As far as it was measured."""
     targets, (_, longest), rows = [], extremes(options.contexts), max(options.rows)
     for kind in ("HCA", "CSA"):
-        ratio = result.get(f"attention of {rows} at {longest}", {}).get(kind, {}).get("to_floor")
+        ratio = result.get(attention_title(rows, longest), {}).get(kind, {}).get("to_floor")
         if ratio is not None:
             targets.append(at_most(f"{kind}, attention of {rows} at {longest} ÷ floor", ratio, ATTENTION_LIMIT))
     for one in options.rows:
-        growth = result.get(f"growth of a step of {one}")
+        growth = result.get(growth_title(one))
         if growth is not None:
             name = "step of {}, {} ÷ {} positions".format(one, *extremes(options.contexts)[::-1])
             targets.append(at_most(name, growth, GROWTH_LIMIT))
-    to_dense = result.get(f"prefill of {options.prompt}", {}).get("to_dense")
+    to_dense = result.get(prefill_title(options), {}).get("to_dense")
     if to_dense is not None:
-        targets.append(at_most(f"prefill of {options.prompt} ÷ dense", to_dense, DENSE_LIMIT))
+        targets.append(at_most(f"{prefill_title(options)} ÷ dense", to_dense, DENSE_LIMIT))
     return targets
 
 
@@ -306,18 +345,15 @@ def main() -> None:
         print_skipped("needs a CUDA device")
         return
     budget, copy = Budget(options.seconds), copy_rate(torch.device(options.device))
-    result: Numbers = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "shape": options.shape}
+    result: Numbers = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "case": options.shape}
     result |= {"cut": SHAPES[options.shape].cut, "copy_gb_per_s": rounded(copy / 1e9)}
     with torch.inference_mode():
-        result |= guarded(lambda: measure_compressed(options, budget, copy))
-        gc.collect()  # graphs, weights and pools
-        if on_gpu:
-            torch.cuda.empty_cache()
-        title = f"prefill of {options.prompt}"
+        noted(result, "model", lambda: measure_compressed(result, options, budget, copy))
         if "prefill" in options.parts and not budget.is_spent:
-            dense = result[f"dense {title}"] = guarded(lambda: measure_dense(options))
-            if "s" in dense and "s" in result.get(title, {}):
-                result[title]["to_dense"] = rounded(result[title]["s"] / dense["s"])
+            ours, dense = result.get(prefill_title(options), {}), partial(measure_dense, options)
+            theirs = noted(result, f"dense {prefill_title(options)}", dense)
+            if "s" in ours and "s" in theirs:
+                ours["to_dense"] = rounded(ours["s"] / theirs["s"])
     print_result(result | {"targets": targets_of(result, options)}, options, gpus=int(on_gpu))
 
 

@@ -106,19 +106,23 @@ class CompressedBench:
 
     def prefill(self, length: int, chunk: int, rounds: int) -> Measured:
         """Seconds to the first token of a prompt of so many tokens, median of `rounds` after one."""
-        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, length)
         times = []
         for _ in range(rounds + 1):
             synchronize(self.device)
             began = time.perf_counter()
-            self.cache.add_sequence(0)
-            try:
-                logits = compute_prompt(self.runner, 0, tokens, chunk)
-                self.runner.sample(logits, SampleBatch.from_params([GREEDY]), np.array([length]))
-                times.append(time.perf_counter() - began)
-            finally:
-                self.cache.remove_sequence(0)
+            self.prompt(length, chunk)
+            times.append(time.perf_counter() - began)
         return Measured.median(times[1:])
+
+    def prompt(self, length: int, chunk: int) -> None:
+        """Computes a prompt and waits for its first token."""
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, length)
+        self.cache.add_sequence(0)
+        try:
+            logits = compute_prompt(self.runner, 0, tokens, chunk)
+            self.runner.sample(logits, SampleBatch.from_params([GREEDY]), np.array([length]))
+        finally:
+            self.cache.remove_sequence(0)
 
 
 def repeated(compute: Callable[[], Tensor]) -> Replay:

@@ -120,6 +120,7 @@ def step_attention(bench: CompressedBench, ids: tuple[int, ...]) -> dict[str, Re
         return lambda: attention.attend_shared(layer, x.q, x.kv, x.sinks, x.compression)
 
     cache.commit(forward)
+    synchronize(bench.device)  # the buffers' memory on the host goes with them
     return {kind: of_layer(LAYERS.index(kind)) for kind in KINDS}
 
 
@@ -147,15 +148,15 @@ def copy_rate(device: torch.device) -> float:
 
 
 def kernels_of(run: Callable[[], object], device: torch.device) -> Numbers:
-    """µs of each kernel, the longest ones first, and of all of them."""
-    if device.type != "cuda":
-        return {}
+    """µs of each kernel, the longest ones first, and of all of them; nothing on a CPU."""
 
     def waited() -> None:
         run()
         synchronize(device)
 
     waited()
+    if device.type != "cuda":
+        return {}
     times = Counter[str]()
     for span in record(waited):
         times[span.name[:60]] += span.end - span.begin  # pyright: ignore[reportArgumentType]  # counts may be floats

@@ -42,7 +42,7 @@ def test_bytes_are_those_of_the_window_and_of_entries(v4: ModelConfig) -> None:
 
 
 def test_all_parts_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(monkeypatch, capsys)
+    result = run(monkeypatch, capsys, "--kernels")
     for context in (128, 256):
         of_kinds = result[f"attention of 2 at {context}"]
         assert list(of_kinds) == ["window", "HCA", "CSA"]

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.workers.models.registry import load_config
@@ -74,17 +76,7 @@ class Bench:
         sampling = SampleBatch.from_params([params] * contexts.size)
 
         def run(steps: int) -> list[float]:
-            """When it began, and when each step's tokens were there."""
-            times = [time.perf_counter()]
-            tokens, rows = np.ones(contexts.size, np.int64), np.arange(contexts.size)
-            flight = self.runner.step(ids, tokens, np.full(contexts.size, -1), sampling, stored)
-            for step in range(1, steps):
-                following = self.runner.step(ids, tokens, rows, sampling, stored + step)
-                flight.wait()
-                times.append(time.perf_counter())
-                flight = following
-            flight.wait()
-            return [*times, time.perf_counter()]
+            return step_times(self.runner, ids, sampling, stored, steps)
 
         run(WARM_STEPS)
         times = run(STEPS)
@@ -102,8 +94,7 @@ class Bench:
 
         def run() -> None:
             self.cache.add_sequence(0)
-            chunks = [tokens[begin : begin + CHUNK] for begin in range(0, length, CHUNK)]
-            *_, logits = (self.runner.prompts([0], [chunk], [length], push=False) for chunk in chunks)
+            logits = compute_prompt(self.runner, 0, tokens, CHUNK)
             self.runner.sample(logits, greedy, np.array([length]))
             self.cache.remove_sequence(0)
 
@@ -116,12 +107,36 @@ class Bench:
         return Measured.median(times[1:]), sum(span.end - span.begin for span in record(run)) / 1e6
 
 
-def random_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def step_times(
+    runner: ModelRunner, ids: Sequence[int], sampling: SampleBatch, positions: Lengths, steps: int
+) -> list[float]:
+    """When the first of `steps` began, and when each step's tokens were there; each is launched before the tokens of
+    the one before are read. positions: int64 [rows], see ModelRunner.step."""
+    times = [time.perf_counter()]
+    tokens, rows = np.ones(len(ids), np.int64), np.arange(len(ids))
+    flight = runner.step(ids, tokens, np.full(len(ids), -1), sampling, positions)
+    for step in range(1, steps):
+        following = runner.step(ids, tokens, rows, sampling, positions + step)
+        flight.wait()
+        times.append(time.perf_counter())
+        flight = following
+    flight.wait()
+    return [*times, time.perf_counter()]
+
+
+def compute_prompt(runner: ModelRunner, sequence: int, tokens: Int64Array, chunk: int) -> Tensor:
+    """Logits [1, vocab] behind a prompt, int64 [n], of a sequence that is empty; of so many tokens a forward."""
+    chunks = [tokens[begin : begin + chunk] for begin in range(0, tokens.size, chunk)]
+    *_, logits = (runner.prompts([sequence], [one], [tokens.size], push=False) for one in chunks)
+    return logits
+
+
+def random_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cuda") -> Tensor:
     """Normal numbers; of 8 bits, page by page, for they cannot be drawn in place."""
-    pool = torch.empty(shape, dtype=dtype, device="cuda")
+    pool = torch.empty(shape, dtype=dtype, device=device)
     if dtype.itemsize > 1:
         return pool.normal_()
-    some = torch.randn((min(64, shape[0]), *shape[1:]), device="cuda").to(dtype).view(torch.uint8)
+    some = torch.randn((min(64, shape[0]), *shape[1:]), device=device).to(dtype).view(torch.uint8)
     for part in pool.view(torch.uint8).split(some.shape[0]):
         part.copy_(some[: part.shape[0]])
     return pool

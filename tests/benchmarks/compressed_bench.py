@@ -1,0 +1,141 @@
+"""A model of any family with random weights over a cache of random KV, on a GPU or a CPU: its steps and prompts, timed.
+
+On a CPU decode steps take the path of CUDA graphs, too: what a graph would hold is computed anew.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.pool_sizes import PageUse, pages_of_groups
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.forward_graphs import GraphCapture, Replay
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.benchmarks.compressed_shapes import Fields
+from tests.benchmarks.contexts import Lengths
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.step_bench import (
+    PAGE_SIZE,
+    SEGMENT,
+    STEPS,
+    WARM_STEPS,
+    compute_prompt,
+    random_pool,
+    step_times,
+)
+
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+GREEDY = SamplingParams(temperature=0)
+AHEAD = STEPS + WARM_STEPS + 2 * PAGE_SIZE  # positions behind a context that its steps may reach
+
+
+class CompressedBench:
+    """Of any layout that kv_layout() makes."""
+
+    def __init__(self, fields: Fields, device: str, *, sequences: int, length: int, chunk: int) -> None:
+        """fields: config.json. The cache holds so many sequences of up to `length` positions and AHEAD, and forwards
+        append up to `chunk` of these to one."""
+        self.device = torch.device(device)
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder)
+            (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+            self.config = load_config(model, DTYPES[device])
+            decoder = load_decoder(model, self.config, load_format="dummy", device=device)
+        layout = kv_layout(self.config, PAGE_SIZE)
+        longest = -(-(length + AHEAD) // layout.grain) * layout.grain
+        use = PageUse(sequences, longest, chunk)
+        counts = pages_of_groups(layout, sequences * longest // PAGE_SIZE, [use])
+        pools = [
+            random_pool((count, *layout.page_shape(group)), layout.stored_dtype_of(group), device)
+            for group, count in enumerate(counts)
+        ]
+        self.pool_bytes = sum(pool.nbytes for pool in pools)
+        self.cache = make_cache(self.config, layout, pools, max_sequences=sequences + 1, max_length=longest)
+        self.runner = ModelRunner(decoder, self.cache)
+
+    def capture_steps(self, rows: int) -> float:
+        """Seconds that it takes to capture decode steps of up to so many rows."""
+        began = time.perf_counter()
+        self.runner.capture_steps(rows, None if self.device.type == "cuda" else repeated)
+        synchronize(self.device)
+        assert self.runner.overlaps, "no decode step was captured"
+        return time.perf_counter() - began
+
+    @contextmanager
+    def stored(self, lengths: Lengths) -> Iterator[tuple[int, ...]]:
+        """Sequences that have stored so many positions each, int64 [rows]: the noise of the pools."""
+        ids, added = tuple(range(lengths.size)), list[int]()
+        try:
+            for sequence in ids:
+                self.cache.add_sequence(sequence)
+                added.append(sequence)
+                self.cache.prepare_receive(sequence, int(lengths[sequence]))
+                self.cache.finish_receive(sequence)
+            yield ids
+        finally:
+            synchronize(self.device)
+            for sequence in added:
+                self.cache.remove_sequence(sequence)
+
+    def decode(self, contexts: Lengths) -> Measured:
+        """Seconds of a step, the mean of STEPS. contexts: int64 [rows], stored before the middle one."""
+        sampling, first = SampleBatch.from_params([GREEDY] * contexts.size), contexts - WARM_STEPS - STEPS // 2
+        with self.stored(first) as ids:
+            step_times(self.runner, ids, sampling, first, WARM_STEPS)
+            times = step_times(self.runner, ids, sampling, first + WARM_STEPS, STEPS)
+        segments = [(end - begin) / SEGMENT for begin, end in pairwise(times[::SEGMENT])]
+        return Measured.of((times[-1] - times[0]) / STEPS, segments)
+
+    def step_once(self, ids: tuple[int, ...]) -> None:
+        """One more token for each."""
+        sampling = SampleBatch.from_params([GREEDY] * len(ids))
+        positions = np.array([self.cache.num_tokens(sequence) for sequence in ids])
+        step_times(self.runner, ids, sampling, positions, 1)
+
+    def prefill(self, length: int, chunk: int, rounds: int) -> Measured:
+        """Seconds to the first token of a prompt of so many tokens, median of `rounds` after one."""
+        times = []
+        for _ in range(rounds + 1):
+            synchronize(self.device)
+            began = time.perf_counter()
+            self.prompt(length, chunk)
+            times.append(time.perf_counter() - began)
+        return Measured.median(times[1:])
+
+    def prompt(self, length: int, chunk: int) -> None:
+        """Computes a prompt and waits for its first token."""
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, length)
+        self.cache.add_sequence(0)
+        try:
+            logits = compute_prompt(self.runner, 0, tokens, chunk)
+            self.runner.sample(logits, SampleBatch.from_params([GREEDY]), np.array([length]))
+        finally:
+            self.cache.remove_sequence(0)
+
+
+def repeated(compute: Callable[[], Tensor]) -> Replay:
+    """A Capture without a GPU: the result is in the same memory each time."""
+    memory = compute().clone()
+    return lambda: memory.copy_(compute())
+
+
+def captured(compute: Callable[[], Tensor], device: torch.device) -> Replay:
+    """compute() in a CUDA graph of its own; on a CPU, as it is."""
+    return GraphCapture()(compute) if device.type == "cuda" else compute
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -17,7 +17,7 @@ from tests.gpu.worker_process import WorkerPe
 from tests.support.checkpoints import COMMON, FAMILIES, make_model, sizes_on_gpu
 from tests.support.client_requests import GREEDY, complete_all, complete_all_updates, tokens_of
 from tests.support.island import running_gateway
-from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.oracle import greedy_all, in_its_precision, load_oracle, random_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,6 +133,8 @@ def logprobs_of(folder: Path, dtype: torch.dtype, answers: Sequence[Sequence[Gen
     found: list[float] = []
     for prompt, updates in zip(PROMPTS, answers, strict=True):
         ids = torch.tensor([prompt + tokens_of(updates)], device="cuda")
-        logprobs = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
+        with in_its_precision(model):
+            logits = model(ids).logits
+        logprobs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
         found += [float(logprobs[place, token]) for place, token, _ in entries_of(updates)]
     return np.array(found)

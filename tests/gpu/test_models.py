@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import FAMILIES, make_model, sizes_on_gpu
-from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.oracle import greedy, in_its_precision, load_oracle, random_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,5 +91,6 @@ def transformers_logits(
 ) -> Tensor:
     """Float32 [n, vocab]: those after the tokens named by rows, (sequence, position) each."""
     model = load_oracle(folder, dtype, "cuda")
-    whole = {s: model(torch.tensor([tokens], device="cuda")).logits[0].float() for s, tokens in given.items()}
+    with in_its_precision(model):
+        whole = {s: model(torch.tensor([tokens], device="cuda")).logits[0].float() for s, tokens in given.items()}
     return torch.stack([whole[sequence][position] for sequence, position in rows])

@@ -26,6 +26,12 @@ def _clamp_as_configured(model: PreTrainedModel) -> None:
             module.limit = limit
 
 
+def in_its_precision(model: PreTrainedModel) -> torch.autocast:
+    """Around its forwards in 16 bits: transformers 5.17 mixes DeepSeek-V4's dtypes, and autocast lets it."""
+    mixes = model.config.model_type == "deepseek_v4" and model.dtype != torch.float32
+    return torch.autocast(model.device.type, model.dtype if mixes else None, enabled=mixes)
+
+
 def greedy(
     model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, cache: DynamicCache | None = None
 ) -> list[int]:

@@ -241,10 +241,6 @@ class Cluster:
         except InvalidArgument as error:
             raise ConfigError(f"cache.{error}") from error
         if self._config.island.device == "cuda":
-            if model.compressed is not None:
-                raise ConfigError(
-                    f"island.device is cuda, but {model.architecture} runs on device cpu only so far; cpu is accepted"
-                )
             _check_gpu(layout, model if model.latent or drafter is None else drafter)
         else:
             _check_memory(layout, agreed_pages(self._config, (), model.max_length))

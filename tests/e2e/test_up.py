@@ -25,7 +25,7 @@ from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.runtime_dir import running_cluster
 from tandem.cluster.client import Client
-from tandem.cluster.errors import Unavailable
+from tandem.cluster.errors import StartFailed, Unavailable
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.proto import inference_pb2
 from tests.support.client_requests import GREEDY
@@ -349,14 +349,20 @@ def test_what_no_kernel_of_a_gpu_serves(
     assert error.endswith(named)
 
 
-def test_a_family_without_kernels_for_a_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("arch", ["llama", "deepseek_v4"])
+def test_what_kernels_of_a_gpu_serve_is_not_refused(
+    arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    """All checks come before Ray, which does not start here."""
+
+    def start(processes: RayProcesses, cluster: str, num_cpus: int | None) -> None:
+        raise StartFailed(f"no Ray for {cluster}")
+
+    monkeypatch.setattr(RayProcesses, "start", start)
     monkeypatch.setattr(preflight, "read_driver", lambda: Driver("580.1", (Gpu("H200", 139 << 30, (9, 0)),) * 2))
-    make_checkpoint(tmp_path / "model", arch="deepseek_v4", size="tiny", seed=3)
-    settings = ["name=no-kernels", "island.device=cuda", "island.transport=nvshmem"]
+    make_checkpoint(tmp_path / "model", arch=arch, size="tiny", seed=3)
+    settings = ["name=fitting", "island.device=cuda", "island.transport=nvshmem", "model.dtype=bfloat16"]
     options = [part for setting in settings for part in ("--set", setting)]
     code, (error,) = refused(capsys, "--model", str(tmp_path / "model"), *options)
-    assert code == 2
-    assert error.startswith("tandem: island.device is cuda, but DeepseekV4ForCausalLM runs on device cpu only so far")
+    assert code == 1
+    assert error == "tandem: no Ray for fitting"

@@ -60,8 +60,9 @@ class FlashInferModule:
 
 
 def plan_modules(layout: KVLayout, softcap: float | None, capability: tuple[int, int]) -> tuple[FlashInferModule, ...]:
-    """Those that FlashInferKernels and FlashInferLatentKernels use for a layout; none where torch's kernels serve."""
-    if layout.dtype not in DTYPES:
+    """Those that FlashInferKernels and FlashInferLatentKernels use for a layout; none where torch's kernels serve, or
+    Triton's (one plane for K and V)."""
+    if layout.dtype not in DTYPES or any(group.shares_planes for group in layout.groups):
         return ()
     best = "fa3" if capability == HOPPER else "fa2"
     own = _name(layout.dtype)

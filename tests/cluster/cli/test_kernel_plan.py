@@ -79,6 +79,9 @@ class TestModules:
         latents = KVLayout((LayerGroup((0,), 1, 576, latent_rank=512),), 16, torch.bfloat16)
         assert titles(latents) == ["FlashInfer fa3 bfloat16 192/128", "FlashInfer fa3 bfloat16 512/64 latent"]
 
+    def test_one_plane_of_k_and_v_needs_none(self) -> None:
+        assert titles(KVLayout((LayerGroup((0,), 1, 512, span_of(128), num_planes=1),), 16, torch.bfloat16)) == []
+
     def test_what_is_built_is_used_unless_flashinfers_own_package_is_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

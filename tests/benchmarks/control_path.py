@@ -64,7 +64,12 @@ class Measured:
 
 @contextmanager
 def traced_cluster(shape: str | None, folder: Path, processes: TracedProcesses, longest: int) -> Iterator[Cluster]:
-    common = {"name": f"path-{os.getpid()}", "gateway.port": 0, "cache.prefix_sharing": False}
+    common = {
+        "name": f"path-{os.getpid()}",
+        "gateway.port": 0,
+        "cache.prefix_sharing": False,
+        "scheduler.roles": "split",
+    }
     if shape is None:
         make_checkpoint(folder / "model")
         config = load_config(None, common | ON_CPU | {"model.path": str(folder / "model")})

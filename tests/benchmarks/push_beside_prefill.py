@@ -66,7 +66,7 @@ def main() -> None:
     if torch.cuda.device_count() < 2:
         print_skipped("needs two CUDA devices of one host")
         return
-    overrides = {"model.max_model_len": options.tokens + 16, "cache.prefix_sharing": False}
+    overrides = {"model.max_model_len": options.tokens + 16, "cache.prefix_sharing": False, "scheduler.roles": "split"}
     with tempfile.TemporaryDirectory() as folder:
         shape = write_shape(options.model, Path(folder))
         with (

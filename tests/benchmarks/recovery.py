@@ -262,6 +262,7 @@ def settings(folder: Path, shape: str | None, gpus: bool, islands: int, gateways
         "cache.gpu_memory_utilization": None,
         "cache.prefix_sharing": False,  # each prompt is computed and pushed, however often it came
         "scheduler.max_batch_tokens": CHUNK,
+        "scheduler.roles": "split",
     }
     if shape is not None:
         common |= {"model.load_format": "dummy", "model.max_model_len": 4096, "scheduler.max_batch_tokens": 8 * CHUNK}

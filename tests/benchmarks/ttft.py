@@ -152,7 +152,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for model in budget.within(options.models):
             lengths = options.lengths or CASES.get(model, (LONG,))
-            overrides = {"model.max_model_len": MAX_LENGTH, "cache.prefix_sharing": False}
+            overrides = {"model.max_model_len": MAX_LENGTH, "cache.prefix_sharing": False, "scheduler.roles": "split"}
             with running_cluster("gpu-1p1d.yaml", write_shape(model, Path(folder)), overrides) as cluster:
                 address, token = cluster.grpc_address, cluster.worker_token
                 found[model] = measure_model(address, token, lengths, options.rounds, budget)

@@ -4,7 +4,7 @@ verify k    a step of each row's last token and k drafted ones, which is read be
     to_plain    ÷ a plain step of as many rows, launched before the one before is read
     device_ms   what all its kernels and copies take, one after another
 with p      tokens a second of rows whose drafts hold with probability p for each token, ÷ those of plain steps. The
-            worker's policy decides who gets drafts. p = 0: what a drafter that is always wrong costs.
+            worker's policy decides who gets drafts, and in how many steps. p = 0: what a drafter that is always wrong costs.
 
 Random weights and KV. A drafter's own time is not in it.
 """
@@ -13,7 +13,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,16 @@ MANY_LIMIT = 1 / 1.02  # of MANY rows
 MANY = 32
 SPEEDUPS = {1: 2.0, 8: 1.5}  # with drafts of which 0.7 hold
 VERIFIED = 0.7
+
+
+class Generated(NamedTuple):
+    """seconds: of OUTPUT tokens a row. tokens: of a row and step. verified: the part of the steps that verified, and
+    ms the median of these."""
+
+    seconds: float
+    tokens: float
+    verified: float
+    ms: Measured
 
 
 class VerifyBench(Bench):
@@ -81,12 +91,12 @@ class VerifyBench(Bench):
         seconds = Measured.of((times[-1] - times[0]) / STEPS, segments)
         return seconds, sum(span.end - span.begin for span in spans) / 1e6 / RECORDED_STEPS
 
-    def generate(self, rows: int, holds: float) -> tuple[float, float]:
-        """Seconds until the last of `rows` has OUTPUT tokens or more, and tokens of a row and step. holds: the
-        probability of each drafted token to be the target's."""
+    def generate(self, rows: int, holds: float) -> "Generated":
+        """Until `rows` have OUTPUT tokens on average. holds: the probability of a drafted token to be the target's."""
         run = _Rows(self, rows)
         batch = DraftedBatch(speculation_of(MOST_DRAFTED, MOST_TOKENS), rows, 2 * OUTPUT, lambda sequence: holds)
         outputs = steps = 0
+        verifying: list[float] = []
         torch.cuda.synchronize()
         began = time.perf_counter()
         flight: PendingSamples | None = None
@@ -97,17 +107,22 @@ class VerifyBench(Bench):
             if flight is not None:
                 flight.wait()
             flight = following
+            verified = time.perf_counter()
             if drafted is not None:
                 run.verify([np.arange(1, count + 2) for count in drafted])
             accepted = batch.step(drafted)
             if drafted is not None:
                 run.take_back([count - good for count, good in zip(drafted, accepted, strict=True)])
+                verifying.append(time.perf_counter() - verified)
             outputs += rows + sum(accepted)
         if flight is not None:
             flight.wait()
         seconds = time.perf_counter() - began
         run.close()
-        return seconds * OUTPUT * rows / outputs, outputs / rows / steps
+        each = outputs / rows
+        return Generated(
+            seconds * OUTPUT / each, each / steps, len(verifying) / steps, Measured.median(verifying or [0.0], 1e3)
+        )
 
 
 class _Rows:
@@ -159,9 +174,11 @@ def measure(name: str, options: argparse.Namespace, budget: Budget) -> dict[str,
                 numbers[f"verify {drafted}, device_ms"] = rounded(on_device * 1e3)
                 numbers[f"verify {drafted}, to_plain"] = seconds.scaled(1 / plain)
         for holds in options.holds:
-            seconds, tokens = bench.generate(rows, holds)
-            numbers[f"with {holds}, to_plain"] = rounded(plain_output / seconds)
-            numbers[f"with {holds}, tokens a step"] = rounded(tokens)
+            made = bench.generate(rows, holds)
+            numbers[f"with {holds}, to_plain"] = rounded(plain_output / made.seconds)
+            numbers[f"with {holds}, tokens a step"] = rounded(made.tokens)
+            numbers[f"with {holds}, part of steps that verify"] = rounded(made.verified)
+            numbers[f"with {holds}, ms of these"] = made.ms
     return result
 
 

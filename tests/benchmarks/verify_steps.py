@@ -4,7 +4,7 @@ verify k    a step of each row's last token and k drafted ones, which is read be
     to_plain    ÷ a plain step of as many rows, launched before the one before is read
     device_ms   what all its kernels and copies take, one after another
 with p      tokens a second of rows whose drafts hold with probability p for each token, ÷ those of plain steps. The
-            worker's policy decides who gets drafts, and in how many steps. p = 0: what a drafter that is always wrong costs.
+            worker's policy decides who gets drafts, and when. p = 0: what a drafter that is always wrong costs.
 
 Random weights and KV. A drafter's own time is not in it.
 """

@@ -153,8 +153,9 @@ class SequenceCalls(Parts):
         At least one token is left over to be computed. Where a page of some group covers more positions than others, a
         prefix ends with the coarsest. Groups with a window get the pages that the next query sees, and
         a prefix is found only where these are known. They take as much room as pages of its own would, so that those
-        who use them, too, can grow as they have reserved: OutOfPages where there is less. salt: at most 16 bytes; only what was published with the same
-        one is found.
+        who use them, too, can grow as they have reserved: OutOfPages where there is less.
+
+        salt: at most 16 bytes; only what was published with the same one is found.
 
         With an encoder, token_ids begin with its prompt, which is padded to whole pages. Only what was published behind
         the same one is found, and nothing where not all of the encoder's pages are.

@@ -161,6 +161,10 @@ class Side:
         held = [int(group.ends[row] - group.begins[row]) for group in self.cache._table.groups]
         return max(map(mul, held, self.cache.layout.pages_together))
 
+    def has_reserved(self, sequence: int) -> bool:
+        """Whether it has ever had a reservation, which one that begins to slide keeps as it was."""
+        return bool(self.cache._table.reserved[self.cache._table.row(sequence)])
+
     def is_promised(self, sequence: int, count: int) -> bool:
         """Whether a reservation covers `count` positions more."""
         known = self.known[sequence]

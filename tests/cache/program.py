@@ -133,8 +133,8 @@ class Program:
             side.cache.fork_sequence(parent, child, -1 if whole else length, slides=slides)
         except OutOfPages:
             shares = side.most_pages(parent) if self.layout.drops_past else 0  # those in a window count for each user
-            assert length % self.layout.page_size or of.reserved or shares
-            assert side.cache.num_free_pages <= shares or of.reserved
+            assert length % self.layout.page_size or side.has_reserved(parent) or shares
+            assert side.cache.num_free_pages <= shares or side.has_reserved(parent)
             return
         except InvalidArgument:
             assert length
@@ -164,7 +164,7 @@ class Program:
             else:
                 side.cache.pop(sequence, count)
         except OutOfPages:
-            assert known.reserved
+            assert side.has_reserved(sequence)
             return
         except InvalidArgument:
             assert beyond
@@ -218,9 +218,7 @@ class Program:
             matched = self.match_tokens(side, [*tokens, NUM_TOKENS])
             if matched is not None and side.can_be_cut(sequence, whole):
                 seen = [int(group.keeps.first_needed(np.array(whole))) for group in self.layout.groups]
-                assert (
-                    matched == whole or min(seen) == whole
-                )  # else nothing is there to be found
+                assert matched == whole or min(seen) == whole  # else nothing is there to be found
             else:
                 self.count("windows that have moved on")
 

@@ -152,8 +152,10 @@ class SequenceCalls(Parts):
 
         At least one token is left over to be computed. Where a page of some group covers more positions than others, a
         prefix ends with the coarsest. Groups with a window get the pages that the next query sees, and
-        a prefix is found only where these are known. salt: at most 16 bytes; only what was published with the same
-        one is found.
+        a prefix is found only where these are known. They take as much room as pages of its own would, so that those
+        who use them, too, can grow as they have reserved: OutOfPages where there is less.
+
+        salt: at most 16 bytes; only what was published with the same one is found.
 
         With an encoder, token_ids begin with its prompt, which is padded to whole pages. Only what was published behind
         the same one is found, and nothing where not all of the encoder's pages are.
@@ -258,7 +260,7 @@ class SequenceCalls(Parts):
     @property
     def num_free_pages(self) -> int:
         """Pages of the scarcest group that can be allocated, counted as num_pages: free ones, and those that only the
-        prefix index uses."""
+        prefix index uses. A page of a group with a window counts for each sequence that uses it: see PageUsers."""
         return min(map(mul, self._pools.num_free, self.layout.pages_together))
 
     @property

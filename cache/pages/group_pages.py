@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.kernels.base import PageOperations
-from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.group_table import GroupTable
+from tandem.cache.pages.page_users import PageUsers
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.pages.step_growth import StepChange
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
@@ -97,13 +97,13 @@ class GroupPages:
                  [ full, may be shared ]  [ partial, may be shared ]  [ reserved, its own ]
 
     Nothing is ever written into a shared page, so only a partial one can be in the way; it is copied before it grows.
-    A reserved row with a window lets go of a page for each that it takes: its budget is enough for ever, counted from
-    the first page that is its own, for those before it bring nothing back when they leave the window.
+    A reserved row with a window lets go of a page for each that it takes: its budget is enough for ever. What it shares
+    counts as well: see PageUsers.
     """
 
     keeps: Span
     table: GroupTable
-    allocator: PageAllocator
+    users: PageUsers
     memory: PageOperations
     grain: int  # see Span
 
@@ -145,7 +145,7 @@ class GroupPages:
         copied = partial
         if partial.size:
             tails = table.pages[rows[partial], appends.page_indexes[partial]]
-            copied = partial[self.allocator.are_shared(tails)]
+            copied = partial[self.users.are_shared(tails)]
         counts = np.maximum(wanted - starts, 0)  # a sliding sequence gives pages back before it takes some
         return PageGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
@@ -191,7 +191,7 @@ class GroupPages:
         if np.count_nonzero(self.table.ends[rows] > reserved_ends):
             return False
         pages = self.table.pages[ragged_pairs(rows, begins, counts)]
-        return not np.count_nonzero(self.allocator.are_shared(pages))
+        return not np.count_nonzero(self.users.are_shared(pages))
 
     def clear(self, rows: Int64Array, page_indexes: Int64Array) -> None:
         """Clears the pages at these page indexes of rows, both int64 [n], as far as the kernels need it."""
@@ -214,9 +214,7 @@ class GroupPages:
             length, reserved_end = min(length, border * self.table.page_size), min(reserved_end, border)
         budget = int(self.table.budgets[row]) if budget is None else budget
         tail = max(length // self.table.paging.positions, begin)
-        before = self._shared(row, begin, tail)
-        first_own = int(before[-1]) + 1 if before.size else begin
-        end = min(first_own + budget, reserved_end)
+        end = min(begin + budget, reserved_end)
         shared = self._shared(row, tail, min(held, end))
         return Ownership(shared, end, shared.size + max(end - held, 0))
 
@@ -265,7 +263,7 @@ class GroupPages:
         self.table.begins[row], self.table.ends[row] = begin, end
 
     def _shared(self, row: int, begin: int, end: int) -> Int64Array:
-        return begin + np.flatnonzero(self.allocator.are_shared(self.table.pages[row, begin:end]))
+        return begin + np.flatnonzero(self.users.are_shared(self.table.pages[row, begin:end]))
 
     def _replace(self, rows: Int64Array, page_indexes: Int64Array, copies: Int32Array) -> None:
         """Puts copies in the stead of shared pages."""
@@ -275,4 +273,4 @@ class GroupPages:
         self.memory.copy_pages(old, copies)
         self.table.pages[rows, page_indexes] = copies
         self.table.num_changes += 1
-        self.allocator.release(old)
+        self.users.release(old)

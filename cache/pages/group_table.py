@@ -30,7 +30,7 @@ class GroupTable:
         self.begins = np.zeros(max_sequences, np.int64)
         self.ends = np.zeros(max_sequences, np.int64)
         self.budgets = np.zeros(max_sequences, np.int64)
-        """Pages that a reservation keeps for a row, from the first that is its own; 0 without a reservation."""
+        """Pages that a reservation keeps for a row, from the first that it holds; 0 without a reservation."""
         self.num_changes = 0
         """How often a row lost a page, or got another instead, and went on; windows and slides do not count."""
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.cache.pages.allocator import PageAllocator
+from tandem.cache.pages.page_users import PageUsers
 from tandem.cache.pages.prefix_index import PrefixIndex
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import OutOfPages
@@ -15,7 +16,8 @@ PageIds = tuple[Int32Array, ...]
 
 
 class PagePools:
-    """An allocator per layer group. A call takes from all of them or from none."""
+    """An allocator per layer group. A call takes from all of them or from none, and no page that is owed: see
+    PageUsers."""
 
     def __init__(
         self,
@@ -28,6 +30,11 @@ class PagePools:
         self.allocators = tuple(PageAllocator(count) for count in num_pages)
         self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
         self.prefixes = PrefixIndex(self.allocators, page_size, spans, together)
+        drops = [span.drops_past for span in spans] if spans else [False] * len(num_pages)
+        indexed = [
+            pages if drops_past else None for pages, drops_past in zip(self.prefixes.indexed, drops, strict=True)
+        ]
+        self.users = tuple(map(PageUsers, self.allocators, indexed))
 
     @property
     def num_pages(self) -> tuple[int, ...]:
@@ -36,9 +43,10 @@ class PagePools:
 
     @property
     def num_free(self) -> tuple[int, ...]:
-        """Pages that allocate() can give of each group, those included that only the prefix index uses."""
-        both = zip(self.allocators, self.prefixes.num_evictable, strict=True)
-        return tuple(allocator.num_free + evictable for allocator, evictable in both)
+        """Pages that allocate() can give of each group, those included that only the prefix index uses, without those
+        that are owed."""
+        kinds = zip(self.allocators, self.prefixes.num_evictable, self.users, strict=True)
+        return tuple(allocator.num_free + evictable - users.num_owed for allocator, evictable, users in kinds)
 
     @property
     def num_draining(self) -> tuple[int, ...]:
@@ -52,7 +60,9 @@ class PagePools:
         """Releases `gone`, then allocates. OutOfPages changes nothing: `gone` is still the caller's."""
         if not any(counts) and not any(ids.size for ids in gone):
             return self.none
-        short = any(count > allocator.num_free for allocator, count in zip(self.allocators, counts, strict=True))
+        short = any(
+            count > users.allocator.num_free - users.num_owed for users, count in zip(self.users, counts, strict=True)
+        )
         if short:
             self._check_room(gone, counts)
         self.release(gone)
@@ -62,8 +72,9 @@ class PagePools:
 
     def _check_room(self, gone: PageIds, counts: Sequence[int]) -> None:
         """OutOfPages unless eviction can make room for counts[i] pages of group i once `gone` is released."""
-        for group, (allocator, ids, count) in enumerate(zip(self.allocators, gone, counts, strict=True)):
-            free = allocator.num_free + allocator.count_freed(ids)
+        for group, (users, ids, count) in enumerate(zip(self.users, gone, counts, strict=True)):
+            owed = users.num_owed - users.num_settled(ids)
+            free = users.allocator.num_free + users.allocator.count_freed(ids) - owed
             if count > free and count > (free := free + self.prefixes.count_evictable(group, ids)):
                 raise OutOfPages(count, free)
 
@@ -74,12 +85,19 @@ class PagePools:
                 self.prefixes.evict(group, count - allocator.num_free)
 
     def retain(self, pages: PageIds) -> None:
-        for allocator, ids in zip(self.allocators, pages, strict=True):
-            allocator.retain(ids)
+        """One sequence more uses `pages`. Where a group lets go of pages, it takes as much room as new ones would:
+        OutOfPages changes nothing."""
+        for group, (users, ids) in enumerate(zip(self.users, pages, strict=True)):
+            count, free = ids.size if users.owes else 0, users.allocator.num_free - users.num_owed
+            if count > free and count > (free := free + self.prefixes.count_evictable(group, self.none[group])):
+                raise OutOfPages(count, free)
+        for users, ids in zip(self.users, pages, strict=True):
+            users.retain(ids)
 
     def release(self, pages: PageIds) -> None:
-        for allocator, ids in zip(self.allocators, pages, strict=True):
-            allocator.release(ids)
+        """One sequence less uses `pages`."""
+        for users, ids in zip(self.users, pages, strict=True):
+            users.release(ids)
 
     def hold(self, pages: PageIds) -> None:
         for allocator, ids in zip(self.allocators, pages, strict=True):

@@ -78,6 +78,11 @@ class PrefixIndex:
         return len(self._entries)
 
     @property
+    def indexed(self) -> tuple[NDArray[np.bool_], ...]:
+        """bool [num_pages] of each group: whether the index holds a reference to a page; to be read only."""
+        return tuple(group.indexed for group in self._groups)
+
+    @property
     def num_evictable(self) -> tuple[int, ...]:
         """Pages of each group that no sequence uses."""
         return tuple(int(np.count_nonzero(group.unused())) for group in self._groups)

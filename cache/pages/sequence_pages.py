@@ -30,8 +30,8 @@ class SequencePages:
         self._pools = pools
         self._layout = layout
         self._groups = [
-            GroupPages(kind.keeps, group, pool, mover, layout.grain)
-            for kind, group, pool, mover in zip(layout.groups, table.groups, pools.allocators, memory, strict=True)
+            GroupPages(kind.keeps, group, users, mover, layout.grain)
+            for kind, group, users, mover in zip(layout.groups, table.groups, pools.users, memory, strict=True)
         ]
         self._page_size = table.page_size
         self._paging = list(dict.fromkeys(layout.paging))  # groups that are paged alike grow alike

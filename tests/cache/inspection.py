@@ -139,13 +139,16 @@ def check_pages(side: Side) -> None:
     """Every reference is a sequence's or the index's, and every page that has none is free or drains."""
     cache = side.cache
     rows = [cache._table.row(sequence) for sequence in side.known]
-    known = [group.indexed for group in cache._pools.prefixes._groups]
-    for allocator, group, indexed in zip(cache._pools.allocators, cache._table.groups, known, strict=True):
+    known = cache._pools.prefixes.indexed
+    for users, group, indexed in zip(cache._pools.users, cache._table.groups, known, strict=True):
+        allocator = users.allocator
         held = [group.held(row) for row in rows]
         counts = np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=allocator.num_pages)
         assert np.array_equal(allocator.references - counts, indexed)
         assert int(indexed.sum()) <= cache.num_cached_pages
         unused = int((allocator.references == 0).sum())
         assert allocator.num_free + allocator.num_draining == unused
+        assert users.num_owed == (np.maximum(counts - 1, 0).sum() if users.owes else 0)
+    assert min(cache._pools.num_free) >= 0
     if not side.draining:
         assert cache.num_draining_pages == 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import mul
 from unittest.mock import patch
 
 import numpy as np
@@ -153,6 +154,16 @@ class Side:
         ends = [-(-(known.length + count) // paging.positions) for paging in layout.paging]
         each = zip(ends, held, layout.pages_together, strict=True)
         return max((max(end - there, 0) + 1) * together for end, there, together in each)  # one to copy
+
+    def most_pages(self, sequence: int) -> int:
+        """Of one group, that a sequence holds; large ones count as several."""
+        row = self.cache._table.row(sequence)
+        held = [int(group.ends[row] - group.begins[row]) for group in self.cache._table.groups]
+        return max(map(mul, held, self.cache.layout.pages_together))
+
+    def has_reserved(self, sequence: int) -> bool:
+        """Whether it has ever had a reservation, which one that begins to slide keeps as it was."""
+        return bool(self.cache._table.reserved[self.cache._table.row(sequence)])
 
     def is_promised(self, sequence: int, count: int) -> bool:
         """Whether a reservation covers `count` positions more."""

@@ -132,8 +132,9 @@ class Program:
         try:
             side.cache.fork_sequence(parent, child, -1 if whole else length, slides=slides)
         except OutOfPages:
-            assert length % self.layout.page_size or of.reserved
-            assert side.cache.num_free_pages == 0 or of.reserved
+            shares = side.most_pages(parent) if self.layout.drops_past else 0  # those in a window count for each user
+            assert length % self.layout.page_size or side.has_reserved(parent) or shares
+            assert side.cache.num_free_pages <= shares or side.has_reserved(parent)
             return
         except InvalidArgument:
             assert length
@@ -163,7 +164,7 @@ class Program:
             else:
                 side.cache.pop(sequence, count)
         except OutOfPages:
-            assert known.reserved
+            assert side.has_reserved(sequence)
             return
         except InvalidArgument:
             assert beyond
@@ -215,8 +216,9 @@ class Program:
         if len(side.known) < MOST_SEQUENCES:
             whole = len(tokens) - len(tokens) % self.layout.grain
             matched = self.match_tokens(side, [*tokens, NUM_TOKENS])
-            if side.can_be_cut(sequence, whole):
-                assert matched == whole
+            if matched is not None and side.can_be_cut(sequence, whole):
+                seen = [int(group.keeps.first_needed(np.array(whole))) for group in self.layout.groups]
+                assert matched == whole or min(seen) == whole  # else nothing is there to be found
             else:
                 self.count("windows that have moved on")
 
@@ -227,11 +229,19 @@ class Program:
             cut = self.random.randint(0, len(tokens))
             self.match_tokens(side, tokens[:cut] + [NUM_TOKENS] * self.random.randint(0, 5))
 
-    def match_tokens(self, side: Side, tokens: list[int]) -> int:
-        """Adds a sequence that takes what the index knows of tokens."""
-        sequence = self.new_sequence()
+    def match_tokens(self, side: Side, tokens: list[int]) -> int | None:
+        """Adds a sequence that takes what the index knows of tokens; None where there is no room for it."""
+        sequence, free = self.new_sequence(), side.cache.num_free_pages
         side.cache.add_sequence(sequence)
-        matched = side.cache.match_prefix(sequence, tokens)
+        try:
+            matched = side.cache.match_prefix(sequence, tokens)
+        except OutOfPages:
+            assert self.layout.drops_past
+            assert free == side.cache.num_free_pages < -(-len(tokens) // self.layout.page_size)
+            assert side.cache.num_tokens(sequence) == 0
+            side.cache.remove_sequence(sequence)
+            self.count("matches without room")
+            return None
         assert matched % self.layout.grain == 0
         assert matched < max(len(tokens), 1)
         assert any(known[:matched] == tokens[:matched] for known in side.published)

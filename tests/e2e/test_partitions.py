@@ -20,6 +20,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root and `ip netns`")
 OUTPUT = 32
 SHORT_SECONDS = 2.0
+LATER_SECONDS = 6.0  # after the link is back: what idle connections have missed shows late
 SETTINGS: dict[str, Any] = {
     **OVER_HOSTS,
     "recovery.partition_seconds": 3,
@@ -110,11 +111,13 @@ def test_a_link_that_is_down_for_a_moment_pauses_streams(cluster: Cluster, small
         finally:
             cluster.hosts.unplug(FAR, down=False)
         _await_streams(asking)
+        with pytest.raises(subprocess.TimeoutExpired):
+            asking.wait(LATER_SECONDS)
         asking.stop()
-    assert set(asking.outcomes) == {"finished"}
-    assert set(asking.attempts) == {1}
     after = _island(cluster)
     assert [before[key] for key in ("epoch", "restarts")] == [after[key] for key in ("epoch", "restarts")]
+    assert set(asking.outcomes) == {"finished"}
+    assert set(asking.attempts) == {1}
 
 
 @pytest.mark.timeout(300)

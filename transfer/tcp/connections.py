@@ -19,7 +19,7 @@ from tandem.transfer.tcp.tls import context, is_of_a_pe
 HANDSHAKE_SECONDS = 30.0
 MAX_STRANGERS = 64  # connections that have not said yet who they are; others wait in the kernel
 END_SECONDS = 10.0
-KEEPALIVE_SECONDS = 5
+MOST_KEEPALIVE_SECONDS = 5
 log = logging.getLogger(__name__)
 
 Receive = Callable[[int, int, socket.socket], None]
@@ -204,13 +204,18 @@ class Listener:
         return ""
 
 
-def _set_options(connection: socket.socket, silent_seconds: float) -> None:
-    """Small frames go at once, and a host that is gone is noticed; a link that is down for a while is not.
+def keepalive_seconds(silent_seconds: float) -> int:
+    """Between probes of an idle connection. Linux ends it where one was not answered and the next is due
+    TCP_USER_TIMEOUT behind the last sign of life, however short the link was down. So the next is due sooner: behind
+    a link that was down for less than half of that, there is an answer before."""
+    return max(1, min(MOST_KEEPALIVE_SECONDS, int(silent_seconds / 4)))
 
-    Linux counts the time of TCP_USER_TIMEOUT for probes of idle connections, too, not their number.
-    """
+
+def _set_options(connection: socket.socket, silent_seconds: float) -> None:
+    """Small frames go at once, and a host that is gone is noticed; a link that is down for a while is not."""
+    pause = keepalive_seconds(silent_seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_seconds * 1000))

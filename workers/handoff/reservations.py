@@ -172,8 +172,8 @@ class Reservations:
     def narrow(self, request: DecodeRequest) -> None:
         """The prompt of a local request is computed: from now on it grows by single tokens, and drafts, or slides.
 
-        OutOfPages, which changes nothing, where others may share pages of a window by now, and there are none in their
-        stead: then nothing assures that the request can grow.
+        That takes no page which prepare() has not set aside, also where others share some by now. OutOfPages, which
+        changes nothing, would say that the request may not be able to grow.
         """
         capacity = len(request.prompt) + request.max_tokens - 1
         if request.sliding is not None:

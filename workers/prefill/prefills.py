@@ -314,7 +314,7 @@ class Prefills:
         The signals are queued behind the sampling. The host waits for it where the worker has nothing else to do.
         """
         if self._sharing:  # while the device computes: a reader of these pages is launched after it
-            for prompt in prompts:
+            for prompt in (prompt for prompt in prompts if prompt.shares):
                 self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids, prompt.salt)
         tokens, pending = self._runner.sample_async(
             logits,

@@ -82,3 +82,8 @@ class LocalPrompt(Prompt):
     def has_room(self) -> bool:
         """Its reservation is for prompt and output."""
         return True
+
+    @property
+    def shares(self) -> bool:
+        """Not where its sequence will slide: what leaves the window has to give pages back."""
+        return self.request.sliding is None

@@ -69,6 +69,11 @@ class Prompt:
         """The least that its next forward computes: an encoder's prompt as a whole."""
         return max(self.border - self.computed, 1)
 
+    @property
+    def shares(self) -> bool:
+        """Whether others may find it in the prefix index."""
+        return True
+
     def logit_rules(self, eos_token_ids: tuple[int, ...]) -> LogitRules | None:
         """Those of its first token; None for a request without."""
         if not self.params.changes_logits:

@@ -160,7 +160,7 @@ def test_a_reservation_is_kept_with_few_pages(window: int, longest: int) -> None
         assert free(cache) == [40 - most]
         length = 0
         while length < 60:
-            if random.random() < 0.2 and free(cache)[0] > most + 1:
+            if random.random() < 0.2 and cache._pools.num_free[0] > most + 1:
                 child, at = 100 + length, max(length - random.randint(0, 2), 0)
                 try:
                     cache.fork_sequence(0, child, at)
@@ -169,7 +169,7 @@ def test_a_reservation_is_kept_with_few_pages(window: int, longest: int) -> None
                     continue
                 if random.random() < 0.5:
                     cache.remove_sequence(child)
-            taken = cache._pools.allocate(free(cache))
+            taken = cache._pools.allocate(cache._pools.num_free)
             count = min(random.randint(1, longest), 60 - length)
             batch = ([0], [count], draw_inputs(layout, count, seed=length))
             for actual, expected in zip(run(cache, *batch), naive.run(*batch), strict=True):
@@ -188,7 +188,7 @@ def test_what_is_popped_takes_no_page_for_those_that_the_prefix_index_shares() -
     cache.reserve(0, 60, 5)
     run(cache, [0], [12], draw_inputs(layout, 12, seed=0))
     cache.publish_prefix(0, list(range(12)))
-    taken = cache._pools.allocate(free(cache))
+    taken = cache._pools.allocate(cache._pools.num_free)
     for step in range(9):
         run(cache, [0], [5], draw_inputs(layout, 5, seed=step))
         cache.pop(0, 2 if step % 2 else 3)

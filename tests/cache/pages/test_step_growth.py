@@ -7,6 +7,7 @@ import pytest
 
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.group_pages import GroupPages, lay_out_appends
+from tandem.cache.pages.page_users import PageUsers
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.pages.step_growth import StepChange, StepGrowth
 from tandem.cache.plan.arrays import Int64Array
@@ -32,7 +33,7 @@ class Tables:
         self.table = SequenceTable([paging for _, paging in GROUPS], ROWS, LONGEST, PAGE)
         self.table.reserved[:] = random.integers(0, LONGEST, ROWS) * random.integers(0, 2, ROWS)
         self.groups = [
-            GroupPages(span, group, PageAllocator(1), cast(Any, None), GRAIN)
+            GroupPages(span, group, PageUsers(PageAllocator(1)), cast(Any, None), GRAIN)
             for (span, _), group in zip(GROUPS, self.table.groups, strict=True)
         ]
         lengths = random.integers(0, LONGEST - 8, ROWS)

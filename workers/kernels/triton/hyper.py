@@ -25,7 +25,7 @@ HIDDEN_OF_FEW, HIDDEN_OF_MANY = 256, 1024  # numbers of each stream that a progr
 
 
 class TritonHyperKernels:
-    """See HyperKernels; streams, output and parameters are contiguous. Results differ from torch's by the order of
+    """See HyperKernels; streams and parameters are contiguous. Results differ from torch's by the order of
     sums."""
 
     def open(
@@ -41,7 +41,7 @@ class TritonHyperKernels:
         closed, block = torch.empty_like(streams), _block_of(num_tokens, hidden)
         kernel: Any = _close[(num_tokens, triton.cdiv(hidden, block))]
         kernel(
-            *(streams, output, post, mix, closed),
+            *(streams, output.contiguous(), post, mix, closed),
             *(num_streams, triton.next_power_of_2(num_streams), hidden, block),
             **launch_options(streams.device),
         )

@@ -1,4 +1,5 @@
-"""The interfaces of kernels: between the projections of a decoder layer, GEMMs of few rows, and samplers."""
+"""The interfaces of kernels: between the projections of a decoder layer, GEMMs of few rows, hyper-connections, and
+samplers."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,6 +63,47 @@ class FusedGemms(Protocol):
 
     def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
         """residual [T, out] += x · weightᵀ + bias."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HyperParameters:
+    """What weights of N streams are made of, float32: K of them, by `fn` [K, N·H], `scale` and `base` [K]."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor  # [3]: to collapse, to expand, to mix; of the head [1]
+
+
+@dataclass(frozen=True, slots=True)
+class HyperSettings:
+    """iterations: of the normalisation of rows and columns. norm_eps: of the norm of all streams of a token."""
+
+    iterations: int
+    eps: float
+    norm_eps: float
+
+
+class HyperKernels(Protocol):
+    """Around a block whose residual is N streams; streams [T, N, H], contiguous, in 16 bits or float32.
+
+    Sums are float32. close() rounds post, mix, the expanded output and the mixed streams to the dtype of streams.
+    """
+
+    def open(
+        self, streams: Tensor, parameters: HyperParameters, settings: HyperSettings
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the block takes, [T, H] in the dtype of streams, and float32 post [T, N] and mix [T, N, N] for close().
+        parameters: of K = 2·N + N² weights."""
+        ...
+
+    def close(self, streams: Tensor, output: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+        """The streams behind a block that gave output [T, H]: Stream i is post[i] · output + Σ over j of mix[j, i] ·
+        streams[j]."""
+        ...
+
+    def collapse(self, streams: Tensor, parameters: HyperParameters, settings: HyperSettings) -> Tensor:
+        """What the last norm takes, [T, H] in the dtype of streams. parameters: of K = N weights."""
         ...
 
 

@@ -4,14 +4,17 @@ from collections.abc import Mapping
 
 import torch
 
-from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear, LogitsKernels, Sampler
+from tandem.workers.kernels.base import FusedGemms, HyperKernels, LayerKernels, Linear, LogitsKernels, Sampler
 from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
+from tandem.workers.kernels.torch.hyper import TorchHyperKernels
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tandem.workers.kernels.torch.logits import TorchLogits
 from tandem.workers.kernels.torch.sampler import TorchSampler
+
+MAX_FUSED_STREAMS = 8  # a program of Triton's kernels holds all weights of a token
 
 
 def choose_layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
@@ -63,6 +66,15 @@ def choose_sampler(num_rows: int, device: torch.device) -> Sampler:
     from tandem.workers.kernels.triton.sampler import TritonSampler  # triton may be missing elsewhere
 
     return TritonSampler(num_rows, device)
+
+
+def choose_hyper_kernels(device: torch.device, num_streams: int) -> HyperKernels:
+    """Triton's for few streams on a GPU, else torch's."""
+    if device.type == "cuda" and num_streams <= MAX_FUSED_STREAMS:
+        from tandem.workers.kernels.triton.hyper import TritonHyperKernels  # triton may be missing elsewhere
+
+        return TritonHyperKernels()
+    return TorchHyperKernels()
 
 
 def choose_logits_kernels(device: torch.device) -> LogitsKernels:

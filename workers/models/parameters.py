@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import Linear
+from tandem.workers.kernels.base import HyperParameters, Linear
 from tandem.workers.models.compressed.parameters import (
-    HyperParameters,
     SharedParameters,
     allocate_head,
     allocate_hyper,

@@ -21,7 +21,7 @@ from tandem.cache.plan.rope import Rotation
 HEADS_PER_PROGRAM = 16  # all heads read the same entries
 ENTRIES_PER_TILE = 32
 PROGRAMS = 256  # fewer than these share out what a token reads
-HEADS_PER_MERGE = 4
+SHARES_PER_TILE = 16  # that are merged at once
 
 
 def attend(
@@ -43,8 +43,7 @@ def attend(
     extra = 0 if entries is None else longest if chosen is None else chosen.shape[1]
     parts = triton.cdiv(num_heads, HEADS_PER_PROGRAM)
     tiles = triton.cdiv(width, ENTRIES_PER_TILE) + triton.cdiv(extra, ENTRIES_PER_TILE)
-    tiles_each = triton.cdiv(tiles, min(tiles, max(1, PROGRAMS // (num_tokens * parts))))
-    shares = triton.cdiv(tiles, tiles_each)
+    shares = min(tiles, max(1, PROGRAMS // (num_tokens * parts)))
     output = torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=pool.device)
     found, sums = output, output
     if shares > 1:
@@ -57,7 +56,7 @@ def attend(
         *(positions, sinks, cos, sin, pages.firsts, pages.begins, pages.kv_indices),
         *(beside_pages.firsts, beside_pages.begins, beside_pages.kv_indices, found, sums),
         *(pool.stride(0), layer * pool.stride(1), beside.stride(0), beside_layer * beside.stride(1), pitch),
-        *(scale, extra, tiles_each, num_heads, num_tokens * shares * num_heads, HEADS_PER_PROGRAM),
+        *(scale, extra, num_heads, num_tokens * shares * num_heads, HEADS_PER_PROGRAM),
         *(pool.shape[4], beside.shape[4], size, rotated, width, ENTRIES_PER_TILE),
         *(entries is not None, chosen is not None, shares > 1),
         num_warps=4,
@@ -65,27 +64,27 @@ def attend(
         **launch_options(pool.device),
     )
     if shares > 1:
-        merge: Any = _merge[(num_tokens, triton.cdiv(num_heads, HEADS_PER_MERGE))]
+        merge: Any = _merge[(num_tokens, num_heads)]
         merge(
             *(found, sums, output, cos, sin, pitch, shares, num_heads, num_tokens * shares * num_heads),
-            *(HEADS_PER_MERGE, size, rotated),
+            *(min(SHARES_PER_TILE, triton.next_power_of_2(shares)), triton.next_power_of_2(shares), size, rotated),
             **launch_options(pool.device),
         )
     return output
 
 
-@triton.jit(do_not_specialize=["extra", "tiles_each", "all_sums"])
+@triton.jit(do_not_specialize=["extra", "all_sums"])
 def _attend(
     pool, beside, q, visible, chosen, positions, sinks, cos, sin, firsts, begins, kv_indices,
     beside_firsts, beside_begins, beside_indices, found, sums,
     page_elements, layer_elements, beside_page_elements, beside_layer_elements, factors_token,
-    scale, extra, tiles_each, num_heads, all_sums,
+    scale, extra, num_heads, all_sums,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BESIDE_PAGE_SIZE: tl.constexpr, SIZE: tl.constexpr,
     ROTATED: tl.constexpr, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
     BESIDE: tl.constexpr, CHOOSES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has one share of what a token reads, for HEADS heads. The window's tiles come first, from the newest
-    position on. Scores are of base 2."""
+    """A program has one share of what a token reads, for HEADS heads: as many tiles as any other, by what this token
+    reads, or none. The window's tiles come first, from the newest position on. Scores are of base 2."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -107,7 +106,8 @@ def _attend(
     top = tl.where(share == 0, sink, float("-inf"))
     total = tl.where(share == 0, tl.full((HEADS,), 1.0, tl.float32), 0.0)
     weighted = tl.zeros((HEADS, SIZE), tl.float32)
-    for tile in range(share * tiles_each, tl.minimum((share + 1) * tiles_each, tiles)):
+    each = tl.cdiv(tiles, tl.num_programs(2))
+    for tile in range(share * each, tl.minimum((share + 1) * each, tiles)):
         back = tile * ENTRIES + tl.arange(0, ENTRIES)
         seen = (tile < WINDOW_TILES) & (back < WINDOW) & (back <= position)
         relative = tl.maximum(position - back - begin, 0)
@@ -133,7 +133,8 @@ def _attend(
         row = (token * tl.num_programs(2) + share) * num_heads + head
         tl.store(sums + row, top, mask=there)
         tl.store(sums + all_sums + row, total, mask=there)
-        tl.store(found + row[:, None] * SIZE + column[None, :], weighted, mask=there[:, None])
+        written = head < tl.where(share * each < tiles, num_heads, 0)  # of others _merge reads their tops alone
+        tl.store(found + row[:, None] * SIZE + column[None, :], weighted, mask=written[:, None])
     else:
         row = token * num_heads + head
         weighted = weighted / total[:, None]
@@ -147,30 +148,36 @@ def _attend(
 @triton.jit(do_not_specialize=["shares", "all_sums"])
 def _merge(
     found, sums, output, cos, sin, factors_token, shares, num_heads, all_sums,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, SHARES: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has HEADS heads of one token. A share of nothing has a top of -inf; the first has the sink."""
+    """A program has one head of one token, and reads TILE of its shares at once. SHARES: at least all. A share of
+    nothing has a top of -inf; the first has the sink."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, SIZE)
-    there = head < num_heads
-    top, total = tl.full((HEADS,), float("-inf"), tl.float32), tl.zeros((HEADS,), tl.float32)
-    weighted = tl.zeros((HEADS, SIZE), tl.float32)
-    for share in range(shares):
-        row = (token * shares + share) * num_heads + head
-        its_top = tl.load(sums + row, mask=there, other=0.0)
-        its_total = tl.load(sums + all_sums + row, mask=there, other=1.0)
-        its = tl.load(found + row[:, None] * SIZE + column[None, :], mask=there[:, None], other=0.0)
-        highest = tl.maximum(top, its_top)
-        kept, added = tl.exp2(top - highest), tl.exp2(its_top - highest)
-        weighted = weighted * kept[:, None] + its * added[:, None]
-        total = total * kept + its_total * added
-        top = highest
-    weighted = weighted / total[:, None]
-    weighted = rotate_pairs(
-        weighted, cos + token * factors_token, sin + token * factors_token, -1.0, HEADS, SIZE, ROTATED
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    share, column = tl.arange(0, SHARES), tl.arange(0, SIZE)
+    first = token * shares * num_heads + head
+    tops = tl.load(sums + first + share * num_heads, mask=share < shares, other=float("-inf"))
+    totals = tl.load(sums + all_sums + first + share * num_heads, mask=share < shares, other=0.0)
+    top = tl.max(tops, 0)
+    total = tl.sum(totals * tl.exp2(tops - top), 0)
+    weighted = tl.zeros((SIZE,), tl.float32)
+    for begin in range(0, shares, TILE):
+        its = begin + tl.arange(0, TILE)
+        rows = first + its * num_heads
+        its_top = tl.load(sums + rows, mask=its < shares, other=float("-inf"))
+        there = its_top > float("-inf")
+        values = tl.load(found + rows[:, None] * SIZE + column[None, :], mask=there[:, None], other=0.0)
+        weighted += tl.sum(values * tl.exp2(its_top - top)[:, None], 0)
+    turned = rotate_pairs(
+        (weighted / total)[None, :],
+        cos + token * factors_token,
+        sin + token * factors_token,
+        -1.0,
+        tl.constexpr(1),
+        SIZE,
+        ROTATED,
     )
-    place = (token * num_heads + head)[:, None] * SIZE + column[None, :]
-    tl.store(output + place, weighted.to(output.dtype.element_ty), mask=there[:, None])
+    place = output + (token * num_heads + head) * SIZE + column
+    tl.store(place, tl.reshape(turned, (SIZE,)).to(output.dtype.element_ty))

@@ -1,7 +1,8 @@
 """The positions of the highest scores: a Triton kernel, which gives what choose() of torch/index.py does.
 
 Radix select (Alabi et al., 2012): the k-th highest is found digit by digit, by counts of how many scores have which.
-Then one pass writes, in order, the positions of those above it, and of its equals the first.
+Then one pass writes, in order, the positions of those above it, and of its equals the first. One program does all of a
+row, or several share long rows.
 """
 
 from typing import Any
@@ -13,9 +14,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.triton.dependent_launch import launch_options
+from tandem.cache.kernels.triton.top_k_chunks import (
+    DIGIT,
+    SCORES_AT_ONCE,
+    WARPS,
+    choose_in_chunks,
+    in_order,
+    write_all,
+    write_taken,
+)
 
-SCORES_AT_ONCE = 2048
-DIGIT = tl.constexpr(256)  # values of a digit of 8 bits
+PROGRAMS = 512  # that share the scores of few rows
+MOST_CHUNKS = 64  # of a row
+LONG = 2  # times SCORES_AT_ONCE: rows of more are cut into chunks
 
 
 def choose_top(scores: Tensor, lengths: Tensor, top_k: int) -> Tensor:
@@ -24,28 +35,23 @@ def choose_top(scores: Tensor, lengths: Tensor, top_k: int) -> Tensor:
 
     scores: float32 [n, m], rows contiguous; lengths: int32 [n].
     """
-    num_rows = scores.shape[0]
+    num_rows, blocks = scores.shape[0], triton.cdiv(scores.shape[1], SCORES_AT_ONCE)
+    chunks = min(blocks, MOST_CHUNKS, PROGRAMS // max(num_rows, 1))
+    if blocks > LONG and chunks > 1:
+        return choose_in_chunks(scores, lengths, top_k, chunks)
     chosen = torch.empty((num_rows, top_k), dtype=torch.int32, device=scores.device)
     kernel: Any = _choose[(num_rows,)]
     kernel(
         *(scores, lengths, chosen, scores.stride(0), top_k, SCORES_AT_ONCE),
-        num_warps=8,
+        num_warps=WARPS,
         **launch_options(scores.device),
     )
     return chosen
 
 
 @triton.jit
-def _in_order(scores, position, inside):
-    """uint32, in the order of the scores: the sign is turned, and of negative ones all bits. -0 is 0."""
-    score = tl.load(scores + position, mask=inside, other=0.0)
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def _find_least(scores, length, top_k, BLOCK: tl.constexpr):
-    """The top_k-th highest of the first `length` scores, as _in_order() has it, and how many of its equals to take."""
+    """The top_k-th highest of the first `length` scores, as in_order() has it, and how many of its equals to take."""
     value = tl.arange(0, DIGIT)
     least, wanted = tl.full((), 0, tl.uint32), top_k
     for digit in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
@@ -53,7 +59,7 @@ def _find_least(scores, length, top_k, BLOCK: tl.constexpr):
         for begin in range(0, length, BLOCK):
             position = begin + tl.arange(0, BLOCK)
             inside = position < length
-            key = _in_order(scores, position, inside)
+            key = in_order(scores, position, inside)
             if digit > 0:
                 inside = inside & ((key >> (32 - 8 * digit)) == (least >> (32 - 8 * digit)))
             counts += tl.histogram(((key >> (24 - 8 * digit)) & 255).to(tl.int32), DIGIT, mask=inside)
@@ -77,19 +83,8 @@ def _choose(
     scores += row * scores_row
     chosen += row * top_k
     if length <= top_k:
-        for begin in range(0, top_k, BLOCK):
-            position = begin + tl.arange(0, BLOCK)
-            tl.store(chosen + position, tl.where(position < length, position, -1), mask=position < top_k)
+        write_all(chosen, length, top_k, BLOCK)
     else:
         least, wanted = _find_least(scores, length, top_k, BLOCK)
-        num_taken, num_equal = 0, 0
-        for begin in range(0, length, BLOCK):
-            position = begin + tl.arange(0, BLOCK)
-            inside = position < length
-            key = _in_order(scores, position, inside)
-            equal = tl.where(inside & (key == least), 1, 0)
-            first = (equal > 0) & (num_equal + tl.cumsum(equal, 0) <= wanted)
-            taken = tl.where((inside & (key > least)) | first, 1, 0)
-            tl.store(chosen + num_taken + tl.cumsum(taken, 0) - 1, position, mask=taken > 0)
-            num_taken += tl.sum(taken, 0)  # pyright: ignore[reportOperatorIssue]
-            num_equal += tl.sum(equal, 0)  # pyright: ignore[reportOperatorIssue]
+        none = tl.full((), 0, tl.int32)
+        write_taken(scores, chosen, 0, length, least, wanted, none, none, BLOCK)

@@ -166,9 +166,12 @@ def test_rotation_and_append(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_attention(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a window alone; to all entries; to those that are chosen, fewer than there is room for. Pages that nobody has
-    filled hold no numbers."""
+    filled hold no numbers, nor do the shares of a short sequence that have nothing to attend to."""
+    monkeypatch.setattr(torch, "empty", lambda *x, **options: torch.full(*x, fill_value=torch.nan, **options))
     monkeypatch.setattr(triton_attend, "PROGRAMS", programs)
+    monkeypatch.setattr(triton_attend, "SHARES_PER_TILE", 4)
     monkeypatch.setattr(triton_attend, "ENTRIES_PER_TILE", 16)
+    case = replace(case, new=11)
     positions, _ = positions_of(case)
     count = positions.shape[0]
     window_pages, _ = lay_out(case, case.page_size, 1, case.window, seed=1)

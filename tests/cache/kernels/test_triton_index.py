@@ -17,6 +17,7 @@ from tandem.cache.kernels.torch import latent as torch_latent
 from tandem.cache.kernels.torch.index import TorchIndexKernels
 from tandem.cache.kernels.triton import chosen as triton_chosen
 from tandem.cache.kernels.triton import index as triton_index
+from tandem.cache.kernels.triton import top_k, top_k_chunks
 from tandem.cache.kernels.triton.chosen import attend_chosen
 from tandem.cache.kernels.triton.index import TritonIndexKernels, cut_tiles
 from tandem.cache.kernels.triton.index_scores import SeenPages, score_positions
@@ -98,11 +99,17 @@ def test_scores(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(scores[token, None, :length], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["unlike", "few values", "one value", "zeros of both signs"])
-def test_choice_is_the_references(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ties go to the first, and -0 is 0; rows of fewer positions than are chosen, as many, one more and many more."""
-    monkeypatch.setattr("tandem.cache.kernels.triton.top_k.SCORES_AT_ONCE", 32)
+@pytest.mark.parametrize("programs", [1, 18, 1000], ids=["one program", "chunks of blocks", "a block each"])
+@pytest.mark.parametrize("kind", ["unlike", "nearly alike", "few values", "one value", "zeros of both signs"])
+def test_choice_is_the_references(kind: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties go to the first, and -0 is 0; rows of no position, fewer than are chosen, as many, one more and many more.
+    Behind a row's positions there may be anything."""
+    for module in ("top_k", "top_k_chunks"):
+        monkeypatch.setattr(f"tandem.cache.kernels.triton.{module}.SCORES_AT_ONCE", 32)
+    monkeypatch.setattr("tandem.cache.kernels.triton.top_k.PROGRAMS", programs)
     scores = torch.randn(6, 150, generator=torch.Generator().manual_seed(0)) * 100
+    if kind == "nearly alike":
+        scores = 1 + scores * 1e-7
     if kind == "few values":
         scores = (scores / 60).round()
     if kind == "one value":
@@ -110,9 +117,21 @@ def test_choice_is_the_references(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     if kind == "zeros of both signs":
         scores = scores.sign() * 0.0
     scores = scores.to(DEVICE)
-    lengths = torch.tensor([1, 19, 20, 21, 100, 150], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([0, 19, 20, 21, 100, 150], dtype=torch.int32, device=DEVICE)
     masked = scores.masked_fill(torch.arange(150, device=DEVICE) >= lengths[:, None], -torch.inf)
+    scores.masked_fill_(masked == -torch.inf, torch.nan)
     assert torch.equal(choose_top(scores, lengths, 20), torch_index.choose(masked, 20))
+
+
+def test_one_long_row_is_chosen_from_by_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(top_k, "choose_in_chunks", lambda *x: called.append(x) or top_k_chunks.choose_in_chunks(*x))
+    scores = torch.randn(1, 7001, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    lengths = torch.tensor([6999], dtype=torch.int32, device=DEVICE)
+    scores[0, 3::5] = scores[0, :6999].topk(500).values[-1]  # ties around the last one
+    expected = torch_index.choose(scores[:, :6999], 512)
+    assert torch.equal(choose_top(scores, lengths, 512), expected)
+    assert [one[3] for one in called] == [4]
 
 
 def test_the_reference_chooses_the_first_of_the_best() -> None:

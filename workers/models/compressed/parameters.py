@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import Linear
+from tandem.workers.kernels.base import HyperParameters, Linear
 from tandem.workers.models.compressed.fields import CompressedConfig, HyperConfig
 
 New = Callable[..., Tensor]
@@ -45,15 +45,6 @@ class SharedParameters:
     out: Tensor  # [G, R, Hq·D / G]: each group's first map
     o: Linear  # [H, G·R]
     compressor: CompressorParameters | None  # None: the layer has a window alone
-
-
-@dataclass(frozen=True, slots=True)
-class HyperParameters:
-    """What weights of N streams are made of, float32: K of them, by `fn` [K, N·H], `scale` and `base` [K]."""
-
-    fn: Tensor
-    base: Tensor
-    scale: Tensor  # [3]: to collapse, to expand, to mix; of the head [1]
 
 
 def allocate_shared(

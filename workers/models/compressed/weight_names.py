@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from tandem.workers.kernels.base import Linear
-from tandem.workers.models.compressed.parameters import CompressorParameters, HyperParameters, SharedParameters
+from tandem.workers.kernels.base import HyperParameters, Linear
+from tandem.workers.models.compressed.parameters import CompressorParameters, SharedParameters
 
 # From the names that are published, and those that transformers writes, to those that all families share.
 RENAMES = (

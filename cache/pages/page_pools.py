@@ -87,10 +87,8 @@ class PagePools:
     def retain(self, pages: PageIds) -> None:
         """One sequence more uses `pages`. Where a group lets go of pages, it takes as much room as new ones would:
         OutOfPages changes nothing."""
-        for group, (users, ids) in enumerate(zip(self.users, pages, strict=True)):
-            count, free = ids.size if users.owes else 0, users.allocator.num_free - users.num_owed
-            if count > free and count > (free := free + self.prefixes.count_evictable(group, self.none[group])):
-                raise OutOfPages(count, free)
+        owing = zip(self.users, pages, strict=True)
+        self._check_room(self.none, [ids.size if users.owes else 0 for users, ids in owing])
         for users, ids in zip(self.users, pages, strict=True):
             users.retain(ids)
 

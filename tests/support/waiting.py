@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable
 
-PATIENCE_SECONDS = 60.0  # on a machine that is busy with other things
+PATIENCE_SECONDS = 120.0  # on a machine that is busy with other things
 POLL_SECONDS = 0.005
 
 
-def until(holds: Callable[[], object]) -> None:
+def until(holds: Callable[[], object], patience_seconds: float = PATIENCE_SECONDS) -> None:
     """Returns once `holds` is true; AssertionError when it never is."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + patience_seconds
     while not holds():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_SECONDS:g} s"
+        assert time.monotonic() < deadline, f"not within {patience_seconds:g} s"
         time.sleep(POLL_SECONDS)

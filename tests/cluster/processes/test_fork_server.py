@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +15,7 @@ from tandem.cluster.errors import ProcessEnded, StartFailed
 from tandem.cluster.processes.actor_server import pack
 from tandem.cluster.processes.fork_server import ForkServer
 from tandem.cluster.processes.forked_actor import ForkedActor
+from tests.support.waiting import until
 
 SECONDS = 60.0
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,13 +78,6 @@ def fork(server: ForkServer, word: str = "a") -> ForkedActor:
 
 def ended(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_calls_run_side_by_side_in_processes_of_their_own(server: ForkServer) -> None:

@@ -116,6 +116,15 @@ class ClusterConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _computes_prompts(self) -> Self:
+        if not self.island.num_prefill and self.scheduler.roles == "split":
+            raise ValueError(
+                "island.num_prefill is 0; it must be at least 1 where scheduler.roles is split: set "
+                "scheduler.roles=colocated, with which decode workers compute the prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_scale(self) -> Self:
         scaling, most = self.scaling, self.scaling.max_islands
         if most is not None and self.num_islands > most:

@@ -16,6 +16,7 @@ from pydantic import (
 from tandem.cluster.config_model import find_model, model_name
 from tandem.cluster.config_nodes import GatewayNodes
 from tandem.cluster.config_units import (
+    AnyWorkers,
     Calls,
     Cpus,
     Factor,
@@ -142,8 +143,9 @@ class IslandSection(Section):
     """where workers compute; on cuda each has a GPU of its own"""
     transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
     """how workers write into each other's pages: CPUs by shared_memory or, between hosts, tcp; GPUs by nvshmem"""
-    num_prefill: Workers = Field(default=1, le=256)
-    """prefill workers"""
+    num_prefill: AnyWorkers = Field(default=1, le=256)
+    """prefill workers; 0 where scheduler.roles is adaptive or colocated: decode workers compute all prompts then, and
+    one GPU makes an island"""
     num_decode: Workers = Field(default=1, le=256)
     """decode workers"""
     num_signals: Requests | None = Field(default=None, le=1 << 16)

@@ -205,7 +205,7 @@ class Gateway:
             self._tasks.append(asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run()))
         self._limit = CallLimit(section.max_calls, self._table)
         scrape = self._scrape()
-        self._admin = Admin(scrape, self._tracer, self._links)
+        self._admin = Admin(scrape, self._tracer, self._links, adaptive=bound is not None)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._peers = await self._peer_server()
         self._server = self._grpc_server()

@@ -284,7 +284,7 @@ def trace(
 
 @app.command()
 def scale(
-    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers; as many as now when left out.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers; as many as now when left out.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode workers; as many as now when left out.")] = None,
     island: Annotated[str, typer.Option(help="As `tandem status` names it; may be left out when there is one.")] = "",
     islands: Annotated[int | None, typer.Option(min=1, help="Islands of the whole cluster; alone.")] = None,

@@ -76,7 +76,7 @@ def verdicts(findings: Sequence[Finding], driver: Driver) -> Iterator[str]:
         yield f"CPU: {fitting_config(0)} runs here, on {os.cpu_count()} cores"
     missing = [name for name in (*NEEDED, *NEEDED_BY_GPUS) if name in lacking]
     if not driver.gpus:
-        yield "GPU: none; an island of GPUs runs on a host with two or more, see docs/gpu-hosts.md"
+        yield "GPU: none; what a host with GPUs needs is in docs/gpu-hosts.md"
     for index, gpu in enumerate(driver.gpus):
         yield f"GPU {index}: {_verdict(index, gpu, missing, driver)}"
 
@@ -90,8 +90,6 @@ def _verdict(index: int, gpu: Gpu, missing: Sequence[str], driver: Driver) -> st
         return f"{named}: cannot serve; its compute capability is {major}.{minor}, 8.0 or later is needed"
     others = [other for other in range(len(driver.gpus)) if other != index]
     peers = [other for other in others if _reaches(index, other) and _reaches(other, index)]
-    if not peers:
-        return f"{named}: cannot serve; an island needs another GPU that it reaches peer to peer"
     busy = f", {gpu.used / GIB:.0f} GiB in use by other processes" if gpu.used > BUSY_BYTES else ""
     tried = "" if gpu.capability == (9, 0) else "; tandem has run on Hopper only"
     return f"{named}{busy}: {fitting_config(len(peers) + 1)} runs here{tried}"
@@ -137,8 +135,10 @@ def _peer_to_peer(driver: Driver) -> Finding:
     """Whether every GPU can write into every other, and by what link."""
     torch = _torch()
     count = torch.cuda.device_count() if torch else 0
-    if count < 2:
-        return Finding("peer to peer", f"{count} GPUs", "an island of GPUs needs two or more in one host")
+    if count == 1:
+        return Finding("peer to peer", "1 GPU: an island of one worker")
+    if count == 0:
+        return Finding("peer to peer", "no GPU", "what a host with GPUs needs is in docs/gpu-hosts.md")
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     apart = [f"{i}→{j}" for i, j in pairs if not _reaches(i, j)]
     if apart:

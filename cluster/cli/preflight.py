@@ -26,7 +26,12 @@ KERNEL_BYTES = 1 << 30  # compiled kernels and what compilers leave beside them
 LOG_BYTES = 64 << 20  # what one log may grow to
 MIB = 1 << 20
 SHM = Path("/dev/shm")
-CONFIGS = {0: "deploy/local.yaml", 2: "deploy/gpu-1p1d.yaml", 4: "deploy/gpu-2p2d.yaml"}  # by the GPUs that they need
+CONFIGS = {  # by the GPUs that they need
+    0: "deploy/local.yaml",
+    1: "deploy/gpu-1.yaml",
+    2: "deploy/gpu-1p1d.yaml",
+    4: "deploy/gpu-2p2d.yaml",
+}
 
 
 def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = frozenset()) -> list[str]:

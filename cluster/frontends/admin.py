@@ -21,11 +21,12 @@ POLL_SECONDS = 10.0
 class Admin(admin_pb2_grpc.AdminServicer):
     """Owned by the gateway's event loop, which runs all of its methods."""
 
-    def __init__(self, scrape: Scrape | None, tracer: Tracer, links: PeerLinks) -> None:
-        """scrape: None where nothing is counted."""
+    def __init__(self, scrape: Scrape | None, tracer: Tracer, links: PeerLinks, *, adaptive: bool) -> None:
+        """scrape: None where nothing is counted. adaptive: whether any worker may compute prompts."""
         self._scrape = scrape
         self._tracer = tracer
         self._links = links
+        self._fewest = {"num_prefill": 0 if adaptive else 1, "num_decode": 1}
         self._numbers = itertools.count(1)
         self._orders: asyncio.Queue[ScaleOrder | None] = asyncio.Queue()
         self._outcomes: dict[int, asyncio.Future[ScaleOutcome]] = {}
@@ -87,10 +88,10 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     def _order(self, request: admin_pb2.ScaleRequest) -> ScaleOrder:
         wanted: dict[str, int | None] = {}
-        for name in ("num_prefill", "num_decode"):
-            wanted[name] = getattr(request, name) if request.HasField(name) else None
-            if wanted[name] is not None and not 1 <= getattr(request, name) <= MAX_WORKERS:
-                raise InvalidRequest(f"{name} is {wanted[name]}; an island has 1 … {MAX_WORKERS} workers of each role")
+        for name, fewest in self._fewest.items():
+            wanted[name] = number = getattr(request, name) if request.HasField(name) else None
+            if number is not None and not fewest <= number <= MAX_WORKERS:
+                raise InvalidRequest(f"{name} is {number}; {fewest} … {MAX_WORKERS} are accepted")
         shaped = any(number is not None for number in wanted.values())
         if request.HasField("num_islands"):
             if shaped or request.island:

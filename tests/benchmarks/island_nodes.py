@@ -1,12 +1,12 @@
-"""Islands on Ray nodes of one host, each with its own GPUs and its share of the load, against one island alone. Prints
-JSON.
+"""Islands of one worker on Ray nodes of one host, each with its own GPU and its share of the load, against one island
+alone. Prints JSON.
 
 clients n    a closed loop of n clients for each island; outputs are whole, prompts random and all different
     alone, together    of one island, and of one on each node: ms to the first token and for a token after it at the
                        median, output tokens a second and island
     to_alone           together ÷ alone
 
-Each Ray node sees two GPUs of its own. Without GPUs all share the processor, which says nothing about islands.
+Each Ray node sees a GPU of its own. Without GPUs all share the processor, which says nothing about islands.
 """
 
 import os
@@ -32,7 +32,7 @@ from tests.benchmarks.results import at_least, at_most, print_result, rounded
 from tests.benchmarks.serving import CPU_SIZE, GPU_SIZE, PROCESSES, WARM_UP_CLIENTS, Load, Size
 
 MODEL = "qwen3-8b"
-ISLANDS, GPUS_EACH = 2, 2
+ISLANDS = 2
 SLOWER = 1.02
 CLIENTS = (1, 16, 64)
 NUMBERS = {"ttft_p50_ms": "first token, ms", "tpot_p50_ms": "token, ms", "tokens_s": "tokens/s"}
@@ -45,8 +45,8 @@ def ray_nodes(*, gpus: bool) -> Iterator[str]:
     nodes = [
         {
             "num_cpus": max(2, (os.cpu_count() or 2) // ISLANDS),
-            "num_gpus": GPUS_EACH if gpus else 0,
-            "env_vars": {"CUDA_VISIBLE_DEVICES": _gpus_of(number)} if gpus else {},
+            "num_gpus": int(gpus),
+            "env_vars": {"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {},
             "include_dashboard": False,
         }
         for number in range(ISLANDS)
@@ -61,10 +61,6 @@ def ray_nodes(*, gpus: bool) -> Iterator[str]:
         ray.shutdown()
 
 
-def _gpus_of(node: int) -> str:
-    return ",".join(str(node * GPUS_EACH + number) for number in range(GPUS_EACH))
-
-
 def measure(address: str, islands: int, model: Path, size: Size, roles: str, *, gpus: bool) -> Numbers:
     """Of a cluster of so many islands, each of which gets size.clients."""
     overrides: dict[str, Any] = {
@@ -72,11 +68,12 @@ def measure(address: str, islands: int, model: Path, size: Size, roles: str, *, 
         "gateway.port": 0,
         "model.path": str(model),
         "num_islands": islands,
+        "island.num_prefill": 0,
         "scheduler.roles": roles,
         "model.load_format": "dummy" if gpus else "safetensors",
     }
     overrides |= {"model.max_model_len": 8192} if gpus else {}
-    config = load_config(DEPLOY / ("gpu-1p1d.yaml" if gpus else "local.yaml"), overrides)
+    config = load_config(DEPLOY / ("gpu-1.yaml" if gpus else "local.yaml"), overrides)
     cluster, found = Cluster(config, RayProcesses(address)), Numbers()
     cluster.start()
     try:
@@ -120,11 +117,11 @@ def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    gpus = torch.cuda.device_count() >= ISLANDS * GPUS_EACH
+    gpus = torch.cuda.device_count() >= ISLANDS
     size = GPU_SIZE if gpus else CPU_SIZE
     parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--model", type=shape_name, choices=list(SHAPES), default=MODEL, help="on GPUs")
-    parser.add_argument("--roles", default="adaptive", choices=("split", "adaptive", "colocated"))
+    parser.add_argument("--roles", default="adaptive", choices=("adaptive", "colocated"))
     add_list(parser, "--clients", int, default=CLIENTS if gpus else size.clients, help="of each island")
     parser.add_argument("--requests", type=int, default=size.requests, help="most requests of one load and island")
     options = parser.parse_args()
@@ -141,7 +138,7 @@ def main() -> None:
             )
     results = compared(alone, together)
     targets = targets_of(results) if gpus else []
-    print_result({"roles": options.roles, **results, "targets": targets}, options, gpus=ISLANDS * GPUS_EACH * gpus)
+    print_result({"roles": options.roles, **results, "targets": targets}, options, gpus=ISLANDS * gpus)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`make chaos`: a long storm. Prints JSON: what was done to the cluster, and what its clients saw.
 
 python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--attacker]
-    [--roles split|adaptive] [--arch NAME] [--speculate ngram|draft_model|mtp|eagle3]
+    [--roles split|adaptive|colocated] [--arch NAME] [--speculate ngram|draft_model|mtp|eagle3]
 python -m tests.chaos --ray [--blows N] [--seed N]: over `tandem up`; its Ray and its launcher are killed, too
 python -m tests.chaos --hosts [--blows N] [--seed N]: over three hosts, which are network namespaces; links go down, too
 """
@@ -20,7 +20,7 @@ def main() -> None:
     from tandem.cluster.cli.random_checkpoint import ARCHITECTURES
     from tests.chaos.host_storm import HostStorm, plan_host_blows
     from tests.chaos.ray_storm import RayStorm, plan_ray_blows
-    from tests.chaos.storm import Storm
+    from tests.chaos.storm import ROLES, Storm
     from tests.chaos.targets import DRAFTED, make_target
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -28,7 +28,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gpus", action="store_true", help="of this host, over NVSHMEM, shared by all islands")
     parser.add_argument("--attacker", action="store_true", help="attacks the gateway's ports meanwhile")
-    parser.add_argument("--roles", choices=("split", "adaptive"), default="adaptive", help="of the cluster's workers")
+    parser.add_argument("--roles", choices=[*ROLES], default="adaptive", help="with colocated, islands of one worker")
     parser.add_argument("--arch", choices=[*ARCHITECTURES], default="llama", help="of the random model")
     parser.add_argument("--speculate", choices=[*DRAFTED], help="with a model that its drafts suit, not that of --arch")
     parser.add_argument("--ray", action="store_true", help="over `tandem up`, with a real Ray")
@@ -48,7 +48,6 @@ def main() -> None:
             outcome = RayStorm(model, options.seed).run(plan_ray_blows(options.seed, options.blows))
             print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
             return
-        adaptive = options.roles == "adaptive"
         faults = Path(folder) / "faults"
         storm = Storm(
             model,
@@ -56,7 +55,7 @@ def main() -> None:
             options.seed,
             options.clients,
             gpus=options.gpus,
-            adaptive=adaptive,
+            roles=options.roles,
             attacked=options.attacker,
             settings=settings,
         )

@@ -33,7 +33,6 @@ from tests.chaos.http_stream import HttpStream
 from tests.support.local_processes import started_at
 
 OUTPUT_TOKENS, LONG_OUTPUT_TOKENS = 40, 160  # long: with adaptive roles, so that requests live to be moved
-TARGETS = ("prefill", "decode", "gateway")
 UNRESPONSIVE_SECONDS = 2.5
 # Longest wait for messages to clients before the next blow: a start takes longer on GPUs.
 QUIET_SECONDS, QUIET_SECONDS_ON_GPUS = 0.5, 2.5
@@ -55,11 +54,16 @@ CONFIG: dict[str, Any] = {
     "recovery.drain_seconds": 1.0,
     "recovery.unresponsive_seconds": UNRESPONSIVE_SECONDS,
 }
-ADAPTIVE: dict[str, Any] = {
-    "scheduler.roles": "adaptive",
-    "scheduler.token_seconds": 0.0005,  # so little that no worker seems fast enough for all
-    "cache.num_pages": 192,
+ROLES: dict[str, dict[str, Any]] = {
+    "split": {},
+    "adaptive": {
+        "scheduler.roles": "adaptive",
+        "scheduler.token_seconds": 0.0005,  # so little that no worker seems fast enough for all
+        "cache.num_pages": 192,
+    },
+    "colocated": {"scheduler.roles": "colocated", "island.num_prefill": 0},
 }
+"""What workers do. With colocated an island is one worker."""
 ON_GPUS: dict[str, Any] = {
     "island.device": "cuda",
     "island.transport": "nvshmem",
@@ -103,12 +107,12 @@ class Outcome:
     seconds: float = 0.0
 
 
-def plan_blows(seed: int, number: int) -> list[Blow]:
+def plan_blows(seed: int, number: int, targets: Sequence[str]) -> list[Blow]:
     rng = random.Random(seed)
     return [
         Blow(
             messages=rng.randrange(0, 60),
-            target=rng.choice(TARGETS),
+            target=rng.choice(targets),
             how=rng.choices(("kill", "stop", "hang"), (8, 3, 1))[0],
             seconds=rng.uniform(0.05, 1.0),
         )
@@ -117,8 +121,8 @@ def plan_blows(seed: int, number: int) -> list[Blow]:
 
 
 class Storm:
-    """Two islands with a prefill and a decode worker each, three gateway processes, and what happens to
-    them. Each client has its own connection, so that the gateway processes share them."""
+    """Two islands, three gateway processes, and what happens to them. Each client has its own connection, so that the
+    gateway processes share them."""
 
     def __init__(
         self,
@@ -128,25 +132,28 @@ class Storm:
         num_clients: int = 8,
         *,
         gpus: bool = False,
-        adaptive: bool = False,
+        roles: str = "split",
         attacked: bool = False,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """log: a new file, for what happens to messages. gpus: workers share this host's. adaptive: any worker computes
-        prompts and decodes. attacked: somebody attacks the gateway's ports meanwhile. settings: dotted keys of the
-        cluster's configuration, as of speculation."""
+        """log: a new file, for what happens to messages. gpus: workers share this host's. roles: of ROLES. attacked:
+        somebody attacks the gateway's ports meanwhile. settings: dotted keys of the cluster's configuration, as of
+        speculation."""
         self._model = model
         self._gpus = gpus
         self._attacked = attacked
         self._seed = seed
         self._num_clients = num_clients
-        self._output_tokens = LONG_OUTPUT_TOKENS if adaptive else OUTPUT_TOKENS
+        self._output_tokens = LONG_OUTPUT_TOKENS if roles == "adaptive" else OUTPUT_TOKENS
         self.outcome = Outcome()
         self._network = BadNetwork(seed, log)
         self.processes = (BadlyConnectedOnGpus if gpus else BadlyConnectedProcesses)(self._network)
-        overrides = {"model.path": str(model), **CONFIG, **(ON_GPUS if gpus else {}), **(ADAPTIVE if adaptive else {})}
+        overrides = {"model.path": str(model), **CONFIG, **(ON_GPUS if gpus else {}), **ROLES[roles]}
         overrides |= settings
-        self.cluster = Cluster(load_config(None, overrides), self.processes)
+        config = load_config(None, overrides)
+        self.cluster = Cluster(config, self.processes)
+        self._num_islands, self._workers_each = config.num_islands, config.island.num_prefill + config.island.num_decode
+        self._targets = ("prefill", "decode", "gateway") if config.island.num_prefill else ("decode", "gateway")
         self._received = 0
         self._silences: dict[str, list[float]] = {"placed once": [], "placed again": []}
         self._connected, self._over = threading.Event(), threading.Event()
@@ -157,7 +164,9 @@ class Storm:
         cases = make_cases(self._model, self._output_tokens, self._seed)
         address = self.cluster.start()
         try:
-            blows = threading.Thread(target=self._strike, args=(plan_blows(self._seed, num_blows),), name="blows")
+            blows = threading.Thread(
+                target=self._strike, args=(plan_blows(self._seed, num_blows, self._targets),), name="blows"
+            )
             attacker = Attacker(address, self.cluster.http_address or "")
             with attacker if self._attacked else nullcontext():
                 blows.start()
@@ -318,8 +327,8 @@ class Storm:
             assert time.monotonic() < deadline, f"not calm after {seconds} s: {busy}"
             time.sleep(0.1)
         workers = [pid for name, pid in self.processes.pids.items() if "gateway" not in name]
-        assert len(workers) == 4
-        assert self._gpus or len(_segments(workers)) == 4
+        assert len(workers) == self._num_islands * self._workers_each
+        assert self._gpus or len(_segments(workers)) == len(workers)
 
     def _busy(self, address: str) -> str:
         try:
@@ -333,7 +342,7 @@ class Storm:
         assert broken <= ends, f"{broken} streams over HTTP, one at a time, broke off; the gateway ended {ends} times"
         if info.active or info.queued or not all(gateway.pid for gateway in info.gateways):
             return str(info)
-        if [len(island.workers) for island in info.islands] != [2, 2]:
+        if [len(island.workers) for island in info.islands] != [self._workers_each] * self._num_islands:
             return str(info)
         return "\n".join(str(worker) for island in info.islands for worker in island.workers if _is_busy(worker))
 

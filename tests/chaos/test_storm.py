@@ -9,17 +9,17 @@ from tests.chaos.targets import make_target
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("adaptive", "drafter"), [(False, None), (True, "mtp")], ids=["split", "adaptive and mtp"])
-def test_nothing_is_lost_in_a_storm(tmp_path: Path, adaptive: bool, drafter: str | None) -> None:
+@pytest.mark.parametrize(("roles", "drafter"), [("split", None), ("adaptive", "mtp"), ("colocated", None)])
+def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | None) -> None:
     model, settings = make_target(tmp_path, speculate=drafter)
-    storm = Storm(model, tmp_path / "faults", seed=1, adaptive=adaptive, settings=settings)
+    storm = Storm(model, tmp_path / "faults", seed=1, roles=roles, settings=settings)
     outcome = storm.run(30, 60)
     assert not outcome.errors
     assert outcome.finished >= 40
     assert outcome.finished_over_http > 0
     assert outcome.placed_again > 0
     assert min(outcome.restarts.values()) > 0
-    assert (outcome.moves > 0) == adaptive
+    assert (outcome.moves > 0) == (roles == "adaptive")
     assert (outcome.accepted > 0) == (drafter is not None)
 
 

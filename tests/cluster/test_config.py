@@ -173,6 +173,7 @@ def test_gateways_on_all_hosts_have_to_reach_the_workers() -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
+        (["island.num_prefill=0"], ["island.num_prefill is 0; it must be at least 1 where scheduler.roles is split"]),
         (["scaling.min_islands=3", "scaling.max_islands=2"], ["scaling is", "min_islands, here 3"]),
         (["scaling.token_seconds=0.1"], ["must have max_islands or max_workers where token_seconds is set"]),
         (["num_islands=3", "scaling.max_islands=2"], ["num_islands is 3; it must be at most scaling.max_islands, 2"]),

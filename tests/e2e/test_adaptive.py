@@ -94,11 +94,13 @@ def test_tokens_equal_transformers_whoever_serves(folder: Path, expected: list[l
         assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == expected
 
 
-def test_colocated_workers_serve_their_own_requests(tmp_path: Path) -> None:
-    folder = save_checkpoint("qwen3", tmp_path)
-    expected = [greedy(load_oracle(folder), prompt, NUM_TOKENS) for prompt in PROMPTS]
-    with adaptive_island(folder, **{"scheduler.roles": "colocated"}) as island:
-        assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == expected
+@pytest.mark.parametrize("num_prefill", [0, 1], ids=["one worker", "1P1D"])
+def test_colocated_workers_serve_their_own_requests(folder: Path, expected: list[list[int]], num_prefill: int) -> None:
+    """Twice, so that the second time prefixes are found."""
+    with adaptive_island(folder, **{"scheduler.roles": "colocated", "island.num_prefill": num_prefill}) as island:
+        assert len(island.workers) == num_prefill + 1
+        for _ in range(2):
+            assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == expected
         with Client(island.address) as client:
             counters = [one.counters for one in client.cluster_info().islands[0].workers]
         assert all(one.decoded_tokens and one.prompt_tokens and not one.pushes for one in counters)

@@ -135,7 +135,7 @@ def test_a_request_goes_on_through_the_change(served: str, case: Case) -> None:
 def test_refusals_name_what_is_wrong(served: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Client(served) as client:
         for wrong, message in [
-            ({"num_prefill": 0}, "num_prefill is 0; an island has 1 … 256"),
+            ({"num_prefill": 0}, "num_prefill is 0; 1 … 256 are accepted"),
             ({"num_decode": 257}, "num_decode is 257"),
             ({}, "give one or both"),
             ({"num_prefill": 1}, "island is ''; it must be one of c-0, c-1"),
@@ -159,3 +159,23 @@ def test_a_worker_that_dies_meanwhile_brings_the_old_shape_back(served: str, cas
     until(lambda: [role for role, _ in workers(served, "c-0")] == [P, D])
     assert not psutil.pid_exists(first)
     assert tokens_of(complete(served, case.prompt, max_tokens=50, **GREEDY)) == case.tokens[:50]
+
+
+def test_an_island_of_one_worker_gets_another_and_gives_it_up(checkpoint: Path, case: Case) -> None:
+    """And takes requests again after its only worker was lost."""
+    settings = {"model.path": str(checkpoint), **OVERRIDES, "num_islands": 1, "island.num_prefill": 0}
+    cluster = Cluster(load_config(None, settings | {"scheduler.roles": "colocated"}), LocalProcesses())
+    address = cluster.start()
+    try:
+        for shape in ([D], [P, D], [D]):
+            if len(shape) != len(workers(address, "c")):
+                assert tandem("scale", "--prefill", str(len(shape) - 1), "--address", address) == 0
+            assert [role for role, _ in workers(address, "c")] == shape
+            assert tokens_of(complete(address, case.prompt, max_tokens=20, **GREEDY)) == case.tokens[:20]
+        ((_, alone),) = workers(address, "c")
+        updates = disturbed(address, case, lambda: os.kill(alone, signal.SIGKILL), GREEDY)
+        assert tokens_of(updates) == case.tokens
+        with Client(address) as client, pytest.raises(InvalidRequest, match="num_decode is 0; 1 … 256 are accepted"):
+            client.scale(num_decode=0)
+    finally:
+        cluster.stop()

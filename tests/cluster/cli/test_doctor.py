@@ -104,7 +104,7 @@ def test_each_device_gets_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = f"on {os.cpu_count()} cores"
     assert verdict_of(Driver()) == [
         f"CPU: deploy/local.yaml runs here, {cores}",
-        "GPU: none; an island of GPUs runs on a host with two or more, see docs/gpu-hosts.md",
+        "GPU: none; what a host with GPUs needs is in docs/gpu-hosts.md",
     ]
     monkeypatch.setattr(doctor, "_torch", gpus(4, apart=(2, 0)))
     busy, old = replace(H200, used=70 << 30), Gpu("V100", 32 << 30, (7, 0))
@@ -120,7 +120,7 @@ def test_each_device_gets_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_verdict_says_what_a_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_torch", gpus(1))
     alone = Driver("580.1", (replace(H200, capability=(10, 0)),))
-    assert verdict_of(alone)[1].endswith("cannot serve; an island needs another GPU that it reaches peer to peer")
+    assert verdict_of(alone)[1].endswith("GiB: deploy/gpu-1.yaml runs here; tandem has run on Hopper only")
     cpu, gpu = verdict_of(alone, "triton", "/dev/shm")
     assert "runs here" in cpu
     assert gpu == "GPU 0: H200, 139 GiB: cannot serve; see triton"

@@ -101,7 +101,7 @@ def test_a_folder_that_is_no_checkpoint(model: Path) -> None:
     ("gpus", "visible", "found", "runs"),
     [
         (0, None, "this host has no GPU, or no NVIDIA driver", "deploy/local.yaml runs here"),
-        (1, None, "this host has 1:", "deploy/local.yaml runs here"),
+        (1, None, "this host has 1:", "deploy/gpu-1.yaml runs here"),
         (2, None, "this host has 2:", "deploy/gpu-1p1d.yaml runs here"),
         (4, "0,1", "this host has 2 (4 without CUDA_VISIBLE_DEVICES)", "deploy/gpu-1p1d.yaml runs here"),
     ],
@@ -124,7 +124,8 @@ def test_gpus_that_are_enough(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert not list(preflight._check_gpus(config_of(model, "gpu-1p1d.yaml"), Driver("580.1", (H200, H200))))
     assert [fitting_config(count) for count in (0, 1, 2, 3, 4, 9)] == [
-        *["deploy/local.yaml"] * 2,
+        "deploy/local.yaml",
+        "deploy/gpu-1.yaml",
         *["deploy/gpu-1p1d.yaml"] * 2,
         *["deploy/gpu-2p2d.yaml"] * 2,
     ]

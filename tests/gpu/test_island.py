@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-WORKERS = {"gpu-1p1d.yaml": 2, "gpu-2p2d.yaml": 4, "gpu-1p3d.yaml": 4}
+WORKERS = {"gpu-1.yaml": 1, "gpu-1p1d.yaml": 2, "gpu-2p2d.yaml": 4, "gpu-1p3d.yaml": 4}
 VOCABULARY = 512
 
 
@@ -72,8 +72,8 @@ def test_a_thousand_requests_at_once(cluster: Cluster, model: Path) -> None:
 def test_an_island_takes_another_shape(cluster: Cluster, model: Path) -> None:
     """A worker changes its role, by the same processes with the weights that they have, and changes back."""
     before = shape(cluster)
-    if sum(before) == 2:
-        pytest.skip("with two workers there is one shape")
+    if sum(before) <= 2:
+        pytest.skip("with so few workers there is one shape")
     with Client(cluster.grpc_address) as client:
         for num_prefill, num_decode in ((3 - before[0], sum(before) - 3 + before[0]), before):
             done = client.scale(num_prefill=num_prefill, num_decode=num_decode)

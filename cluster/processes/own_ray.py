@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ def use_loopback(only: bool) -> None:
 class OwnRay:
     """One node, started by the constructor. StartFailed after ATTEMPTS."""
 
-    def __init__(self, num_cpus: int | None, options: dict[str, Any]) -> None:
-        """options: more of ray.init's."""
+    def __init__(self, num_cpus: int | None, options: dict[str, Any], signals: Sequence[int] = ()) -> None:
+        """options: more of ray.init's. signals: those that have come; with one there is no further attempt."""
         self._processes: set[Process] = set()
         use_loopback(True)
         options = options | {
@@ -63,8 +64,8 @@ class OwnRay:
                 raise StartFailed(f"a local Ray cannot be started: {error}") from error
             except Exception as error:  # Ray raises bare ones, where its own processes are too slow to start
                 reason = f"{(str(error) or type(error).__name__).splitlines()[0]}; {machine_load()}"
-                if attempt == ATTEMPTS:
-                    raise StartFailed(f"a local Ray cannot be started, in {ATTEMPTS} attempts: {reason}") from error
+                if attempt == ATTEMPTS or signals:
+                    raise StartFailed(f"a local Ray cannot be started, in {attempt} attempts: {reason}") from error
                 log.warning("Ray did not start, attempt %d of %d: %s", attempt, ATTEMPTS, reason)
                 time.sleep(PAUSE_SECONDS)
 

@@ -4,12 +4,10 @@ This file does not import Ray, which reads its environment when it is imported, 
 """
 
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import current_thread, main_thread
 
 import grpc
 
@@ -83,21 +81,6 @@ def token_shown() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-@contextmanager
-def sigterm_kept() -> Iterator[None]:
-    """Keeps this process's SIGTERM handler, which is also called for a signal that comes while Ray's own is set."""
-    kept = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:  # by Ray's handler
-        if callable(kept):
-            kept(signal.SIGTERM, None)
-        raise
-    finally:
-        if current_thread() is main_thread():
-            signal.signal(signal.SIGTERM, kept)
 
 
 def hide_token() -> None:

@@ -22,6 +22,7 @@ from tandem.cache.kernels.build.build_once import KERNEL_CACHE, TRITON_CACHE
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ClusterRunning, ProcessEnded, RayLost, StartFailed, TandemError
 from tandem.cluster.processes.actor_server import pack
+from tandem.cluster.processes.deferred_signals import deferred_signals
 from tandem.cluster.processes.forked_actor import open_answer
 from tandem.cluster.processes.leases import HeldLease, Leases
 from tandem.cluster.processes.lifeline import Lifeline
@@ -30,7 +31,7 @@ from tandem.cluster.processes.own_ray import OwnRay, prefer_settings, use_loopba
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup, cluster_of
-from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, hide_token, sigterm_kept
+from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, hide_token
 from tandem.cluster.processes.ray_nodes import (
     CPU_FRACTION,
     PLACEMENT_SECONDS,
@@ -176,9 +177,9 @@ class RayProcesses(Processes):
 
     def _connect(self, num_cpus: int | None) -> None:
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
-        with sigterm_kept():
+        with deferred_signals() as came:
             if self._address is None:
-                self._own = OwnRay(num_cpus, options)
+                self._own = OwnRay(num_cpus, options, came)
             else:
                 self._join(self._address, options)
         hide_token()

@@ -71,10 +71,15 @@ class Launched:
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
-        code = self.process.wait(END_SECONDS)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        return code
+        try:
+            return self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            if self.process.stdout is not None:
+                self.process.stdout.close()
 
     def interrupt(self, part: str, seconds: float) -> None:
         """Ends the start by SIGTERM, `seconds` after it has reached a part. It says so, and nothing is left."""

@@ -19,7 +19,8 @@ from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule
 from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
-GPU_HEAD_DIMS = (64, 128, 256)  # of K and V of 16 bits, which FlashInfer is compiled for
+FLASHINFER_HEAD_DIMS = (64, 128, 256)  # of K and V of 16 bits, which FlashInfer is compiled for
+GPU_HEAD_DIMS = (*FLASHINFER_HEAD_DIMS, 512)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import IndexBackend, LatentBackend
+from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, IndexBackend, LatentBackend
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kernels.gpu_limits import check_sizes, index_sizes
+from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes, index_sizes
 from tandem.cache.kernels.native.crew import load_crew
 from tandem.cache.kernels.native.kernels import SOURCE, NativeKernels
 from tandem.cache.kernels.scoring import Scoring
@@ -18,14 +18,19 @@ from tandem.cache.plan.latent import LatentHeads
 
 
 def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> AppendThenAttend:
-    """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, also stored in 8,
-    else torch's.
+    """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, also stored in 8, or
+    Triton's for heads that FlashInfer has none for; else torch's.
 
-    The first call may compile, which takes a second. InvalidArgument for a pool of 16 bits on a GPU that FlashInfer
-    cannot serve.
+    The first call may compile, which takes a second. InvalidArgument for 16 bits on a GPU that neither
+    serves.
     """
     dtype = pool.dtype if fp8 is None else fp8.dtype
     if pool.device.type == "cuda" and dtype != torch.float32:
+        check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
+        if pool.shape[5] not in FLASHINFER_HEAD_DIMS:
+            from tandem.cache.kernels.paged.kernels import TritonKernels
+
+            return TritonKernels(pool, scoring, fp8)
         from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels  # needs triton
 
         return FlashInferKernels(pool, scoring, fp8)

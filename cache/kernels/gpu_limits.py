@@ -1,4 +1,5 @@
-"""What FlashInfer's kernels, which serve 16 bits on a GPU, take of a layer group. Importing this needs no GPU."""
+"""What the kernels that serve 16 bits on a GPU, FlashInfer's or Triton's, take of a layer group. Importing this needs
+no GPU."""
 
 import torch
 
@@ -37,7 +38,7 @@ def index_sizes(width: int, still: int) -> tuple[Size, ...]:
 
 
 def check_sizes(dtype: torch.dtype, page_size: int, sizes: tuple[Size, ...]) -> None:
-    """InvalidArgument unless FlashInfer serves a group of these. dtype: of K and V, or of latents."""
+    """InvalidArgument unless these kernels serve a group. dtype: of K and V, or of latents."""
     for name, value, accepted in (("dtype", dtype, DTYPES), *sizes, ("page_size", page_size, PAGE_SIZES)):
         if value not in accepted:
             raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")

@@ -3,14 +3,19 @@
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 import ray
 import ray._private.ray_constants
+import ray._private.utils
 
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.processes.process_tree import Process, descendants, kill
@@ -27,6 +32,7 @@ SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",  # the GCS keeps an event of every call: 2.4 MiB a minute, nearly idle
     "RAY_prestart_worker_first_driver": "0",  # Python processes, one for each core, that no actor of ours can use
 }
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GIB = 1 << 30
 log = logging.getLogger(__name__)
 
@@ -41,6 +47,36 @@ def use_loopback(only: bool) -> None:
     """only: Ray's servers of this process, and of those that it starts, listen on 127.0.0.1; else on all addresses."""
     os.environ[LOOPBACK] = str(int(not only))
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = not only  # read from there when Ray was imported
+
+
+@contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """Around what starts or joins a Ray. Signals that come inside are delivered behind it, to the handlers that were
+    there before; the list has those that have come. In the main thread; others get no signals.
+
+    A handler that raises could do so between a fork and Python's release of the lock of `logging`, which nobody takes
+    again then: the process hangs. Ray's own handler of SIGTERM does, so it is not set.
+    """
+    came: list[int] = []
+    if current_thread() is not main_thread():
+        yield came
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    utils: Any = ray._private.utils
+    set_handler = utils.set_sigterm_handler
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield came
+    finally:
+        utils.set_sigterm_handler = set_handler
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 class OwnRay:

@@ -22,12 +22,11 @@ from tandem.cache.kernels.build.build_once import KERNEL_CACHE, TRITON_CACHE
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ClusterRunning, ProcessEnded, RayLost, StartFailed, TandemError
 from tandem.cluster.processes.actor_server import pack
-from tandem.cluster.processes.deferred_signals import deferred_signals
 from tandem.cluster.processes.forked_actor import open_answer
 from tandem.cluster.processes.leases import HeldLease, Leases
 from tandem.cluster.processes.lifeline import Lifeline
 from tandem.cluster.processes.loss import Loss
-from tandem.cluster.processes.own_ray import OwnRay, prefer_settings, use_loopback
+from tandem.cluster.processes.own_ray import OwnRay, deferred_signals, prefer_settings, use_loopback
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup, cluster_of

@@ -2,18 +2,24 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import Gemma4AudioConfig, Gemma4Config, Gemma4ForConditionalGeneration, Gemma4VisionConfig
 
+from tandem.cache.kernels.paged.kernels import TritonKernels
+from tandem.workers import worker
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, UnsupportedFeature
 from tandem.workers.models.config import HeadShape
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
-from tandem.workers.runner.model_cache import kv_layout
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
 from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.client_requests import GREEDY, complete_all
 from tests.support.island import running_island
@@ -115,3 +121,22 @@ def test_what_is_not_served(tmp_path: Path, changes: dict[str, Any], error: type
     rewrite(folder, changes)
     with pytest.raises(error, match=message):
         load_config(folder)
+
+
+def test_kernels_of_wide_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a GPU takes for its heads of 512 in 16 bits, here in Triton's interpreter and float32: prompts in
+    chunks, and steps in graph buffers."""
+    capture = ModelRunner.capture_steps
+    monkeypatch.setattr(ModelRunner, "capture_steps", lambda runner, *limits: capture(runner, *limits, capture=_rerun))
+    monkeypatch.setattr(worker, "make_cache", partial(make_cache, kernels=TritonKernels))
+    oracle = make_model("gemma4")
+    oracle.save_pretrained(tmp_path)
+    prompts = [random_prompt(length, seed=length) for length in (3, WINDOW + 2)]
+    alone = {"scheduler.roles": "colocated", "island.num_prefill": 0}  # the interpreter is for one thread
+    settings = {"scheduler.max_batch_tokens": 20, "scheduler.max_sequences": 2}
+    with running_island(tmp_path, alone | settings) as island:
+        assert complete_all(island.address, prompts, max_tokens=4, **GREEDY) == greedy_all(oracle, prompts, 4)
+
+
+def _rerun(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return compute

@@ -1,4 +1,4 @@
-"""Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton."""
+"""Kernels of a pool on a CUDA device: attention of prompts by FlashInfer, append and steps by Triton."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,36 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import (
-    QKV,
-    Appended,
-    Capabilities,
-    DeviceTables,
-    GroupPlan,
-    Limits,
-    Part,
-    Query,
-    StepPages,
-)
+from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, QKV, Capabilities, DeviceTables, Limits, Part
 from tandem.cache.kernels.flashinfer.eager import WORKSPACE_BYTES, EagerPlan, PlannedWrappers
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_prompt
 from tandem.cache.kernels.flashinfer.sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
+from tandem.cache.kernels.gpu_limits import check_sizes
+from tandem.cache.kernels.paged.steps import TritonSteps
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.triton.append import AppendTargets, append
-from tandem.cache.kernels.triton.decode import decode
-from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
-from tandem.cache.kernels.triton.gather import gather
+from tandem.cache.kernels.triton.append import AppendTargets
+from tandem.cache.kernels.triton.decode_plan import DecodePlan
 from tandem.cache.kernels.triton.merge import merge_parts
-from tandem.cache.kernels.triton.sliding import SlidingSteps, attend_sliding
+from tandem.cache.kernels.triton.sliding import SlidingSteps
 from tandem.cache.kernels.triton.tree import attend_trees
-from tandem.cache.kernels.upload import upload
-from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
@@ -61,7 +46,7 @@ class SharingBuffers:
     keep: bool = False
 
 
-class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
+class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
     """See KVBackend. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64
     positions; else InvalidArgument.
 
@@ -72,8 +57,8 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         dtype = pool.dtype if fp8 is None else fp8.dtype
-        check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
-        super().__init__(pool)
+        check_sizes(dtype, pool.shape[4], (("head_dim", pool.shape[5], FLASHINFER_HEAD_DIMS),))
+        super().__init__(pool, scoring, fp8)
         rule = sharing_rule(pool, scoring.window) if fp8 is None else None
         self.capabilities = Capabilities(
             pushes=True,
@@ -84,15 +69,12 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
             reads=True,
             sliding_graphs=scoring.window is None,
         )
-        self._fp8 = fp8
-        self._dtype = dtype
         self._options = {
             "q_data_type": dtype,
             "sm_scale": scoring.scale,
             "window_left": -1 if scoring.window is None else scoring.window - 1,  # without the token itself
             "logits_soft_cap": scoring.softcap,
         }
-        self.scoring = scoring
         # FlashInfer widens 8 bits to float16, which holds each of them, in less time than to bfloat16.
         self._paged_dtype = dtype if fp8 is None else torch.float16
         self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
@@ -148,12 +130,6 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         wrapper = self._fixed_wrapper(tables, limits.num_q_heads)
         return SharingBuffers(AppendTargets(tables.slots, None), wrapper, fixed, limits.num_q_heads)
 
-    def begin_captured(self, buffers: Any, by_layers: bool = False) -> None:
-        if isinstance(buffers, DecodePlan):
-            buffers.scheduled = by_layers or buffers.by_layers
-            if buffers.scheduled:
-                schedule_splits(buffers, self._pool, self.scoring, self._fp8)
-
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return largest_prompt(self._workspace, num_sequences, self._sizes(num_q_heads))
 
@@ -172,46 +148,6 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         )
         buffers.sharing.refill(tables.shared, self._sizes(buffers.num_q_heads), self._paged_options)
         self._planned.record()
-
-    def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
-        own = plan.own
-        if isinstance(own, SlidingSteps):
-            q, k = (x.q, x.k) if x.norm is None else x.norm.apply(x.q, x.k)
-            q, _ = self.append(layer, q, k, x.v, plan.rotation, own)
-            scales = None if self._fp8 is None else self._fp8.scales[layer]
-            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
-        if not isinstance(own, DecodePlan):
-            return super().run(plan, layer, x, appended)
-        assert own.scheduled, "begin_captured() has queued no schedule for this step"
-        own.by_layers = True
-        return decode(self._pool, layer, x.q, x.k, x.v, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
-
-    def step_pages(self, plan: GroupPlan) -> StepPages | None:
-        plain = self.scoring == Scoring(self.scoring.scale)
-        if not plain or plan.rotation is None or not isinstance(plan.own, DecodePlan):
-            return None
-        plan.own.by_layers = False  # unless run() is called all the same
-        scales = None if self._fp8 is None else self._fp8.scales
-        return StepPages(self._pool, plan.own.tables, plan.rotation, self.scoring.scale, scales)
-
-    def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, own: Any
-    ) -> tuple[Tensor, Tensor]:
-        """k comes back rotated only where own.keep asks for it: attend reads the pages."""
-        factors = None if self._fp8 is None else self._fp8.inverse[layer]
-        return append(self._pool, layer, q, k, v, rotation, own.targets, keep_k=own.keep, fp8_factors=factors)
-
-    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
-        own = plan.own
-        if isinstance(own, SlidingSteps):
-            q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
-            q = q if plan.rotation is None else plan.rotation.apply(q)
-            scales = None if self._fp8 is None else self._fp8.scales[layer]
-            return attend_sliding(self._pool, layer, q, own.tables, plan.rotation, self.scoring, x.sinks, scales)
-        if not isinstance(own, DecodePlan):
-            return super().read(plan, layer, x)
-        assert own.scheduled, "begin_captured() has queued no schedule for this step"
-        return decode(self._pool, layer, x.q, None, None, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
 
     def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> EagerPlan:
         """One part of all sequences, which share nothing."""
@@ -245,7 +181,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         if part.trees is not None:
             context, lse = self._run_pages(self._before_trees, layer, q, with_lse=True)
             assert lse is not None
-            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            scales = self._scales(layer)
             return attend_trees(self._pool, layer, q, context, lse, part.trees, self.scoring, sinks, scales)
         if part.kv_slots is not None:
             return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
@@ -275,19 +211,6 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
             return output.to(q.dtype), lse
         output, lse = _run(wrapper, fp8.scale_queries(layer, q).to(self._paged_dtype), (pages,), with_lse)
         return fp8.scale_output(layer, output.to(q.dtype)), lse
-
-    def _gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v [n, num_kv_heads, head_dim] at slots, int32 [n] on the device; entries of 8 bits widened."""
-        scales = None if self._fp8 is None else self._fp8.scales[layer]
-        k, v = gather(self._pool, layer, slots, self._dtype, scales).unbind(1)
-        return k, v
-
-    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        return self._gather(layer, upload([slots], self._pool.device)[0])
-
-    def _sizes(self, num_q_heads: int) -> tuple[int, int, int, int]:
-        _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
-        return num_q_heads, num_kv_heads, head_dim, page_size
 
     def _fixed_wrapper(self, tables: DeviceTables, num_q_heads: int) -> Any:
         size = tables.slots.shape[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS
 from tandem.cache.kernels.build.build_once import cache_folder, short_hash
 from tandem.cache.kernels.gpu_limits import DTYPES, KEY_DIM, RANK, ROTATED, VALUE_DIM
 from tandem.cache.plan.kv_scales import FP8
@@ -61,7 +62,7 @@ class FlashInferModule:
 
 def plan_modules(layout: KVLayout, softcap: float | None, capability: tuple[int, int]) -> tuple[FlashInferModule, ...]:
     """Those that FlashInferKernels and FlashInferLatentKernels use for a layout; none where torch's kernels serve, or
-    Triton's (one plane for K and V)."""
+    Triton's (one plane for K and V, and heads of other sizes)."""
     if layout.dtype not in DTYPES or any(group.shares_planes for group in layout.groups):
         return ()
     best = "fa3" if capability == HOPPER else "fa2"
@@ -71,6 +72,8 @@ def plan_modules(layout: KVLayout, softcap: float | None, capability: tuple[int,
         return (expanded, FlashInferModule(best, own, own, RANK, ROTATED, latent=True))
     found: dict[FlashInferModule, None] = {}
     for group in layout.groups:
+        if group.head_dim not in FLASHINFER_HEAD_DIMS:
+            continue
         sizes = (group.head_dim, group.head_dim, group.keeps.window is not None, bool(softcap))
         if layout.stored_dtype == FP8:  # widened to float16, by fa2 only; gathered entries are widened first
             pairs = [("fa2", "float16", _name(FP8)), (best, own, own)]

@@ -39,9 +39,11 @@ class Tiling:
 # MANY: as many programs on a multiprocessor as fit. FEW, by head_dim, others as of 128 (in Triton's interpreter): tiles
 # of K and V that take 64 KiB; with their stages those of 8 bits leave no room for a third program. Heads of 256 were
 # not measured with two. SOME: of no more than three programs a multiprocessor.
+# WIDE, of 512: as much as fits; nobody has measured it.
 MANY, MANY_FP8 = Tiling(64, 2, 3), Tiling(128, 2, 3)
 FEW = {64: Tiling(256, 8, 2, two=True), 128: Tiling(128, 4, 3, two=True), 256: Tiling(64, 4, 3)}
 SOME = {128: Tiling(128, 4, 3)}
+WIDE, WIDE_FP8 = Tiling(32, 8, 2), Tiling(64, 8, 2)
 FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}
 
 
@@ -88,6 +90,8 @@ class DecodePlan:
 
 
 def choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> Tiling:
+    if head_dim == 512:
+        return WIDE if fp8 is None else WIDE_FP8
     if plan.programs <= PROGRAMS:
         few = FEW if fp8 is None else FEW_FP8
         return few.get(head_dim, few[128])

@@ -26,6 +26,8 @@ from tandem.cache.plan.token_tree import MASK_WORDS
 NODES_PER_TILE = 16
 HEADS_PER_TILE = 8  # of those that share a KV head
 KEYS_PER_TILE = 64
+WARPS = 4
+WIDE, WIDE_HEADS, WIDE_KEYS, WIDE_WARPS = 512, 2, 16, 8  # a head_dim, and what fits on a multiprocessor with it
 TILE_FIELDS = 6
 
 
@@ -100,13 +102,16 @@ def attend_trees(
     """
     _, _, _, num_kv_heads, page_size, head_dim = pool.shape
     group = q.shape[1] // num_kv_heads
-    heads = min(triton.next_power_of_2(group), HEADS_PER_TILE)
+    wide = head_dim >= WIDE
+    most, keys = (WIDE_HEADS, WIDE_KEYS) if wide else (HEADS_PER_TILE, KEYS_PER_TILE)
+    heads = min(triton.next_power_of_2(group), most)
     kernel: Any = _attend_trees[(tiles.tiles.shape[0] // TILE_FIELDS, num_kv_heads * triton.cdiv(group, heads))]
     kernel(
         *(pool, q, context, lse, sinks, fp8_scales, tiles.tiles, tiles.slots, tiles.masks, tiles.edges),
         *(pool.stride(0), layer * pool.stride(1), scoring.scale, scoring.softcap or 0.0),
-        *(num_kv_heads, group, heads, page_size, head_dim, NODES_PER_TILE, KEYS_PER_TILE, TILE_FIELDS, MASK_WORDS),
+        *(num_kv_heads, group, heads, page_size, head_dim, NODES_PER_TILE, keys, TILE_FIELDS, MASK_WORDS),
         *(scoring.softcap is not None, sinks is not None, fp8_scales is not None),
+        num_warps=WIDE_WARPS if wide else WARPS,
         **launch_options(pool.device),
     )
     return context
@@ -173,7 +178,7 @@ def end_softmax(output, total, weighted, there):
 
 
 @triton.jit
-def _load_entries(pointers, inside, scale, dtype: tl.constexpr, FP8: tl.constexpr):
+def load_entries(pointers, inside, scale, dtype: tl.constexpr, FP8: tl.constexpr):
     """K or V at `pointers`, those that are `inside`, multiplied by what is at `scale` where they have 8 bits."""
     entries = tl.load(pointers, mask=inside, other=0.0)
     if FP8:
@@ -215,13 +220,13 @@ def _attend_trees(
             pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements
             + layer_elements + kv_head * (PAGE_SIZE * HEAD_DIM) + (slot % PAGE_SIZE) * HEAD_DIM
         )  # fmt: skip
-        keys = _load_entries(rows[None, :] + column[:, None], inside[None, :], k_scale, queries.dtype, FP8)
+        keys = load_entries(rows[None, :] + column[:, None], inside[None, :], k_scale, queries.dtype, FP8)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
         if SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         seen = what_is_seen(masks, edges, first + node, there, key, inside, num_before, WORDS)
         scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
         rows += KV_HEADS * PAGE_SIZE * HEAD_DIM
-        values = _load_entries(rows[:, None] + column[None, :], inside[:, None], v_scale, queries.dtype, FP8)
+        values = load_entries(rows[:, None] + column[None, :], inside[:, None], v_scale, queries.dtype, FP8)
         top, total, weighted = add_keys(top, total, weighted, scores, values)
     end_softmax(output + elements, total, weighted, there)

@@ -11,10 +11,10 @@ from tandem.cache.plan.rope import Rotation
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.flashinfer import kernels
 from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels
 from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
 from tandem.cache.kernels.flashinfer.parts import all_slots
+from tandem.cache.kernels.paged import steps
 from tandem.cache.kernels.triton.decode_plan import DecodePlan
 from tandem.cache.plan.latent import LatentHeads
 
@@ -59,8 +59,8 @@ def test_latents_refused(width: int, rank: int, heads: LatentHeads, message: str
 def test_a_graph_is_scheduled_unless_a_megakernel_computed_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each forward is one before the capture, or the capture; a megakernel may refuse the pages that it was given."""
     scheduled: list[DecodePlan] = []
-    monkeypatch.setattr(kernels, "schedule_splits", lambda plan, *_: scheduled.append(plan))
-    monkeypatch.setattr(kernels, "decode", lambda pool, layer, q, *_: q)
+    monkeypatch.setattr(steps, "schedule_splits", lambda plan, *_: scheduled.append(plan))
+    monkeypatch.setattr(steps, "decode", lambda pool, layer, q, *_: q)
     backend = object.__new__(FlashInferKernels)  # without a GPU
     backend._pool, backend._fp8, backend.scoring = torch.empty(1, 1, 2, 1, 16, 64), None, Scoring(1.0)
     tables = DeviceTables(*(torch.zeros(size, dtype=torch.int32) for size in (1, 2, 1, 4)))

@@ -28,6 +28,7 @@ CASES = {
     "qwen3_moe": ("qwen3_moe", "float16", sizes_on_gpu("qwen3_moe")),
     "gpt_oss": ("gpt_oss", "float16", sizes_on_gpu("gpt_oss")),  # a window and sinks
     "llama4": ("llama4", "float16", sizes_on_gpu("llama4")),  # chunks
+    "gemma4": ("gemma4", "float16", sizes_on_gpu("gemma4")),  # heads of 512
 }
 LOGPROB = {"float16": 0.03, "bfloat16": 0.2}  # transformers' own are off by as much from float32
 ENTRY = {"float16": 0.02, "bfloat16": 0.15}

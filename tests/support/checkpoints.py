@@ -369,7 +369,8 @@ def sizes_on_gpu(family: str) -> dict[str, int]:
         rotated = {"qk_rope_head_dim": 64, "head_dim": 64}
         index = {"index_head_dim": 128, "index_n_heads": 64} if family == "deepseek_v32" else {}
         return {"kv_lora_rank": 512, **rotated, "qk_nope_head_dim": 128, "v_head_dim": 128, **index}
-    return {"head_dim": 96 if family == "phi3-head-dim" else 64, "hidden_size": 256}
+    wide = {"global_head_dim": 512} if family == "gemma4" else {}  # as published
+    return {"head_dim": 96 if family == "phi3-head-dim" else 64, "hidden_size": 256, **wide}
 
 
 def save_checkpoint(case: str, folder: Path, **save_options: Any) -> Path:

@@ -6,6 +6,8 @@ CHECKS := tests/test_layering.py tests/test_docs.py tests/test_prose.py
 TEST_PROCESSES ?= 2
 SPREAD := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 TREE := build/import-root/tandem
+# Our modules are compiled once, and not by each process of each cluster that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-rest test-fast check format proto docs chaos clients explore fuzz bench clean

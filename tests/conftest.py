@@ -71,9 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = tuple(config.rootpath / name for name in SLOW)
+    files = {item.path for item in items}
+    slow = {file for file in files for name in SLOW if file.is_relative_to(config.rootpath / name)}
     for item in items:
-        if any(item.path.is_relative_to(path) for path in slow):
+        if item.path in slow:
             item.add_marker("slow")
     if hasattr(config, "workerinput"):  # a process of several, which get files in this order
         items[:] = _mixed(config.rootpath, items)

@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cache transfer workers cluster proto
 CHECKS := tests/test_layering.py tests/test_docs.py tests/test_prose.py
-TEST_PROCESSES ?= 2
-SPREAD := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+TEST_PROCESSES ?= 3
+SPREAD := -n $(TEST_PROCESSES) --no-loadscope-reorder
 TREE := build/import-root/tandem
 # Our modules are compiled once, and not by each process of each cluster that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,8 +31,8 @@ help:
 demo: .venv/.base
 	@$(BIN)/python -m tandem.cluster.cli.demo $(if $(SPECULATE),--speculate $(filter-out 1,$(SPECULATE)))
 
-# Processes, each with whole files: what a file's tests share is made once. tests/conftest.py has their order: the
-# longest first, and files that wait among files that compute.
+# Processes, each with whole files: what a file's tests share is made once. One has all that start a Ray, which wait
+# more than they compute (tests/conftest.py).
 test: .venv/.dev
 	@$(BIN)/pytest -q -m "not gpu" $(SPREAD)
 

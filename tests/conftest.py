@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,18 +48,30 @@ SLOW = (
     "tests/workers/service/test_hung_gateway.py",
 )
 
-# Whose tests wait for processes, and leave cores to others meanwhile; and those that take longest, which begin first.
-WAITING = ("tests/chaos", "tests/deploy", "tests/e2e")
-LONGEST = (
+# Whose tests start a Ray, or several: one process has them all, so that no two clusters start at a time. And others
+# that take long. Both begin first.
+RAY = (
     "tests/e2e/test_hosts.py",
-    "tests/deploy/test_several_hosts.py",
     "tests/e2e/test_partitions.py",
-    "tests/chaos/test_ray_storm.py",
+    "tests/deploy/test_several_hosts.py",
     "tests/e2e/test_up.py",
     "tests/e2e/test_replace.py",
-    "tests/chaos/test_storm.py",
-    "tests/e2e/test_speculation.py",
+    "tests/chaos/test_ray_storm.py",
+    "tests/e2e/test_launch.py",
     "tests/deploy/test_started.py",
+    "tests/e2e/test_interrupted_start.py",
+    "tests/e2e/test_operator.py",
+    "tests/cluster/processes/test_ray_processes.py",
+    "tests/cluster/processes/test_ray_watch.py",
+)
+LONG = (
+    "tests/e2e/test_parity.py",
+    "tests/protocol/test_explorer.py",
+    "tests/cache/operations/test_programs.py",
+    "tests/chaos/test_storm.py",
+    "tests/workers/kernels/test_megakernel.py",
+    "tests/e2e/test_speculation.py",
+    "tests/e2e/test_recovery.py",
 )
 
 settings.register_profile("tandem", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -66,7 +79,7 @@ settings.load_profile("tandem")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gone = [name for name in (*SLOW, *WAITING, *LONGEST) if not (config.rootpath / name).exists()]
+    gone = [name for name in (*SLOW, *RAY, *LONG) if not (config.rootpath / name).exists()]
     assert not gone, f"{gone} are named here and are not there"
 
 
@@ -77,18 +90,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path in slow:
             item.add_marker("slow")
     if hasattr(config, "workerinput"):  # a process of several, which get files in this order
-        items[:] = _mixed(config.rootpath, items)
+        first = {config.rootpath / name: place for place, name in enumerate((*RAY, *LONG))}
+        items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
-def _mixed(root: Path, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Whole files: those that wait spread among those that compute, so that cores are busy all the time."""
-    longest, waiting = [root / name for name in LONGEST], tuple(root / name for name in WAITING)
-    files = dict.fromkeys(item.path for item in items)
-    waits = [file for file in files if any(file.is_relative_to(path) for path in waiting)]
-    waits.sort(key=lambda file: longest.index(file) if file in longest else len(longest))
-    computes = [file for file in files if file not in waits]
-    places = {file: number / len(part) for part in (waits, computes) for number, file in enumerate(part)}
-    return sorted(items, key=lambda item: places[item.path])
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files for each process, and all of RAY for one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "Ray" if file in RAY else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

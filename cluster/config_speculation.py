@@ -15,7 +15,7 @@ class SpeculationSection(Section):
     method: Literal["none", "ngram", "draft_model", "mtp", "eagle3"] = "none"
     """what drafts tokens that decode steps verify, so that a step may give several: ngram takes what followed the last
     tokens where they stood before, draft_model asks a smaller model, mtp the checkpoint's layer for multi-token
-    prediction (DeepSeek-V3, GLM-4-MoE), eagle3 an EAGLE-3 head; outputs are the same with each,
+    prediction (DeepSeek-V3, GLM-4-MoE and Lite), eagle3 an EAGLE-3 head; outputs are the same with each,
     but for what steps of several tokens round otherwise in 16 bits"""
     draft: Annotated[str, AfterValidator(find_model)] | None = Field(default=None, validate_default=True)
     """of draft_model the smaller model, one with the same tokenizer, of eagle3 the head: a folder or hub id, as

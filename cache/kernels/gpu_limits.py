@@ -10,7 +10,8 @@ from tandem.cache.plan.layout import KVLayout
 
 DTYPES = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (8, 16, 32, 64)
-RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # of latents
+RANK, ROTATED = 512, 64  # of latents
+VALUE_DIMS = {128: 128, 192: 256}  # by key_dim: heads of DeepSeek and of GLM, as FlashInfer expands latents
 INDEX_DIM = 128  # of index keys
 SHARED_DIMS = (16, 32, 64, 128, 256, 512)  # of K and V in one plane, of compressed entries, and of their index keys
 
@@ -27,8 +28,8 @@ def latent_sizes(width: int, rank: int, heads: LatentHeads) -> tuple[Size, ...]:
     return (
         ("latent_rank", rank, (RANK,)),
         ("the rotated part", width - rank, (ROTATED,)),
-        ("key_dim", heads.key_dim, (KEY_DIM,)),
-        ("value_dim", heads.value_dim, (VALUE_DIM,)),
+        ("key_dim", heads.key_dim, tuple(VALUE_DIMS)),
+        ("value_dim", heads.value_dim, (VALUE_DIMS.get(heads.key_dim, 0),)),
     )
 
 

@@ -46,6 +46,7 @@ Family = Literal[
     "gemma3_text",
     "gemma4",
     "glm4_moe",
+    "glm4_moe_lite",
     "glm_moe_dsa",
     "gpt_oss",
     "llama",

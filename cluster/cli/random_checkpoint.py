@@ -125,6 +125,12 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "use_qk_norm": True,
         "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
     },
+    "glm4_moe_lite": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        **DEEPSEEK,
+        "q_lora_rank": 48,
+        "num_key_value_heads": 4,
+    },
     "glm_moe_dsa": {"architectures": ["GlmMoeDsaForCausalLM"], **DEEPSEEK, **INDEXED},
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],

@@ -198,7 +198,7 @@ def test_a_draft_model_drafts(small_model: Path, outputs: list[list[int]], plain
             assert [choice["token_ids"] for choice in given] == [choice["token_ids"] for choice in due]
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
 def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path, case: str) -> None:
     """Multi-token prediction over both roles; a random layer is seldom right."""
     model = save_mtp(tmp_path / "model", case)

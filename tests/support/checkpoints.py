@@ -21,6 +21,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     GptOssConfig,
@@ -55,6 +57,7 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -193,6 +196,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, **THETA},
         },
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**DEEPSEEK, "num_key_value_heads": 4, "v_head_dim": 40}),
     # The second layer attends to what the first has chosen.
     "glm_moe_dsa": (
         "glm_moe_dsa",
@@ -364,11 +368,12 @@ def sizes_on_gpu(family: str) -> dict[str, int]:
     """Changes that make a model one that the kernels for 16 bits on a GPU serve."""
     if family == "deepseek_v4":
         return {"head_dim": 64, "hidden_size": 256}
-    if family.startswith("deepseek"):
+    if family.startswith("deepseek") or family in ("glm4_moe_lite", "glm_moe_dsa"):
         # transformers takes the width of RoPE from head_dim in V3, from qk_rope_head_dim in V2.
         rotated = {"qk_rope_head_dim": 64, "head_dim": 64}
-        index = {"index_head_dim": 128, "index_n_heads": 64} if family == "deepseek_v32" else {}
-        return {"kv_lora_rank": 512, **rotated, "qk_nope_head_dim": 128, "v_head_dim": 128, **index}
+        index = {"index_head_dim": 128, "index_n_heads": 64} if family in ("deepseek_v32", "glm_moe_dsa") else {}
+        key, value = (192, 256) if family.startswith("glm") else (128, 128)
+        return {"kv_lora_rank": 512, **rotated, "qk_nope_head_dim": key, "v_head_dim": value, **index}
     wide = {"global_head_dim": 512} if family == "gemma4" else {}  # as published
     return {"head_dim": 96 if family == "phi3-head-dim" else 64, "hidden_size": 256, **wide}
 

@@ -36,6 +36,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
         "Gemma4ForCausalLM": gemma4.read_gemma4,
         "Gemma4ForConditionalGeneration": gemma4.read_gemma4_of_images,
         "Glm4MoeForCausalLM": glm.read_glm4_moe,
+        "Glm4MoeLiteForCausalLM": deepseek.read_glm4_moe_lite,
         "GlmMoeDsaForCausalLM": deepseek.read_glm_moe_dsa,
         "GptOssForCausalLM": gpt_oss.read_gpt_oss,
         "Llama4ForCausalLM": llama4.read_llama4,

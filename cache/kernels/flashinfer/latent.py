@@ -13,7 +13,7 @@ from tandem.cache.kernels.base import Capabilities, DeviceTables, Latents, Limit
 from tandem.cache.kernels.flashinfer.eager import PLAN_BYTES, EagerPlan, PlannedWrappers
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, ChosenTokens, plan_parts
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
-from tandem.cache.kernels.gpu_limits import KEY_DIM, RANK, ROTATED, VALUE_DIM, check_sizes, latent_sizes
+from tandem.cache.kernels.gpu_limits import RANK, ROTATED, check_sizes, latent_sizes
 from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.kernels.triton.chosen import attend_chosen
@@ -49,7 +49,8 @@ LatentPlan = EagerPlan | LatentBuffers | ChosenBuffers
 
 
 class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
-    """See LatentBackend. float16 and bfloat16, DeepSeek's sizes, pages of 8 to 64 positions; else InvalidArgument."""
+    """See LatentBackend. float16 and bfloat16, the sizes of DeepSeek and of GLM, pages of 8 to 64 positions; else
+    InvalidArgument."""
 
     capabilities = Capabilities(pushes=True, step_graphs=True)
 
@@ -127,7 +128,9 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
             return self._attend_absorbed(own.wrapper, layer, q, up)
         if isinstance(own, ChosenBuffers):
             return self._attend_chosen(layer, q, up, chosen, (own.tables.kv_indptr, own.tables.kv_indices))
-        output = self.attend_parts(own, q, VALUE_DIM, lambda part, its_q: self._attend_part(layer, part, its_q, up))
+        output = self.attend_parts(
+            own, q, self._heads.value_dim, lambda part, its_q: self._attend_part(layer, part, its_q, up)
+        )
         if own.chosen is not None:
             tokens, pages = own.chosen.tokens, (own.chosen.firsts, own.chosen.kv_indices)
             found = self._attend_chosen(layer, q.index_select(0, tokens), up, chosen, pages)
@@ -146,18 +149,18 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         return self._attend_expanded(gather(self._pool, layer, part.kv_slots)[:, 0, 0], q, up)
 
     def _attend_absorbed(self, wrapper: Any, layer: int, q: Tensor, up: UpProjections) -> Tensor:
-        still, rotated = q.split_with_sizes((KEY_DIM, ROTATED), 2)
+        still, rotated = self._split(q)
         return up.values(wrapper.run(up.absorb(still), rotated, *self._layers[layer]))
 
     def _attend_chosen(
         self, layer: int, q: Tensor, up: UpProjections, chosen: Tensor | None, pages: tuple[Tensor, Tensor]
     ) -> Tensor:
         assert chosen is not None  # whoever plans for choosers gives what they have chosen
-        still, rotated = q.split_with_sizes((KEY_DIM, ROTATED), 2)
+        still, rotated = self._split(q)
         return up.values(attend_chosen(self._pool, layer, up.absorb(still), rotated, chosen, pages, self._scale))
 
     def _attend_trees(self, trees: TreeTiles, layer: int, q: Tensor, up: UpProjections) -> Tensor:
-        still, rotated = q.split_with_sizes((KEY_DIM, ROTATED), 2)
+        still, rotated = self._split(q)
         wide = up.absorb(still)
         context, lse = self._before_trees.run(wide, rotated, *self._layers[layer], return_lse=True)
         return up.values(attend_latent_trees(self._pool, layer, wide, rotated, context, lse, trees, self._scale))
@@ -182,11 +185,17 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
             return
         at_once = self._heads_at_once = heads_at_once(num_q_heads, int(part.kv_indptr[-1]))
         self._expanded.plan(
-            *(part.qo_indptr, part.kv_indptr, at_once, at_once, KEY_DIM + ROTATED, VALUE_DIM),
+            *(part.qo_indptr, part.kv_indptr, at_once, at_once),
+            *(self._heads.key_dim + ROTATED, self._heads.value_dim),
             causal=True,
             sm_scale=self._scale,
             q_data_type=self._pool.dtype,
         )
+
+    def _split(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """What of q is not rotated, and what is."""
+        still, rotated = q.split_with_sizes((self._heads.key_dim, ROTATED), 2)
+        return still, rotated
 
     def _sizes(self, num_heads: int) -> tuple[int, int, int, int]:
         return num_heads, RANK, ROTATED, self._pool.shape[4]

@@ -13,8 +13,9 @@ import torch
 
 from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS
 from tandem.cache.kernels.build.build_once import cache_folder, short_hash
-from tandem.cache.kernels.gpu_limits import DTYPES, KEY_DIM, RANK, ROTATED, VALUE_DIM
+from tandem.cache.kernels.gpu_limits import DTYPES, RANK, ROTATED
 from tandem.cache.plan.kv_scales import FP8
+from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 
 HOPPER = (9, 0)  # the only one that fa3 serves
@@ -60,15 +61,17 @@ class FlashInferModule:
         return folder / f"{short_hash(repr(astuple(self)).encode())}.built"
 
 
-def plan_modules(layout: KVLayout, softcap: float | None, capability: tuple[int, int]) -> tuple[FlashInferModule, ...]:
+def plan_modules(
+    layout: KVLayout, softcap: float | None, capability: tuple[int, int], heads: LatentHeads | None = None
+) -> tuple[FlashInferModule, ...]:
     """Those that FlashInferKernels and FlashInferLatentKernels use for a layout; none where torch's kernels serve, or
-    Triton's (one plane for K and V, and heads of other sizes)."""
+    Triton's (one plane for K and V, and heads of other sizes). heads: of latents."""
     if layout.dtype not in DTYPES or any(group.shares_planes for group in layout.groups):
         return ()
     best = "fa3" if capability == HOPPER else "fa2"
     own = _name(layout.dtype)
-    if layout.has_latents:
-        expanded = FlashInferModule(best, own, own, KEY_DIM + ROTATED, VALUE_DIM)
+    if heads is not None:
+        expanded = FlashInferModule(best, own, own, heads.key_dim + ROTATED, heads.value_dim)
         return (expanded, FlashInferModule(best, own, own, RANK, ROTATED, latent=True))
     found: dict[FlashInferModule, None] = {}
     for group in layout.groups:

@@ -104,7 +104,7 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
     ]
     lacking: list[str] = []
     if target is not None:
-        modules = plan_modules(layout, model.attn_softcap, target.capability)
+        modules = plan_modules(layout, model.attn_softcap, target.capability, model.latent and model.latent.heads)
         planned = [*_plan_modules(modules, target, lacking)]
         for one in filter(None, (model, drafter)):
             planned += _plan_cubins(one, layout.stored_dtype, target)

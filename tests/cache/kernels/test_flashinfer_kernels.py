@@ -46,7 +46,8 @@ def test_slots_of_all_positions() -> None:
     [
         (576, 256, LatentHeads(128, 128), "latent_rank is 256; .* 512"),
         (528, 512, LatentHeads(128, 128), "the rotated part is 16; .* 64"),
-        (576, 512, LatentHeads(192, 128), "key_dim is 192; .* 128"),
+        (576, 512, LatentHeads(160, 128), "key_dim is 160; .* 128, 192"),
+        (576, 512, LatentHeads(192, 128), "value_dim is 128; .* 256"),
         (576, 512, LatentHeads(128, 64), "value_dim is 64; .* 128"),
         (576, 512, LatentHeads(128, 128), "the pool is on cpu"),
     ],

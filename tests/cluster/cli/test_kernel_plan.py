@@ -17,6 +17,7 @@ from tandem.cache.kernels.flashinfer import modules
 from tandem.cache.kernels.flashinfer.modules import FA3_BYTES, FlashInferModule, plan_modules
 from tandem.cache.kernels.flashinfer.wrappers import _use_built_modules, build_module
 from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.spans import span_of
 from tandem.cluster.cli.kernels import builds, plan
@@ -54,8 +55,13 @@ def layout_of(*windows: int | None, dtype: torch.dtype = torch.bfloat16, fp8: bo
     return KVLayout(groups, 16, dtype, KVScales.uniform(len(windows)) if fp8 else None)
 
 
-def titles(layout: KVLayout, capability: tuple[int, int] = HOPPER, softcap: float | None = None) -> list[str]:
-    return [module.title for module in plan_modules(layout, softcap, capability)]
+def titles(
+    layout: KVLayout,
+    capability: tuple[int, int] = HOPPER,
+    softcap: float | None = None,
+    heads: LatentHeads | None = None,
+) -> list[str]:
+    return [module.title for module in plan_modules(layout, softcap, capability, heads)]
 
 
 class TestModules:
@@ -77,10 +83,17 @@ class TestModules:
 
     def test_latents(self) -> None:
         latents = KVLayout((LayerGroup((0,), 1, 576, latent_rank=512),), 16, torch.bfloat16)
-        assert titles(latents) == ["FlashInfer fa3 bfloat16 192/128", "FlashInfer fa3 bfloat16 512/64 latent"]
+        absorbed = "FlashInfer fa3 bfloat16 512/64 latent"
+        assert titles(latents, heads=LatentHeads(128, 128)) == ["FlashInfer fa3 bfloat16 192/128", absorbed]
+        assert titles(latents, heads=LatentHeads(192, 256)) == ["FlashInfer fa3 bfloat16 256", absorbed]
 
     def test_one_plane_of_k_and_v_needs_none(self) -> None:
         assert titles(KVLayout((LayerGroup((0,), 1, 512, span_of(128), num_planes=1),), 16, torch.bfloat16)) == []
+
+    def test_heads_that_flashinfer_has_none_for_need_none(self) -> None:
+        groups = (LayerGroup((0,), 1, 512), LayerGroup((1,), 1, 256, span_of(24)))
+        ends = ["256 window", "256 window"]
+        assert [title.partition("bfloat16 ")[2] for title in titles(KVLayout(groups, 16, torch.bfloat16))] == ends
 
     def test_what_is_built_is_used_unless_flashinfers_own_package_is_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

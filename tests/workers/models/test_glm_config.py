@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Glm4MoeConfig
+from transformers import Glm4MoeConfig, Glm4MoeLiteConfig
 
 from tandem.workers.checkpoint.errors import InvalidConfig, ModelError, UnsupportedFeature
 from tandem.workers.config import SpeculationSettings
@@ -20,6 +20,15 @@ GLM = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 40,
 }
+LITE = {
+    **GLM,
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+}
 MTP = SpeculationSettings("mtp", 3, 32)
 
 
@@ -34,6 +43,20 @@ def test_what_is_absent_is_as_in_transformers(tmp_path: Path, rope: dict[str, An
     assert (config.moe.layers, config.moe.shared_size) == ({1}, 40)
     limit = GroupLimit(1, 1, counted=2)
     assert config.moe.routing == Routing(3, normalize=True, scores="sigmoid", groups=limit, corrected=True, scale=1.0)
+
+
+def test_what_is_absent_of_the_lite_model_is_as_in_transformers(tmp_path: Path) -> None:
+    config, theirs = load_config(write(tmp_path, LITE)), Glm4MoeLiteConfig(**LITE)
+    rotation: Any = theirs.rope_parameters
+    assert (config.rope.theta, config.rms_norm_eps) == (rotation["rope_theta"], theirs.rms_norm_eps)
+    assert config.num_extra_layers == 1
+    assert config.latent is not None
+    assert (config.latent.rank, config.latent.q_rank, config.latent.query_dim) == (32, 48, 40)
+    assert config.moe is not None
+    assert theirs.mlp_layer_types == ["dense", "sparse"]
+    assert (config.moe.layers, config.moe.shared_size) == ({1}, 40)
+    limit = GroupLimit(1, 1, counted=2)
+    assert config.moe.routing == Routing(3, normalize=True, scores="sigmoid", groups=limit, corrected=True, scale=1.8)
 
 
 def test_q_k_and_v_have_a_bias_alone(tmp_path: Path) -> None:

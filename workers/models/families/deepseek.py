@@ -3,6 +3,8 @@
 DeepSeek-V3: sigmoid scores, a learned correction of the choice, and groups ranked by their two best. Layers for
 multi-token prediction, which follow the others in a checkpoint, are read where they draft.
 
+GLM-4-MoE-Lite (GLM-4.7-Flash): as V3, with wider heads.
+
 DeepSeek-V3.2 and GLM-MoE-DSA: as V3, but queries choose the positions that they attend to, by an indexer.
 """
 
@@ -44,6 +46,12 @@ def read_deepseek_v3(fields: Fields) -> ModelConfig:
     return _read_v3(fields, latent, num_dense=3)
 
 
+def read_glm4_moe_lite(fields: Fields) -> ModelConfig:
+    latent = read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
+    config = _read_v3(fields, latent, num_dense=1, groups=(1, 1), kinds="mlp_layer_types", scale=1.8)
+    return dataclasses.replace(config, rms_norm_eps=fields.number("rms_norm_eps", 1e-5))
+
+
 def read_deepseek_v32(fields: Fields) -> ModelConfig:
     return _read_with_indexer(fields, num_heads=64, groups=(8, 4), interleaved=False, shares=False)
 
@@ -76,14 +84,15 @@ def _read_v3(
     num_dense: int,
     groups: tuple[int | None, int | None] = (None, None),
     kinds: str | None = None,
+    scale: float = 2.5,
 ) -> ModelConfig:
     """groups: n_group and topk_group when absent; None: they are required. kinds: the field that names dense and sparse
-    layers."""
+    layers. scale: routed_scaling_factor when absent."""
     refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc")
 
     def route(moe: MoeConfig) -> Routing:
-        limit, scale = read_group_limit(fields, moe, 2, groups), fields.number("routed_scaling_factor", 2.5)
-        return dataclasses.replace(moe.routing, scores="sigmoid", groups=limit, corrected=True, scale=scale)
+        limit, factor = read_group_limit(fields, moe, 2, groups), fields.number("routed_scaling_factor", scale)
+        return dataclasses.replace(moe.routing, scores="sigmoid", groups=limit, corrected=True, scale=factor)
 
     normalize = fields.boolean("norm_topk_prob", True)
     config = _read_both(fields, latent, route, normalize=normalize, num_shared=1, num_dense=num_dense, kinds=kinds)

@@ -19,6 +19,9 @@ CHUNK, PAGE = 48, 8
 # One token; around a page, around a chunk, several chunks.
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 OUTPUT = PAGE + 1  # a page begins in every decode
+# Cases of unlike caches: plain pages, latents, index keys, compressed KV, windows, windows with sinks, experts.
+SEVERAL = ("llama", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "gpt_oss", "qwen3_moe")
+ISLANDS = [(case, each) for case in CASES for each in ((1, 2) if case in SEVERAL else (1,))]
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,13 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Known(folder, prompts, greedy_all(load_oracle(folder), prompts, OUTPUT))
 
 
-@pytest.mark.parametrize("each", [1, 2], ids=["1P1D", "2P2D"])
+@pytest.mark.parametrize(
+    ("known", "each"),
+    ISLANDS,
+    indirect=["known"],
+    scope="module",  # that of `known`, which is made once for several tests
+    ids=[f"{case}-{each}P{each}D" for case, each in ISLANDS],
+)
 def test_alone_and_sixteen_at_once(known: Known, each: int) -> None:
     """Alone, the tokens of half the prompts; then of all, of which the island holds half already."""
     posts, alone = RecordedPosts(), len(LENGTHS)

@@ -2,12 +2,15 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.support import triton_interpreter
 
 # Ray forks its processes here while other threads use gRPC, whose handlers may abort the child before it is Ray's.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
@@ -91,6 +94,8 @@ def _mixed(root: Path, items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        triton_interpreter.hasten()
     gc.freeze()  # all modules and tests stay: no collection looks through them again
 
 

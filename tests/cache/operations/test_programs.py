@@ -9,7 +9,7 @@ from tests.cache.oracle import Oracle
 from tests.cache.program import QUERY_HEADS, Program
 from tests.cache.settings import SETTINGS
 
-PROGRAMS, STEPS = 10, 350
+PROGRAMS, STEPS = 6, 350
 TREES = {"commits", "misuses", "pops of nodes", "rejections", "trees grown", "trees opened"}
 ALWAYS = {"forks", "forwards", "sends", "steps", "landings"} | TREES
 SHARING = ALWAYS | {"matches"}

@@ -28,7 +28,7 @@ from tests.support.sliding_oracle import slide_greedily
 FAMILIES = ["qwen3", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 ADAPTIVE = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02, "scheduler.max_sequences": 12}
 PROMPTS = [random_prompt(3 + 11 * number, seed=number) for number in range(12)]  # the longest in three chunks
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 
 Choose = Callable[[Sequence[WorkerLoad]], tuple[WorkerLoad, WorkerLoad]]
 
@@ -125,7 +125,8 @@ def in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_graphs")
 def test_steps_with_prompts_in_graphs_give_the_same_tokens(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(family, tmp_path)
-    expected = [greedy(load_oracle(folder), prompt, NUM_TOKENS) for prompt in PROMPTS]
+    oracle = load_oracle(folder)
+    expected = [greedy(oracle, prompt, NUM_TOKENS) for prompt in PROMPTS]
     with adaptive_island(folder) as island:
         for choose in CHOICES.values():
             with choosing(island, choose):
@@ -175,7 +176,8 @@ def test_requests_that_move_lose_no_token(tmp_path: Path, sharing: bool, monkeyp
     """Back and forth, from wherever they are decoded, while others are."""
     folder = save_checkpoint("qwen3", tmp_path)
     prompts, num_tokens = PROMPTS[:6], 120
-    expected = [greedy(load_oracle(folder), prompt, num_tokens) for prompt in prompts]
+    oracle = load_oracle(folder)
+    expected = [greedy(oracle, prompt, num_tokens) for prompt in prompts]
     move_back_and_forth(len(prompts), monkeypatch)
     with adaptive_island(folder, **{"cache.prefix_sharing": sharing}) as island:
         with ThreadPoolExecutor(len(prompts)) as pool:

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import triton_interpreter
 
+gc.disable()  # until tests are collected: modules that are imported stay
+
 # Ray forks its processes here while other threads use gRPC, whose handlers may abort the child before it is Ray's.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 if not torch.cuda.is_available():
@@ -96,6 +98,7 @@ def _mixed(root: Path, items: list[pytest.Item]) -> list[pytest.Item]:
 def pytest_collection_finish() -> None:
     if "triton.runtime.interpreter" in sys.modules:
         triton_interpreter.hasten()
+    gc.enable()
     gc.freeze()  # all modules and tests stay: no collection looks through them again
 
 

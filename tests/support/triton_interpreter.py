@@ -7,6 +7,7 @@ from typing import Any
 
 def hasten() -> None:
     """Makes it remember what it finds: the same names, several times as fast."""
+    import triton.language as tl
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
@@ -20,4 +21,19 @@ def hasten() -> None:
             for name in names:
                 interpreter._patch_attr(owner, name, getattr(owner, name), builder, scope)
 
+    def is_patched(owner: Any) -> bool:
+        return not is_builtin(getattr(owner, builtins_of(owner)[0]))
+
+    @cache
+    def languages_of(function: Any) -> list[Any]:
+        return [one for one in function.__globals__.values() if inspect.ismodule(one) and one in (tl, tl.core)]
+
+    patch = interpreter._patch_lang
+
+    def patch_language(function: Any) -> Any:
+        if all(is_patched(one) and is_patched(one.tensor) for one in languages_of(function)):
+            return interpreter._LangPatchScope()  # of no changes
+        return patch(function)
+
     interpreter._patch_builtin = patch_builtins
+    interpreter._patch_lang = patch_language

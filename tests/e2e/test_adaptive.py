@@ -171,13 +171,21 @@ def test_a_lone_token_log_probabilities_and_stops(tmp_path: Path) -> None:
             assert stopped[-1].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-def test_requests_that_move_lose_no_token(tmp_path: Path, sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back and forth, from wherever they are decoded, while others are."""
-    folder = save_checkpoint("qwen3", tmp_path)
-    prompts, num_tokens = PROMPTS[:6], 120
+@pytest.fixture(scope="module")
+def long_answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A checkpoint, and its answers of 120 tokens to some prompts."""
+    folder = save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
     oracle = load_oracle(folder)
-    expected = [greedy(oracle, prompt, num_tokens) for prompt in prompts]
+    return folder, [greedy(oracle, prompt, 120) for prompt in PROMPTS[:6]]
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_requests_that_move_lose_no_token(
+    long_answers: tuple[Path, list[list[int]]], sharing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Back and forth, from wherever they are decoded, while others are."""
+    folder, expected = long_answers
+    prompts, num_tokens = PROMPTS[: len(expected)], len(expected[0])
     move_back_and_forth(len(prompts), monkeypatch)
     with adaptive_island(folder, **{"cache.prefix_sharing": sharing}) as island:
         with ThreadPoolExecutor(len(prompts)) as pool:

@@ -71,7 +71,7 @@ def test_rows_that_are_not_finite_get_no_token(
     monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 128)
     monkeypatch.setattr(triton_sampler, "BLOCK", 64)
     monkeypatch.setattr(triton_sampler, "MAX_PROGRAMS", programs)
-    options: list[dict[str, Any]] = [*PARAMS, {"temperature": 0}]
+    options: list[dict[str, Any]] = [*PARAMS, {"temperature": 0}, {"temperature": 0}]  # one good, one bad
     params = [SamplingParams(**one, seed=row) for row, one in enumerate(options)]
     logits = random_logits(len(params), seed=3)
     good = drawn(logits, params)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.support import triton_interpreter
+
+gc.disable()  # until tests are collected: modules that are imported stay
 
 # Ray forks its processes here while other threads use gRPC, whose handlers may abort the child before it is Ray's.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
@@ -108,6 +113,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        triton_interpreter.hasten()
+    gc.enable()
     gc.freeze()  # all modules and tests stay: no collection looks through them again
 
 

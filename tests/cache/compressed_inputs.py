@@ -74,7 +74,7 @@ class SharedOracle:
         self._factors = table.cos[:, 0, :half].numpy() + 1j * table.signed_sin[:, 0, half:].numpy()
         self._sizes = None if groups is None else Sizes.of(layout, groups)
         self.given = compression_of(layout, layer, *(torch.from_numpy(x.astype(np.float32)) for x in (q, kv)))
-        self._entry = cache(self._make_entry)
+        self.kept, self._entry = cache(self._keep), cache(self._make_entry)
 
     def turn(self, x: Array, position: int, *, back: bool = False) -> Array:
         """x [..., D], whose last numbers are complex ones."""
@@ -84,7 +84,7 @@ class SharedOracle:
         turned = np.stack((numbers.real, numbers.imag), -1).reshape(*x.shape[:-1], size)
         return np.concatenate((x[..., :-size], turned), -1)
 
-    def kept(self, token: int, position: int) -> Array:
+    def _keep(self, token: int, position: int) -> Array:
         """[D]: what the window keeps of a token."""
         return self.turn(self._kv[token], position)
 

@@ -28,7 +28,7 @@ from tests.support.sliding_oracle import slide_greedily
 FAMILIES = ["qwen3", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 ADAPTIVE = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02, "scheduler.max_sequences": 12}
 PROMPTS = [random_prompt(3 + 11 * number, seed=number) for number in range(12)]  # the longest in three chunks
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 
 Choose = Callable[[Sequence[WorkerLoad]], tuple[WorkerLoad, WorkerLoad]]
 
@@ -125,7 +125,8 @@ def in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_graphs")
 def test_steps_with_prompts_in_graphs_give_the_same_tokens(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(family, tmp_path)
-    expected = [greedy(load_oracle(folder), prompt, NUM_TOKENS) for prompt in PROMPTS]
+    oracle = load_oracle(folder)
+    expected = [greedy(oracle, prompt, NUM_TOKENS) for prompt in PROMPTS]
     with adaptive_island(folder) as island:
         for choose in CHOICES.values():
             with choosing(island, choose):
@@ -170,12 +171,21 @@ def test_a_lone_token_log_probabilities_and_stops(tmp_path: Path) -> None:
             assert stopped[-1].finish_reason == "stop"
 
 
+@pytest.fixture(scope="module")
+def long_answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A checkpoint, and its answers of 120 tokens to some prompts."""
+    folder = save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+    oracle = load_oracle(folder)
+    return folder, [greedy(oracle, prompt, 120) for prompt in PROMPTS[:6]]
+
+
 @pytest.mark.parametrize("sharing", [True, False])
-def test_requests_that_move_lose_no_token(tmp_path: Path, sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_move_lose_no_token(
+    long_answers: tuple[Path, list[list[int]]], sharing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Back and forth, from wherever they are decoded, while others are."""
-    folder = save_checkpoint("qwen3", tmp_path)
-    prompts, num_tokens = PROMPTS[:6], 120
-    expected = [greedy(load_oracle(folder), prompt, num_tokens) for prompt in prompts]
+    folder, expected = long_answers
+    prompts, num_tokens = PROMPTS[: len(expected)], len(expected[0])
     move_back_and_forth(len(prompts), monkeypatch)
     with adaptive_island(folder, **{"cache.prefix_sharing": sharing}) as island:
         with ThreadPoolExecutor(len(prompts)) as pool:

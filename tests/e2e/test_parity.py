@@ -19,6 +19,11 @@ CHUNK, PAGE = 48, 8
 # One token; around a page, around a chunk, several chunks.
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 OUTPUT = PAGE + 1  # a page begins in every decode
+# Cases of unlike caches: plain pages, latents, index keys, compressed KV, windows, windows with sinks, experts.
+SEVERAL = ("llama", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "gpt_oss", "qwen3_moe")
+# Whose steps do what those of another case do: projections and tables of RoPE are others.
+LIKE_OTHERS = ("-bias", "-tied", "-eps", "-theta", "-linear", "-llama3", "-yarn", "-yarn-options", "-head-dim", "-mqa")
+ISLANDS = [(case, each) for case in CASES for each in ((1, 2) if case in SEVERAL else (1,))]
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,13 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Known(folder, prompts, greedy_all(load_oracle(folder), prompts, OUTPUT))
 
 
-@pytest.mark.parametrize("each", [1, 2], ids=["1P1D", "2P2D"])
+@pytest.mark.parametrize(
+    ("known", "each"),
+    ISLANDS,
+    indirect=["known"],
+    scope="module",  # that of `known`, which is made once for several tests
+    ids=[f"{case}-{each}P{each}D" for case, each in ISLANDS],
+)
 def test_alone_and_sixteen_at_once(known: Known, each: int) -> None:
     """Alone, the tokens of half the prompts; then of all, of which the island holds half already."""
     posts, alone = RecordedPosts(), len(LENGTHS)
@@ -69,6 +80,7 @@ def test_alone_and_sixteen_at_once(known: Known, each: int) -> None:
     assert {pe for pair in posts.pairs for pe in pair} == set(range(2 * each)), "every worker took part"
 
 
+@pytest.mark.parametrize("known", [case for case in CASES if not case.endswith(LIKE_OTHERS)], indirect=True)
 def test_with_drafts_right_and_wrong(known: Known) -> None:
     drafter = KnownDrafter(known.prompts, known.tokens, right=0.7)
     with (

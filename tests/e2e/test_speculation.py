@@ -113,7 +113,7 @@ def sampled(draws: random.Random) -> dict[str, Any]:
 def test_http_answers_are_those_without_speculation(island: Island, plain: Island) -> None:
     """Tokens, log-probabilities and how each answer ends, of all sampling parameters."""
     draws, before = random.Random(11), counts(island)
-    for _ in range(40):
+    for _ in range(20):
         body = sampled(draws)
         given, due = (answer(one.http, COMPLETIONS, **body)["choices"] for one in (island, plain))
         for choice, wanted in zip(given, due, strict=True):

@@ -16,9 +16,9 @@ def island(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Island]:
 
 
 def test_bad_calls_are_refused_and_good_ones_served(island: Island) -> None:
-    outcome = Fuzz(island, seed=5).run(1500)
-    assert outcome.good >= 1500 // GOOD_EVERY - 1
-    assert sum(outcome.statuses.values()) >= 1500
+    outcome = Fuzz(island, seed=5).run(700)
+    assert outcome.good >= 700 // GOOD_EVERY - 1
+    assert sum(outcome.statuses.values()) >= 700
     for status in (
         "INVALID_ARGUMENT",
         "OK",

@@ -38,14 +38,18 @@ class _Reached:
     way: tuple[Action, ...]
 
 
-def explore(limits: Limits, shape: Shape, most_worlds: int) -> Explored:
+def explore(limits: Limits, shape: Shape, most_worlds: int, begin: tuple[Action, ...] = ()) -> Explored:
     """Stops at the first finding, or when most_worlds are known. Each world is checked, and that an end is reached from
-    it when nobody calls any more."""
+    it when nobody calls any more. begin: what has happened before the first world."""
     with _no_waiting():
         world = World(limits, shape)
+        for action in begin:
+            assert action in world.actions(), f"{action} cannot happen"
+            world.act(action)
+            assert not world.findings, world.findings
         first = save(world)
         known = {_digest(first)}
-        todo = deque([_Reached(first, tuple(world.actions()), ())])
+        todo = deque([_Reached(first, tuple(world.actions()), begin)])
         while todo:
             reached = todo.popleft()
             for action in reached.actions:

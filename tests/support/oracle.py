@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+DYNAMIC = ("dynamic", "longrope")
+
 
 def load_oracle(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
@@ -42,14 +44,16 @@ def greedy(
 def greedy_all(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
     """greedy of each prompt. Those of one length are a batch, for they need no padding.
 
-    Each batch has a copy of the model: dynamic RoPE remembers the longest sequence that it has seen.
+    Each batch of a model with dynamic RoPE has a copy: that remembers the longest sequence that it has seen.
     """
+    kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]  # or one for each kind of layer
+    remembers = any(kind in one for one in kinds for kind in DYNAMIC)
     rows_of: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows_of.setdefault(len(prompt), []).append(row)
     tokens: dict[int, list[int]] = {}
     for rows in rows_of.values():
-        batch = _generate(deepcopy(model), [prompts[row] for row in rows], num_tokens, None)
+        batch = _generate(deepcopy(model) if remembers else model, [prompts[row] for row in rows], num_tokens, None)
         tokens |= zip(rows, batch, strict=True)
     return [tokens[row] for row in range(len(prompts))]
 

@@ -143,6 +143,7 @@ def test_what_tokens_complete(case: Case, padding: bool) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_rotation_and_append(case: Case) -> None:
+    case = replace(case, new=3)
     positions, _ = positions_of(case)
     count = positions.shape[0]
     _, slots = lay_out(case, case.page_size, 1, case.window, seed=1)
@@ -171,7 +172,7 @@ def test_attention(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(triton_attend, "PROGRAMS", programs)
     monkeypatch.setattr(triton_attend, "SHARES_PER_TILE", 4)
     monkeypatch.setattr(triton_attend, "ENTRIES_PER_TILE", 16)
-    case = replace(case, new=11)
+    case = replace(case, new=3)
     positions, _ = positions_of(case)
     count = positions.shape[0]
     window_pages, _ = lay_out(case, case.page_size, 1, case.window, seed=1)

@@ -281,7 +281,7 @@ def scheduled(lengths: Sequence[int], window: int | None, entries: int, programs
     st.integers(0, 20),
     st.sampled_from([100, 1000]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_pieces_cover_what_a_window_shows_and_none_is_longer_than_it_must_be(
     lengths: list[int], window: int | None, spare: int, programs: int
 ) -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from random import Random
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.spans import Window
-from tests.cache.known import check_tables
+from tests.cache.known import check_tables, watched
 
 PAGE, LONGEST, BATCH, STEPS = 4, 60, 6, 400
 STREAM = 10, 3  # window, sink
@@ -131,10 +130,10 @@ class Stepping:
         check_tables(self.cache, self.cache.begin_forward(self.batch, counts))
         surplus = [self.random.randint(0, count - 1) for count in counts]
         lengths = [self.cache.num_tokens(one) - count for one, count in zip(self.batch, surplus, strict=True)]
-        with patch.object(self.cache, "pop", wraps=self.cache.pop) as pop:
+        with watched(self.cache, "pop") as pops:
             self.cache.pop_each(self.batch, surplus)
         assert [self.cache.num_tokens(one) for one in self.batch] == lengths
-        self.counts["pops one by one" if pop.called else "pops at once"] += 1
+        self.counts["pops one by one" if pops else "pops at once"] += 1
 
     def grow_tree(self, sequence: int) -> None:
         check_tables(self.cache, self.cache.begin_forward([sequence], [3], None, [[-1, 0, 0]]))
@@ -166,20 +165,20 @@ class Stepping:
                     self.renew(sequence)
                     before = None
             count = self.random.choice([1] * 30 + [2])
-            with patch.object(self.pages, "step", wraps=self.pages.step) as step:
+            with watched(self.pages, "step") as steps:
                 plan = self.cache.begin_forward(self.batch, [count] * BATCH)
             assert plan.tokens.positions.size == count * BATCH
             check_tables(self.cache, plan)
             self.check_pages(plan)
             if self.foreseen:
-                as_foreseen = step.called and not step.call_args.kwargs["clear"]
+                as_foreseen = bool(steps) and not steps[-1]["clear"]
                 self.counts["foreseen" if as_foreseen else "not as foreseen"] += 1
             self.foreseen = False
             begun = (plan.tokens.positions % PAGE == 0).any()
-            self.counts["others" if not step.called else "steps that begin pages" if begun else "steps"] += 1
-            if before is not None and step.called and (kv_lens_of(plan) < kv_lens_of(before)).any():
+            self.counts["others" if not steps else "steps that begin pages" if begun else "steps"] += 1
+            if before is not None and steps and (kv_lens_of(plan) < kv_lens_of(before)).any():
                 self.counts["steps at which pages leave a window"] += 1
-            if before is not None and step.called and (plan.tokens.seq_lens < before.tokens.seq_lens).any():
+            if before is not None and steps and (plan.tokens.seq_lens < before.tokens.seq_lens).any():
                 self.counts["steps at which streams let go of pages"] += 1
             before = plan
             if self.random.random() < 0.2:

@@ -1,8 +1,6 @@
 """megakernel.cu on this machine's CPU (see emulated/device.h), through the decoder, against plain forwards by torch."""
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +28,8 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
 from tests.support.checkpoints import make_model
+from tests.workers.kernels.emulated.library import COMPILER, library_builder
 
-COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 SOURCE = Path(__file__).parent / "emulated" / "megakernel.cpp"
 WARPS = 8
 
@@ -112,17 +110,20 @@ class OpenKernels(TorchKernels):
         return StepPages(self._pool, plan.own, plan.rotation, self.scoring.scale, scales)
 
 
-def emulate(folder: Path, case: Case) -> Callable[[MegakernelShape, torch.device], dict[int, Launch]]:
+Build = Callable[[tuple[str, ...]], ctypes.CDLL]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    return library_builder(SOURCE, tmp_path_factory.mktemp("libraries"))
+
+
+def emulate(build: Build, case: Case) -> Callable[[MegakernelShape, torch.device], dict[int, Launch]]:
     """What choose_megakernels gives, on a CPU of few multiprocessors, for the case's number of rows."""
 
     def choose(shape: MegakernelShape, device: torch.device) -> dict[int, Launch]:
         assert shape.fits(case.blocks, case.rows)
-        library = folder / "megakernel.so"
-        device_header = f'-DEMULATED_DEVICE="{SOURCE.with_name("device.h")}"'
-        options = (*shape.defines(case.blocks, WARPS, case.rows), *case.defines, device_header)
-        command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, str(SOURCE)]
-        subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
-        run = ctypes.CDLL(str(library)).run_megakernel
+        run = build((*shape.defines(case.blocks, WARPS, case.rows), *case.defines)).run_megakernel
         return {case.rows: lambda arguments: run(ctypes.byref(arguments))}
 
     return choose
@@ -143,10 +144,10 @@ class Both:
 
 
 @torch.inference_mode()
-def both_of(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Both:
+def both_of(case: Case, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Both:
     make_model(case.family, vocab_size=200, **case.changes).save_pretrained(tmp_path)
     config = load_config(tmp_path, case.dtype)
-    monkeypatch.setattr(small_batch_decoder, "choose_megakernels", emulate(tmp_path, case))
+    monkeypatch.setattr(small_batch_decoder, "choose_megakernels", emulate(build, case))
     model = DenseDecoder(config, load_parameters(tmp_path, config), fused_gemms=TorchFusedGemms())
     group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
     scales = case.scales(config.num_layers, config.num_kv_heads)
@@ -179,9 +180,9 @@ def assert_near(actual: Tensor, expected: Tensor, case: Case) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_equal_plain_forwards(name: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    both = both_of(case, tmp_path, monkeypatch)
+    both = both_of(case, build, tmp_path, monkeypatch)
     model, fixed, plain = both.model, both.fixed, both.plain
     (batch,) = fixed.graph_buffers([Limits.of_step(case.rows, model.config.num_heads, 1)])
     for step in range(2 * len(case.lengths) // case.active):
@@ -198,10 +199,12 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rows > 1])
 @torch.inference_mode()
-def test_verify_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_steps_equal_plain_forwards(
+    name: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are new tokens of one sequence or of several, in any order; some are taken back."""
     case, random = CASES[name], np.random.default_rng(0)
-    both = both_of(case, tmp_path, monkeypatch)
+    both = both_of(case, build, tmp_path, monkeypatch)
     model, fixed, plain = both.model, both.fixed, both.plain
     (batch,) = fixed.graph_buffers([Limits.of_verification(case.rows, model.config.num_heads, 1)])
     for step in range(6):

@@ -1,8 +1,6 @@
 """resident.cu on this machine's CPU (see emulated/device.h), through the decoder, against any rows' decoder."""
 
 import ctypes
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -26,10 +24,10 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
 from tests.support.checkpoints import make_model
+from tests.workers.kernels.emulated.library import COMPILER, library_builder
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 
-COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-EMULATED = Path(__file__).parent / "emulated"
+SOURCE = Path(__file__).parent / "emulated" / "resident.cpp"
 H200 = 132  # multiprocessors
 QWEN3 = ResidentShape(hidden=1024, intermediate=3072, heads=2048, qkv=4096, dtype=torch.bfloat16)
 
@@ -56,11 +54,7 @@ def emulate(
     def choose(shape: ResidentShape, device: torch.device) -> ResidentGemms:
         defines = shape.defines(multiprocessors)
         assert defines is not None
-        library = folder / "resident.so"
-        header = f'-DEMULATED_DEVICE="{EMULATED / "device.h"}"'
-        command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, header]
-        subprocess.run([*command, str(EMULATED / "resident.cpp"), "-o", str(library)], check=True, timeout=120)
-        run = ctypes.CDLL(str(library)).run_resident_gemm
+        run = library_builder(SOURCE, folder)(tuple(defines)).run_resident_gemm
         monkeypatch.setattr(resident, "Module", lambda _: run)
         monkeypatch.setattr(resident, "Function", partial(EmulatedFunction, launched))
         return ResidentGemms(b"", shape, multiprocessors, TorchLayerKernels())

@@ -24,7 +24,7 @@ TEXTS = {
     "deepseek_v4": 110,
     "deepseek_v4-128": 230,
 }  # positions: some entries of each kind
-PROGRAMS, STEPS = 6, 14
+PROGRAMS, STEPS = 4, 14
 
 
 @pytest.fixture(scope="module", params=TEXTS)

@@ -15,7 +15,7 @@ from tandem.cache.kernels.base import Limits
 from tandem.cache.kernels.compressed.choice import choose_token_kernels
 from tandem.cache.operations import forwards
 from tests.support.cached_model import CachedModel
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import make_model
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,17 +106,21 @@ def test_forwards_by_token_give_the_logits_of_transformers(
 @torch.inference_mode()
 @pytest.mark.usefixtures("by_token")
 def test_the_kernels_of_a_gpu_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter where there is no GPU: a prompt in two chunks, and steps in graph buffers."""
+    """In Triton's interpreter where there is no GPU: a prompt in two chunks, longer than the window, and steps in graph
+    buffers that complete entries of both kinds, of which more are there than are chosen."""
     pytest.importorskip("triton")
     kernels = choose_token_kernels(torch.device("cuda"))
     monkeypatch.setattr(compressed_tokens, "choose_token_kernels", lambda device: kernels)
-    saved, text = save_checkpoint("deepseek_v4", tmp_path), random_prompt(36, 0)
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+    small = make_model("deepseek_v4", compress_rates=rates, sliding_window=8, index_topk=3)
+    small.save_pretrained(tmp_path)
+    saved, text = tmp_path, random_prompt(16, 0)
     model, expected = CachedModel(saved, "float32", DEVICE), load_oracle(saved)(torch.tensor([text])).logits[0]
     model.cache.add_sequence(0)
-    found = [model.feed(0, text[:34], [27])]
+    found = [model.feed(0, text[:14], [11])]
     (buffers,) = model.cache.graph_buffers([Limits.of_step(2, 4, 1)])
-    for position in (34, 35):
+    for position in (14, 15):
         forward = model.cache.begin(Batch([0]), buffers, [np.array(text[position : position + 1])])
         found.append(model.runner._model.forward(buffers.inputs[0], buffers.attention(), None)[:1])
         model.cache.commit(forward)
-    torch.testing.assert_close(torch.cat(found).cpu(), expected[33:], rtol=FLOAT32, atol=FLOAT32)
+    torch.testing.assert_close(torch.cat(found).cpu(), expected[13:], rtol=FLOAT32, atol=FLOAT32)

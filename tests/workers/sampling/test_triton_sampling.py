@@ -34,14 +34,18 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
+def drawn(logits: torch.Tensor, params: list[SamplingParams], device: str = "cpu") -> list[int]:
+    """By torch's operations, where choose_sampler() is as it is on a CPU."""
+    batch, positions = SampleBatch.from_params(params), np.arange(len(params))
+    return EagerSampler(torch.device(device)).sample(logits.to(device), batch, positions).wait().token_ids.tolist()
+
+
 def both(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int], list[int]]:
     """What the torch operations and the kernel draw."""
-    batch, positions = SampleBatch.from_params(params), np.arange(len(params))
-    expected = EagerSampler(torch.device("cpu")).sample(logits, batch, positions).wait()
+    expected = drawn(logits, params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.workers.runner.eager_sampler.choose_sampler", TritonSampler)
-        actual = EagerSampler(torch.device(DEVICE)).sample(logits.to(DEVICE), batch, positions).wait()
-    return expected.token_ids.tolist(), actual.token_ids.tolist()
+        return expected, drawn(logits, params, DEVICE)
 
 
 def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
@@ -67,10 +71,10 @@ def test_rows_that_are_not_finite_get_no_token(
     monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 128)
     monkeypatch.setattr(triton_sampler, "BLOCK", 64)
     monkeypatch.setattr(triton_sampler, "MAX_PROGRAMS", programs)
-    options: list[dict[str, Any]] = [*PARAMS, {"temperature": 0}]
+    options: list[dict[str, Any]] = [*PARAMS, {"temperature": 0}, {"temperature": 0}]  # one good, one bad
     params = [SamplingParams(**one, seed=row) for row, one in enumerate(options)]
     logits = random_logits(len(params), seed=3)
-    _, good = both(logits, params)
+    good = drawn(logits, params)
     logits[1::2, tokens] = bad
     expected, actual = both(logits, params)
     assert actual == expected
@@ -97,7 +101,7 @@ def test_equals_and_impossible_tokens(options: dict[str, Any], monkeypatch: pyte
 def test_more_equals_than_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 32)
     row = torch.cat((torch.zeros(20), torch.ones(90), -torch.ones(10)))
-    expected, actual = both(row.repeat(6, 1), [SamplingParams(top_k=20, seed=seed) for seed in range(6)])
+    expected, actual = both(row.repeat(3, 1), [SamplingParams(top_k=20, seed=seed) for seed in range(3)])
     assert actual == expected
 
 

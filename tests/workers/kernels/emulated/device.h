@@ -28,13 +28,15 @@ struct BlockState { std::unique_ptr<unsigned char[]> memory; unsigned char* begi
 struct WarpState { Meeting meeting; float numbers[2][32]; unsigned tiles[2][32][6]; };
 struct Fiber {
     ucontext_t context;
-    std::vector<char> stack;
     int thread, block;
     unsigned char* memory;
     BlockState* of_block;
     WarpState* of_warp;
     jmp_buf place;
+    const int* awaited = nullptr;  // a meeting's round, which is this one until all have come
+    int round;
     bool begun = false, done = false;
+    bool waits() const { return awaited && *awaited == round; }
 };
 static Fiber* current;
 static jmp_buf scheduler;
@@ -56,7 +58,9 @@ inline void meet(Meeting& meeting, int all) {
         meeting.here = 0;
         meeting.round++;
     } else {
-        while (meeting.round == round) give_way();
+        current->awaited = &meeting.round, current->round = round;
+        give_way();
+        current->awaited = nullptr;
     }
 }
 inline float exchange(unsigned lanes, float value, int from) {
@@ -230,6 +234,9 @@ inline void run_fiber() {
 inline void run_blocks(int count, int shared_bytes, void (*what)()) {
     kernel = what;
     switches = 0;
+    constexpr int STACK_BYTES = 64 << 10;
+    static std::vector<std::unique_ptr<char[]>> stacks;  // kept, for memory that is new is slow
+    while ((int)stacks.size() < count * threads) stacks.emplace_back(new char[STACK_BYTES]);
     std::vector<BlockState> blocks(count);
     std::vector<WarpState> warps(count * threads / 32);
     std::vector<Fiber> fibers(count * threads);
@@ -243,20 +250,22 @@ inline void run_blocks(int count, int shared_bytes, void (*what)()) {
         fiber.thread = index % threads, fiber.block = index / threads;
         fiber.of_block = &blocks[fiber.block], fiber.of_warp = &warps[index / 32];
         fiber.memory = fiber.of_block->begin;
-        fiber.stack.resize(64 << 10);
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_stack.ss_sp = stacks[index].get();
+        fiber.context.uc_stack.ss_size = STACK_BYTES;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, run_fiber, 0);
     }
     for (bool busy = true; busy;) {
-        busy = false;
+        bool moved = busy = false;
         for (Fiber& fiber : fibers) {
             if (fiber.done) continue;
             busy = true;
+            if (fiber.waits()) continue;
+            moved = true;
             go_on(fiber);
         }
+        if (busy && !moved) std::abort();  // all wait for each other
     }
 }
 }  // namespace emulated

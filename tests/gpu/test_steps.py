@@ -187,14 +187,14 @@ def test_few_rows_are_one_launch(
     """Of a model in which every multiprocessor has a share of each product; inner: 4608 numbers of eight rows are
     gathered in two pieces. long: of such contexts a warp attends to more positions at once. Their graphs do not cut
     sequences for another kernel."""
-    from tandem.cache.kernels.flashinfer import kernels  # needs triton
+    from tandem.cache.kernels.paged import steps  # needs triton
 
     make_model(
         family, **WIDE, head_dim=head_dim, intermediate_size=inner, max_position_embeddings=8192
     ).save_pretrained(tmp_path)
     captured: set[MegakernelLaunch] = set()
     cut: set[int] = set()  # rows of the graphs that cut sequences
-    launch, schedule = MegakernelLaunch.__call__, kernels.schedule_splits
+    launch, schedule = MegakernelLaunch.__call__, steps.schedule_splits
 
     def count(kernel: MegakernelLaunch, arguments: MegakernelArguments) -> None:
         captured.add(kernel)
@@ -206,7 +206,7 @@ def test_few_rows_are_one_launch(
         schedule(plan, *rest)
 
     monkeypatch.setattr(MegakernelLaunch, "__call__", count)
-    monkeypatch.setattr(kernels, "schedule_splits", note)
+    monkeypatch.setattr(steps, "schedule_splits", note)
     program = (1, 1, 1, 2, 1, 3, 8, 4, 2, 20, 5, 4, 7, 1, 1)
     assert_graphs_go_on(tmp_path, GREEDY, program, WIDE_LOGPROB, scales=scales, long=long)
     assert len(captured) == len(ROW_COUNTS)

@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "scheduler.max_batch_tokens": CHUNK,
     "scheduler.max_sequences": 4,
     "recovery.max_restarts": 20,
+    "recovery.drain_seconds": 60.0,  # an answer takes long on a busy machine
 }
 
 

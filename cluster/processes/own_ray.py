@@ -74,7 +74,7 @@ def deferred_signals() -> Iterator[list[int]]:
     finally:
         utils.set_sigterm_handler = set_handler
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python that set one
         for number in came[:1]:
             signal.raise_signal(number)
 

@@ -135,7 +135,7 @@ def test_a_request_goes_on_through_the_change(served: str, case: Case) -> None:
 def test_refusals_name_what_is_wrong(served: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Client(served) as client:
         for wrong, message in [
-            ({"num_prefill": 0}, "num_prefill is 0; 1 … 256 are accepted"),
+            ({"num_prefill": 0}, "num_prefill is 0; 1 … 256 are accepted; 0 is, where scheduler.roles is adaptive"),
             ({"num_decode": 257}, "num_decode is 257"),
             ({}, "give one or both"),
             ({"num_prefill": 1}, "island is ''; it must be one of c-0, c-1"),

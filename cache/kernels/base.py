@@ -20,7 +20,7 @@ from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)  # of K and V of 16 bits, which FlashInfer is compiled for
-GPU_HEAD_DIMS = (*FLASHINFER_HEAD_DIMS, 512)
+GPU_HEAD_DIMS = (*FLASHINFER_HEAD_DIMS, 512)  # with those that Triton's kernels serve
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None
     """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, also stored in 8, or
     Triton's for heads that FlashInfer has none for; else torch's.
 
-    The first call may compile, which takes a second. InvalidArgument for 16 bits on a GPU that neither
-    serves.
+    The first call may compile, which takes a second. InvalidArgument for 16 bits on a GPU in sizes that
+    neither serves.
     """
     dtype = pool.dtype if fp8 is None else fp8.dtype
     if pool.device.type == "cuda" and dtype != torch.float32:
         check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
         if pool.shape[5] not in FLASHINFER_HEAD_DIMS:
-            from tandem.cache.kernels.paged.kernels import TritonKernels
+            from tandem.cache.kernels.paged.kernels import TritonKernels  # needs triton
 
             return TritonKernels(pool, scoring, fp8)
         from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels  # needs triton

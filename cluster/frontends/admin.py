@@ -16,8 +16,6 @@ from tandem.proto import admin_pb2, admin_pb2_grpc
 
 SCALE_SECONDS = 900.0
 POLL_SECONDS = 10.0
-LONE = ("num_prefill", 0)
-"""What an island of decode workers alone asks for."""
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
@@ -93,7 +91,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
         for name, fewest in self._fewest.items():
             wanted[name] = number = getattr(request, name) if request.HasField(name) else None
             if number is not None and not fewest <= number <= MAX_WORKERS:
-                hint = "; 0 is, where scheduler.roles is adaptive or colocated" if (name, number) == LONE else ""
+                alone = name == "num_prefill" and number == 0
+                hint = "; 0 is, where scheduler.roles is adaptive or colocated" if alone else ""
                 raise InvalidRequest(f"{name} is {number}; {fewest} … {MAX_WORKERS} are accepted{hint}")
         shaped = any(number is not None for number in wanted.values())
         if request.HasField("num_islands"):

@@ -4,7 +4,9 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from tandem.cluster.errors import ProcessEnded
@@ -48,6 +50,10 @@ class ProcessHost:
     def ready(self) -> None:
         """Answered once the constructor is through."""
 
+    def niceness(self) -> int:
+        """Of this process and of all that it forks. Above 0 the other processes of the host go first."""
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
     def renew(self) -> None:
         """Renews the lease."""
         if self._lease is not None:
@@ -85,6 +91,22 @@ class ProcessHost:
         if not runs(self._raylet):  # its agents would wait for a GCS that is gone, too, for a minute
             kill(self._agents)
         os._exit(0)
+
+
+def check_niceness(host: str, asked: Future[int]) -> None:
+    """asked: ProcessHost.niceness() of a process on that host. Ray's default is 15; tandem sets 0 for its own Ray."""
+    if asked.exception() is None and asked.result() > 0:
+        _warn_of_niceness(host, asked.result())
+
+
+@cache  # once a host
+def _warn_of_niceness(host: str, niceness: int) -> None:
+    log.warning(
+        "the Ray on %s runs its processes with niceness %d, so that other processes of that host go first: "
+        "start it with RAY_worker_niceness=0 in its environment",
+        host,
+        niceness,
+    )
 
 
 def _is_agent(pid: int) -> bool:

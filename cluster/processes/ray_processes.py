@@ -28,7 +28,7 @@ from tandem.cluster.processes.lifeline import Lifeline
 from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.own_ray import OwnRay, deferred_signals, prefer_settings, use_loopback
 from tandem.cluster.processes.placement import ANYWHERE, Where
-from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost
+from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost, check_niceness
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup, cluster_of
 from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, hide_token
 from tandem.cluster.processes.ray_nodes import (
@@ -320,6 +320,7 @@ class RayGroup(ProcessGroup):
             handle = host_class.options(**options).remote(modules, spec.name, start, self._lifeline, seconds)
         except ValueError as error:
             raise ClusterRunning(cluster_of(spec.name), None, None) from error
+        handle.niceness.remote().future().add_done_callback(partial(check_niceness, host))
         actor = RayActor(spec.name, handle, self._loss, host)
         if seconds is not None:
             renew: Any = handle.renew.options(concurrency_group=LEASE_CALLS)

@@ -37,7 +37,8 @@ def joined_hosts() -> Iterator[Hosts]:
     with hosts(4, remembers=True) as made:
         made.start_ray(0)
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(made.start_ray, (1, 2)))
+            for started in (pool.submit(made.start_ray, 1), pool.submit(made.start_ray, 2, niceness=1)):
+                started.result()
         yield made
 
 
@@ -61,6 +62,13 @@ def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
         assert all(worker.startswith(f"{host}:") for worker in workers)
     prompts = [random_prompt(5 + 7 * number, number) for number in range(24)]
     assert cluster.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, ANSWER)
+
+
+def test_a_ray_that_lets_other_processes_go_first_is_named(cluster: Cluster) -> None:
+    said = [line for line in cluster.log.read_text().splitlines() if "niceness" in line]
+    assert len(said) == 1
+    assert f"the Ray on {cluster.hosts.addresses[2]} runs its processes with niceness 1," in said[0]
+    assert "RAY_worker_niceness=0" in said[0]
 
 
 def test_any_gateway_serves_any_island_and_takes_a_request_over_from_another_host(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE, cache_folder
-from tandem.cluster.processes.own_ray import LOOPBACK
+from tandem.cluster.processes.own_ray import LOOPBACK, SETTINGS
 
 RAY_PORTS = range(20_000, 30_000)
 NODE_CPUS = 2
@@ -72,9 +72,8 @@ class Hosts:
 
     @property
     def environment(self) -> dict[str, str]:
-        ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
         known = {name: value for name, value in os.environ.items() if name != LOOPBACK}  # a Ray of this process has it
-        ray |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600", "RAY_prestart_worker_first_driver": "0"}
+        ray = SETTINGS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
         if self._stored is not None:
             ray |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._stored)}
         # What this user has compiled before is not compiled again for each home.
@@ -84,8 +83,8 @@ class Hosts:
     def ray(self) -> str:
         return f"{self.addresses[0]}:{self._ray_port}"
 
-    def start_ray(self, host: int, cpus: int = NODE_CPUS) -> None:
-        """Its head on the first host."""
+    def start_ray(self, host: int, cpus: int = NODE_CPUS, niceness: int = 0) -> None:
+        """Its head on the first host. niceness: of the processes that Ray starts there."""
         if self._stored is not None:
             self._stored.mkdir(exist_ok=True)
         head = ["--head", f"--port={self._ray_port}", "--include-dashboard=false", f"--temp-dir={self.home / 'ray'}"]
@@ -95,11 +94,12 @@ class Hosts:
         store = f"--object-store-memory={STORE_BYTES}"
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
         command = self.command(host, *ray, *where, *options, store, "--include-log-monitor=false")
+        environment = self.environment | {"RAY_worker_niceness": str(niceness)}
         said = ""
         for _ in range(START_ATTEMPTS):
             try:
                 done = subprocess.run(
-                    command, env=self.environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+                    command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
                 )
             except subprocess.TimeoutExpired as error:
                 said = str(error)

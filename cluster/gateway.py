@@ -44,7 +44,7 @@ from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.requests.observer import Observe, all_of
 from tandem.cluster.requests.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
-from tandem.cluster.requests.validation import ModelLimits, RequestValidator
+from tandem.cluster.requests.validation import RequestValidator
 from tandem.cluster.requests.warm_up import WarmUp
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.cost_model import adaptive
@@ -54,6 +54,7 @@ from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
+from tandem.cluster.served_model import ServedModel
 from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tracing.access_log import AccessLog
@@ -61,7 +62,6 @@ from tandem.cluster.tracing.exporter import otlp_exporter
 from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
-from tandem.workers.models.registry import load_config
 from tandem.workers.sampling.guided import Grammars
 from tandem.workers.tls import Identity
 
@@ -83,8 +83,7 @@ class GatewaySettings:
     """Everything a gateway process needs to know to start."""
 
     config: ClusterConfig
-    max_model_len: int
-    num_pages: int
+    model: ServedModel
     port: int
     http_port: int | None  # None: no HTTP
     metrics_port: int | None  # None: no port of its own
@@ -137,16 +136,13 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         folder = Path(settings.config.model.path or "")
-        self._model = load_config(folder, settings.config.model.dtype)
+        self._model, limits = settings.model, settings.model.limits
         self._tokenizer = Tokenizer.from_folder(folder)
-        pages, longest = settings.config.cache.page_size, settings.config.gateway.max_sliding_tokens
-        room = settings.max_model_len, settings.num_pages, pages, longest
-        self._limits = ModelLimits.of_model(self._model, *room, settings.config.scheduler.max_batch_tokens)
         self._names = settings.config.model.names
-        grammars = Grammars(folder, self._model.vocab_size, self._model.eos_token_ids)
+        grammars = Grammars(folder, limits.vocab_size, self._model.eos_token_ids)
         defaults = default_sampling(folder, settings.config.model.generation_config)
         self._validator = RequestValidator(
-            self._limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token, defaults=defaults
+            limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token, defaults=defaults
         )
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
@@ -157,7 +153,7 @@ class Gateway:
             self._table.clear(settings.process, settings.incarnation - 1)
         self._readers = Readers(folder, READ_BY)
         section = settings.config.gateway
-        self._max_bytes = largest_body(section.max_message_mib, settings.max_model_len)
+        self._max_bytes = largest_body(section.max_message_mib, limits.max_model_len)
         self._bodies = BodyBudget((section.max_bodies_mib << 20) // settings.processes, self._max_bytes)
         self._warm_up: WarmUp | None = None
 
@@ -168,7 +164,7 @@ class Gateway:
         colocated = settings.config.scheduler.roles == "colocated"
         policy = POLICIES[section.routing_policy] if bound is None else adaptive(bound, colocated=colocated)
         self._islands = Islands(
-            max_message_bytes(settings.max_model_len), policy, settings.config.cache.page_size, self._table
+            max_message_bytes(self._model.limits.max_model_len), policy, settings.config.cache.page_size, self._table
         )
         self._links = PeerLinks(self._table, settings.peer_token, settings.peers, settings.number)
         self._account = ClusterAccount(
@@ -196,7 +192,7 @@ class Gateway:
             origin=settings.origin,
         )
         if settings.warm_up and settings.process == 0:  # once is enough
-            self._warm_up = WarmUp(self._islands, self._router, self._limits, local=bound is not None)
+            self._warm_up = WarmUp(self._islands, self._router, self._model.limits, local=bound is not None)
         self._tasks = [asyncio.create_task(self._metrics.run())]
         if settings.peers is not None and settings.process == 0:  # for all of this host
             self._tasks.append(asyncio.create_task(FarPlacements(self._table, self._links).run()))
@@ -242,7 +238,7 @@ class Gateway:
         served = Served(
             self._names[0],
             config.cache.page_size,
-            self._settings.num_pages,
+            self._model.num_pages,
             config.cache.kv_cache_dtype,
             prefix_sharing=config.cache.prefix_sharing,
             adaptive=self._settings.token_seconds is not None,
@@ -280,7 +276,7 @@ class Gateway:
             shared=settings.shares_ports,
             rejected=self._metrics.rejected_grpc,
         )
-        model = model_info(self._names, self._model, settings.config, self._limits.longest, self._tokenizer)
+        model = model_info(self._names, self._model, self._tokenizer)
         inference = Inference(self._requests, model, self._account.info, self._metrics.rejected_grpc)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
@@ -306,7 +302,7 @@ class Gateway:
                 self._tokenizer,
                 OutputFormats(self._tokenizer, section.tool_parser, section.reasoning_parser),
                 names=self._names,
-                max_model_len=self._limits.longest,
+                max_model_len=self._model.limits.longest,
                 max_bytes=self._max_bytes,
                 bodies=self._bodies,
                 readers=self._readers,

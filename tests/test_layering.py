@@ -66,6 +66,7 @@ FLOORS = {
         {"routing"},
         {"config_sections", "requests"},
         {"config", "metrics", "tracing"},
+        {"served_model"},
         {"frontends"},
         {"gateway"},
         {"supervision"},
@@ -169,6 +170,12 @@ def test_no_bare_import_of_our_packages(package: str) -> None:
 @pytest.mark.parametrize("module", HOMES)
 def test_heavy_dependencies_stay_at_home(module: str) -> None:
     assert importers(module) <= HOMES[module]
+
+
+def test_a_gateway_starts_without_torch() -> None:
+    """Which takes longer to import than all the rest of it."""
+    program = "import sys, tandem.cluster.supervision.gateway_actor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("module", ONE_HOME)

@@ -17,7 +17,7 @@ from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
-from tandem.cluster.supervision.actors import GatewayActor
+from tandem.cluster.supervision.gateway_actor import GatewayActor
 from tandem.cluster.supervision.gateways.host_share import (
     FarShare,
     HostCounts,

@@ -12,12 +12,12 @@ from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.cluster.scaling import Shape, keep_members
-from tandem.cluster.supervision.actors import WorkerActor
 from tandem.cluster.supervision.liveness import Liveness
 from tandem.cluster.supervision.network import Network
 from tandem.cluster.supervision.process_settings import agreed_pages, utilization_to_fill, worker_configs
 from tandem.cluster.supervision.start_clock import StartClock
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
+from tandem.cluster.supervision.worker_actor import WorkerActor
 from tandem.workers.config import Role, WorkerConfig
 
 START_SECONDS = 600.0

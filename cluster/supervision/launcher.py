@@ -20,6 +20,7 @@ from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, Shape
+from tandem.cluster.served_model import ServedModel
 from tandem.cluster.supervision.autoscaling.autoscaler import Autoscaler, IslandRoom
 from tandem.cluster.supervision.autoscaling.load_meter import LoadMeter
 from tandem.cluster.supervision.autoscaling.role_scaler import RoleScaler
@@ -284,7 +285,7 @@ class Cluster:
         """The first one's addresses."""
         self._gateways = GatewaySet(
             self._processes,
-            gateway_settings(self._config, max_model_len, islands.num_pages),
+            gateway_settings(self._config, ServedModel.of_config(self._config, max_model_len, islands.num_pages)),
             GatewayShape(gateway_processes(self._config), max_islands(self._config)),
             network,
             self._membership,

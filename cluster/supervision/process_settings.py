@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.served_model import ServedModel
 from tandem.workers.config import Role, WorkerConfig
 
 FIRST_EPOCH = 1
@@ -138,12 +139,11 @@ def agreed_pages(config: ClusterConfig, rooms: Sequence[int], max_model_len: int
     return num_pages
 
 
-def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
+def gateway_settings(config: ClusterConfig, model: ServedModel) -> GatewaySettings:
     """Of the first gateway process by itself, as it first starts. GatewaySet makes all others from it."""
     return GatewaySettings(
         config,
-        max_model_len,
-        num_pages,
+        model,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
         metrics_port=config.metrics.port,

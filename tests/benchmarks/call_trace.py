@@ -17,7 +17,8 @@ from tandem.cluster.processes.forked_actor import ForkedActor
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.routing.prefill_hints import PrefillHints
-from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
+from tandem.cluster.supervision.gateway_actor import GatewayActor
+from tandem.cluster.supervision.worker_actor import WorkerActor
 from tandem.workers.config import Role, WorkerConfig
 from tests.support.local_processes import LocalGroup, LocalProcesses
 

@@ -29,7 +29,6 @@ from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Gateway, GatewaySettings
 from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState
-from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import EventLoopThread
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
@@ -37,6 +36,7 @@ from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_seconds, benchmark_parser
 from tests.benchmarks.results import percentile, print_result, rounded
 from tests.cluster.fake_worker import FakeWorker
+from tests.support.gateways import settings_of
 
 CALL_SECONDS = 60.0
 TICK_SECONDS = 0.005
@@ -135,7 +135,7 @@ def serve_worker(pipe: Connection, steps_a_second: float) -> None:
 def one_gateway(model: str) -> GatewaySettings:
     """Of one process by itself, with both frontends."""
     config = load_config(None, {"model.path": model, "gateway.port": 0, "gateway.http_port": 0})
-    return gateway_settings(config, MAX_MODEL_LEN, 1 << 20)
+    return settings_of(config, MAX_MODEL_LEN, 1 << 20)
 
 
 def serve_gateway(pipe: Connection, settings: GatewaySettings, island: IslandState) -> None:

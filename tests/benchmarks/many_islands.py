@@ -33,7 +33,6 @@ from tandem.cluster.metrics.scrape import FRESH_SECONDS
 from tandem.cluster.peers.table import GatewayFile
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import Ask
-from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import EventLoopThread
 from tests.benchmarks.frontends import Lag, process_of
@@ -41,6 +40,7 @@ from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result, rounded
 from tests.cluster.fake_worker import FakeWorker
+from tests.support.gateways import settings_of
 
 CALL_SECONDS = 60.0
 ISLANDS = (1, 8, 64)
@@ -129,7 +129,7 @@ async def joined(gateway: Gateway, states: Sequence[IslandState]) -> float:
 def measure(model: str, count: int, rounds: int, budget: Budget) -> dict[str, float]:
     config = load_config(None, {"model.path": model, "gateway.port": 0})
     events, file = EventLoopThread("gateway"), GatewayFile(1, max(ISLANDS))
-    settings = gateway_settings(config, MAX_MODEL_LEN, 1 << 20)
+    settings = settings_of(config, MAX_MODEL_LEN, 1 << 20)
     settings = replace(settings, num_islands=max(ISLANDS), table=file.path, peer_token="none")
     with process_of(serve_workers, count) as workers:
         states: list[IslandState] = workers.recv()

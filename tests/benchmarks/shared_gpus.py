@@ -10,7 +10,7 @@ import torch
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec, ProcessGroup
 from tandem.cluster.processes.ray_processes import NAMESPACE, RayProcesses
-from tandem.cluster.supervision.actors import WorkerActor
+from tandem.cluster.supervision.worker_actor import WorkerActor
 from tandem.workers.config import WorkerConfig
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Gateway
-from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.workers.event_loop import EventLoopThread
 from tests.cluster.fake_worker import FakeWorker, Say
+from tests.support.gateways import settings_of
 
 PROMPT = [5, 6, 7]
 TOKENS = [(8 * 3 + number * 5) % 100 for number in range(6)]
@@ -56,7 +56,7 @@ def open_gateway(
     """A gateway in this process; fails, say and stop_token are FakeWorker's. alone: it knows no island yet."""
     events, worker = EventLoopThread("gateway"), FakeWorker(say, fails or {}, stop_token=stop_token)
     overrides = {"model.path": str(model), "gateway.port": 0, "gateway.http_port": 0, **(options or {})}
-    gateway = Gateway(gateway_settings(load_config(None, overrides), max_model_len, max_model_len // 4))
+    gateway = Gateway(settings_of(load_config(None, overrides), max_model_len, max_model_len // 4))
     opened = OpenGateway(gateway, worker, events)
     try:
         events.run(worker.start(), timeout=10)

@@ -103,6 +103,16 @@ def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
     until(lambda: cluster.held()[:2] == (0, {0}))
 
 
+def test_gateways_do_without_torch(cluster: Cluster) -> None:
+    """By now they have served requests through both doors."""
+    named = {pid: Path(f"/proc/{pid}/cmdline").read_text() for host in range(3) for pid in cluster.hosts.pids(host)}
+    named = {pid: name for pid, name in named.items() if name.startswith("tandem: ")}
+    with_torch = {name for pid, name in named.items() if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}
+    assert len([name for name in named.values() if "/gateway." in name]) >= 3
+    assert [name for name in with_torch if "/decode " in name]
+    assert [name for name in with_torch if "/gateway." in name] == []
+
+
 def test_nothing_but_the_gateways_answers_a_stranger(cluster: Cluster, tmp_path: Path) -> None:
     assert nobody_answers(cluster, tmp_path) == 3  # of each gateway, for those of other hosts
     assert [address.rpartition(":")[0] for address in cluster.metrics] == cluster.hosts.addresses[:3]

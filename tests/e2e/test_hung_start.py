@@ -13,9 +13,9 @@ from tandem.cluster.errors import ProcessEnded
 from tandem.cluster.processes.forked_actor import ForkedActor
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.supervision import heartbeat
-from tandem.cluster.supervision.actors import WorkerActor
 from tandem.cluster.supervision.island import LoadState
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.supervision.worker_actor import WorkerActor
 from tandem.workers.config import WorkerConfig
 from tests.support.local_processes import LocalProcesses
 

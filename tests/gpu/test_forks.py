@@ -27,7 +27,7 @@ class OnGpu:
 
 
 def test_imports_come_before_the_fork_and_cuda_after_it() -> None:
-    server = ForkServer(["tandem.cluster.supervision.actors", *GPU_MODULES])
+    server = ForkServer(["tandem.cluster.supervision.worker_actor", *GPU_MODULES])
     for size in (5, 7):
         actor = server.fork("c/worker", pack((OnGpu, size)), SECONDS)
         assert actor.call("imported").result(SECONDS) == ["torch", "triton", "flashinfer", "nvshmem"]

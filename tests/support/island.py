@@ -17,7 +17,7 @@ from tandem.cluster.config import load_config as load_cluster_config
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.worker_link import WorkerAddress
-from tandem.cluster.supervision.process_settings import agreed_pages, gateway_settings, worker_configs
+from tandem.cluster.supervision.process_settings import agreed_pages, worker_configs
 from tandem.transfer.factory import create_transport
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.membership import TransportConfig
@@ -26,6 +26,7 @@ from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.models.registry import load_config
 from tandem.workers.worker import Worker
+from tests.support.gateways import settings_of
 from tests.support.poison import poison_free_pages
 
 
@@ -109,7 +110,7 @@ def running_gateway(
 ) -> Iterator[tuple[str, Gateway]]:
     """A gateway in this process, and where it listens. addresses: where each of the island's workers does."""
     events = EventLoopThread("gateway")
-    gateway = Gateway(gateway_settings(config, workers[0].max_model_len, num_pages))
+    gateway = Gateway(settings_of(config, workers[0].max_model_len, num_pages))
     try:
         there = tuple(
             WorkerAddress(worker.role, worker.pe, address, worker.token)

@@ -16,13 +16,14 @@ from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 
 FORK_SECONDS = 120.0
+ACTORS = ("tandem.cluster.supervision.worker_actor", "tandem.cluster.supervision.gateway_actor")
 Member = TypeVar("Member", bound=ActorProcess)
 
 
 @cache
 def fork_server(*modules: str) -> ForkServer:
     """One for all tests of this process, for its imports take seconds. modules: to be imported beside."""
-    server = ForkServer(["tandem.cluster.supervision.actors", *modules])
+    server = ForkServer([*ACTORS, *modules])
     atexit.register(server.close)
     return server
 

@@ -10,8 +10,8 @@ from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.processes.actor_server import pack
 from tandem.cluster.processes.gpus import GpuClaim
-from tandem.cluster.supervision.actors import WorkerActor
 from tandem.cluster.supervision.process_settings import worker_configs
+from tandem.cluster.supervision.worker_actor import WorkerActor
 from tandem.workers.worker import Worker
 from tests.support.local_processes import FORK_SECONDS, fork_server
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tandem.cluster.processes.gpus import MOST_GPUS, VARIABLE, with_peers
-from tandem.cluster.supervision import actors
+from tandem.cluster.supervision import worker_actor
 from tandem.workers.config import Role, WorkerConfig
 
 
@@ -29,11 +29,11 @@ def test_a_worker_on_a_gpu_sees_its_peers(device: str, seen: str, monkeypatch: p
     intervals: list[float] = []
     monkeypatch.setenv(VARIABLE, "2")
     monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
-    monkeypatch.setattr(actors, "Worker", lambda config: at_first.append(os.environ[VARIABLE]))
+    monkeypatch.setattr(worker_actor, "Worker", lambda config: at_first.append(os.environ[VARIABLE]))
     config = WorkerConfig(
         role=Role.PREFILL, island="a", epoch=1, pe=0, num_pes=2, model_path="", max_model_len=8, token="", device=device
     )
-    actors.WorkerActor(config)
+    worker_actor.WorkerActor(config)
     assert at_first[0].split(",")[: seen.count(",") + 1] == seen.split(",")
     assert ("," in at_first[0]) == ("," in seen)
-    assert intervals == ([actors.SWITCH_SECONDS] if device == "cuda" else [])
+    assert intervals == ([worker_actor.SWITCH_SECONDS] if device == "cuda" else [])

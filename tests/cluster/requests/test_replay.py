@@ -18,12 +18,12 @@ from tandem.cluster.gateway import Gateway
 from tandem.cluster.protocol import Sampling
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.prefill_hints import PrefillHints
-from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.cluster.fake_worker import FakeWorker
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
+from tests.support.gateways import settings_of
 
 PROMPT = [5, 6, 7]
 TOKENS = [(8 * 3 + number * 5) % 100 for number in range(6)]
@@ -47,7 +47,7 @@ def with_gateway(model: Path, worker: FakeWorker, body: Body, max_model_len: int
 
     async def run() -> None:
         await worker.start()
-        gateway = Gateway(gateway_settings(config, max_model_len, num_pages=max_model_len // 4))
+        gateway = Gateway(settings_of(config, max_model_len, num_pages=max_model_len // 4))
         addresses = await gateway.start()
         await gateway.update_island(worker.state("i", epoch=1, version=1))
         try:

@@ -12,12 +12,12 @@ from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.worker_link import WorkerAddress, WorkerLink
-from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2
 from tandem.workers.config import Role
 from tests.cluster.fake_worker import FakeWorker
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
+from tests.support.gateways import settings_of
 
 ADAPTIVE = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.015}
 PROMPT = [5, 6, 7]
@@ -49,7 +49,7 @@ def with_gateway(model: Path, body: Body, **options: object) -> None:
     async def run() -> None:
         prefill, decode = FakeWorker(say, pe=0, feeds=True), FakeWorker(say, pe=1, feeds=True)
         await asyncio.gather(prefill.start(), decode.start())
-        gateway = Gateway(gateway_settings(config, 256, num_pages=64))
+        gateway = Gateway(settings_of(config, 256, num_pages=64))
         addresses = await gateway.start()
         workers = tuple(
             WorkerAddress(role, pe, worker.address, "")

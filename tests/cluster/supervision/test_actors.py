@@ -11,12 +11,14 @@ import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
-from tandem.cluster.supervision import actors
-from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
-from tandem.cluster.supervision.process_settings import gateway_settings, worker_configs
+from tandem.cluster.supervision import gateway_actor, worker_actor
+from tandem.cluster.supervision.gateway_actor import GatewayActor
+from tandem.cluster.supervision.process_settings import worker_configs
+from tandem.cluster.supervision.worker_actor import WorkerActor
 from tandem.transfer.errors import PeerGone
 from tandem.workers import worker as worker_module
 from tandem.workers.runner.model_runner import ModelRunner
+from tests.support.gateways import settings_of
 
 SECONDS = 60.0
 
@@ -41,7 +43,7 @@ def asking(answers: list[tuple[str, int] | None], actor: WorkerActor, then: Call
 def test_an_actor_whose_peer_is_lost_says_so_although_all_processes_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors, "LOST_SECONDS", 0.1)
+    monkeypatch.setattr(worker_actor, "LOST_SECONDS", 0.1)
     make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)
     values = {"model.path": str(tmp_path / "model"), "island.threads_per_worker": 1, "island.transport": "tcp"}
     members = [WorkerActor(config) for config in worker_configs(load_config(None, values), 64)]
@@ -95,8 +97,8 @@ def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_gateway_process_keeps_memory_for_the_next_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What keeping does is tested in a process of its own, tests/cluster/processes/test_heap.py."""
     kept: list[bool] = []
-    monkeypatch.setattr(actors, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setattr(gateway_actor, "keep_freed_memory", lambda: kept.append(True))
     make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)
-    actor = GatewayActor(gateway_settings(load_config(None, {"model.path": str(tmp_path / "model")}), 64, 16))
+    actor = GatewayActor(settings_of(load_config(None, {"model.path": str(tmp_path / "model")}), 64, 16))
     actor._events.stop()
     assert kept == [True]

@@ -92,7 +92,7 @@ def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
     cluster.start(lose)
     try:
         ((gateway,),) = [specs for specs in processes.specs if "/gateway." in specs[0].name]
-        assert gateway.argument.num_pages == 77  # type: ignore[attr-defined]
+        assert gateway.argument.model.num_pages == 77  # type: ignore[attr-defined]
     finally:
         cluster.stop()
 

@@ -28,6 +28,7 @@ from tandem.cluster.supervision.supervisor import RestartBudget
 from tandem.transfer.endpoint import LOOPBACK
 from tandem.transfer.errors import PeerGone
 from tests.cluster.fake_processes import ANSWERS, FakeGroup, FakeProcess, FakeProcesses, room_of_each
+from tests.support.gateways import NO_MODEL
 from tests.support.waiting import until
 
 PATIENT = RecoverySection()
@@ -405,7 +406,7 @@ class SupervisedGateway:
         config = load_config(None, {"model.path": ".", "gateway.port": 0, "gateway.http_port": 0})
         self.supervisor = GatewaySupervisor(
             processes,
-            gateway_settings(config, 64, 8),
+            gateway_settings(config, NO_MODEL),
             GatewayShape(processes=2, num_islands=1),
             self.membership,
             self.released.append,

@@ -1,4 +1,4 @@
-"""The objects in a cluster's processes, with the methods that supervisors call."""
+"""A worker in a cluster's process, with the methods that its supervisor calls."""
 
 import os
 import sys
@@ -7,24 +7,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.cluster.errors import TandemError
-from tandem.cluster.gateway import Gateway, GatewayAddresses, GatewaySettings
-from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.processes.actor_server import set_title
 from tandem.cluster.processes.gpus import VARIABLE, GpuClaim, with_peers
-from tandem.cluster.processes.heap import keep_freed_memory
-from tandem.cluster.routing.membership import IslandState, Outage
-from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
 from tandem.cluster.supervision.heartbeat import MEETING
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.errors import PeerGone
 from tandem.workers.config import WorkerConfig
-from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.logs import close_log, open_log
 from tandem.workers.tls import Identity
 from tandem.workers.worker import Worker
 
-LOST = "its launcher or its Ray was lost; the same request may succeed once it runs again"
 # For so long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.
 SWITCH_SECONDS = 0.0001
 LOST_POLL_SECONDS = 0.5
@@ -115,64 +107,5 @@ class WorkerActor:
         self._worker.stop()
         if self._claim is not None:
             self._claim.release()
-        close_log(self._log)
-        self._stopped.set()
-
-
-class GatewayActor:
-    """The gateway in a process of its own."""
-
-    def __init__(self, settings: GatewaySettings) -> None:
-        host = f"{settings.node}." if settings.peers is not None else ""
-        name = f"{settings.config.name}/gateway.{host}{settings.process}"
-        self._log = open_log(settings.config.logging.settings, name)
-        self._stopped = threading.Event()
-        keep_freed_memory()
-        self._events = EventLoopThread("gateway")
-        self._drain_seconds = settings.config.gateway.drain_seconds
-        self._gateway = Gateway(settings)
-
-    def serve(self) -> GatewayAddresses:
-        addresses = self._events.run(self._gateway.start(), timeout=30)
-        self._gateway.prepare()
-        return addresses
-
-    def ping(self) -> None:
-        self._events.run(self._gateway.ping(), timeout=30)
-
-    def update_island(self, state: IslandState) -> None:
-        self._events.run(self._gateway.update_island(state), timeout=30)
-
-    def update_hosts(self, hosts: GatewayHosts) -> None:
-        self._events.run(self._gateway.update_hosts(hosts), timeout=30)
-
-    def update_scaling(self, state: ScalingState) -> None:
-        self._events.run(self._gateway.update_scaling(state), timeout=30)
-
-    def update_outage(self, outage: Outage) -> None:
-        self._events.run(self._gateway.update_outage(outage), timeout=30)
-
-    def placed_tokens(self, island: str) -> int:
-        return self._events.run(self._gateway.placed_tokens(island), timeout=30)
-
-    def next_order(self) -> ScaleOrder | None:
-        return self._events.run(self._gateway.next_order(), timeout=60)
-
-    def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
-        self._events.run(self._gateway.answer_order(number, outcome), timeout=30)
-
-    def wait(self) -> None:
-        self._stopped.wait()
-
-    def drain(self) -> None:
-        self._events.run(self._gateway.drain(), timeout=self._drain_seconds + 20)
-
-    def abandon(self) -> None:
-        """As WorkerActor.abandon: all calls end at once, and say so."""
-        self._events.run(self._gateway.stop(0.0, LOST), timeout=30)
-
-    def stop(self, grace: float) -> None:
-        self._events.run(self._gateway.stop(grace), timeout=grace + 20)
-        self._events.stop()
         close_log(self._log)
         self._stopped.set()

@@ -1,0 +1,53 @@
+"""The served model as a gateway sees it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.requests.model_limits import ModelLimits
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the launcher finds in the checkpoint and in the workers' pools. Gateways get it, and need no torch."""
+
+    architecture: str
+    dtype: str  # of weights and activations, by torch's name
+    num_layers: int
+    kv_bytes_per_token: int  # of all layers, the drafter's too
+    eos_token_ids: tuple[int, ...]
+    num_pages: int  # of each worker's pool
+    limits: ModelLimits
+
+    @classmethod
+    def of_config(cls, config: ClusterConfig, max_model_len: int, num_pages: int) -> "ServedModel":
+        """ModelError for a checkpoint that is not served. Imports torch."""
+        from tandem.cache.plan.kv_scales import KVScales
+        from tandem.workers.models.drafters.drafter_config import load_drafter_config
+        from tandem.workers.models.kv_scales import stores_fp8
+        from tandem.workers.models.registry import load_config
+        from tandem.workers.runner.model_cache import kv_layout
+
+        cache = config.cache
+        model = load_config(Path(config.model.path or ""), config.model.dtype)
+        drafter = load_drafter_config(config.speculation.settings, model)
+        num_layers = model.num_layers + (0 if drafter is None else drafter.num_layers)
+        # The scales do not change the size.
+        scales = KVScales.uniform(num_layers) if stores_fp8(cache.kv_cache_dtype, model) else None
+        limits = ModelLimits.of_model(
+            model,
+            max_model_len,
+            num_pages,
+            cache.page_size,
+            config.gateway.max_sliding_tokens,
+            config.scheduler.max_batch_tokens,
+        )
+        return cls(
+            model.architecture,
+            str(model.dtype).removeprefix("torch."),
+            model.num_layers,
+            kv_layout(model, cache.page_size, scales, drafter).token_bytes,
+            tuple(model.eos_token_ids),
+            num_pages,
+            limits,
+        )

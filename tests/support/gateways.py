@@ -1,0 +1,15 @@
+"""Settings of gateways that tests start."""
+
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.requests.model_limits import ModelLimits
+from tandem.cluster.served_model import ServedModel
+from tandem.cluster.supervision.process_settings import gateway_settings
+
+NO_MODEL = ServedModel("none", "float32", 1, 1, (), 8, ModelLimits(vocab_size=1, max_model_len=64, pool_tokens=128))
+"""Of fake gateways, which serve nothing."""
+
+
+def settings_of(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
+    """Of the first process, for the model of `config` in pools of num_pages."""
+    return gateway_settings(config, ServedModel.of_config(config, max_model_len, num_pages))

@@ -16,8 +16,12 @@ class ServedModel:
     num_layers: int
     kv_bytes_per_token: int  # of all layers, the drafter's too
     eos_token_ids: tuple[int, ...]
-    num_pages: int  # of each worker's pool
     limits: ModelLimits
+
+    @property
+    def num_pages(self) -> int:
+        """Of each worker's pool."""
+        return self.limits.pool_tokens // self.limits.page_size
 
     @classmethod
     def of_config(cls, config: ClusterConfig, max_model_len: int, num_pages: int) -> "ServedModel":
@@ -48,6 +52,5 @@ class ServedModel:
             model.num_layers,
             kv_layout(model, cache.page_size, scales, drafter).token_bytes,
             tuple(model.eos_token_ids),
-            num_pages,
             limits,
         )

@@ -26,8 +26,8 @@ def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None
     """
     dtype = pool.dtype if fp8 is None else fp8.dtype
     if pool.device.type == "cuda" and dtype != torch.float32:
-        check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
         if pool.shape[5] not in FLASHINFER_HEAD_DIMS:
+            check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
             from tandem.cache.kernels.paged.kernels import TritonKernels  # needs triton
 
             return TritonKernels(pool, scoring, fp8)

@@ -35,12 +35,11 @@ from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
-from tandem.cluster.served_model import ServedModel
-from tandem.cluster.supervision.process_settings import gateway_settings
 from tests.benchmarks.attack_kinds import ATTACKS, Send, Target, use_slow_tokenizer
 from tests.benchmarks.frontends import Spent, process_of, serve_gateway, serve_worker
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, percentile, print_result, rounded
+from tests.support import gateways
 
 MAX_MODEL_LEN = 1 << 17
 POOL_PAGES = 1 << 22
@@ -174,8 +173,8 @@ class Stage:
 
 def settings_of(model: str, overrides: dict[str, Any]) -> GatewaySettings:
     """Of one process by itself, with both frontends."""
-    config = load_config(None, {"model.path": model, "gateway.port": 0, "gateway.http_port": 0, **overrides})
-    return gateway_settings(config, ServedModel.of_config(config, MAX_MODEL_LEN, POOL_PAGES))
+    given = {"model.path": model, "gateway.port": 0, "gateway.http_port": 0, **overrides}
+    return gateways.settings_of(load_config(None, given), MAX_MODEL_LEN, POOL_PAGES)
 
 
 def child_of(pid: int, known: set[int]) -> int:

@@ -104,7 +104,7 @@ def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
 
 
 def test_gateways_do_without_torch(cluster: Cluster) -> None:
-    """By now they have served requests through both doors."""
+    """By now they have served requests over gRPC."""
     named = {pid: Path(f"/proc/{pid}/cmdline").read_text() for host in range(3) for pid in cluster.hosts.pids(host)}
     named = {pid: name for pid, name in named.items() if name.startswith("tandem: ")}
     with_torch = {name for pid, name in named.items() if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}

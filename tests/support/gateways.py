@@ -6,7 +6,7 @@ from tandem.cluster.requests.model_limits import ModelLimits
 from tandem.cluster.served_model import ServedModel
 from tandem.cluster.supervision.process_settings import gateway_settings
 
-NO_MODEL = ServedModel("none", "float32", 1, 1, (), 8, ModelLimits(vocab_size=1, max_model_len=64, pool_tokens=128))
+NO_MODEL = ServedModel("none", "float32", 1, 1, (), ModelLimits(vocab_size=1, max_model_len=64, pool_tokens=128))
 """Of fake gateways, which serve nothing."""
 
 

@@ -18,10 +18,12 @@ STRIDES = ("_token", "_head", "_elements")  # how names end of numbers that can 
 
 @dataclass(frozen=True)
 class Taken:
-    """By a program. registers: of a thread; shared_bytes: with those that the system takes."""
+    """By a program. registers: of a thread; shared_bytes: with those that the system takes; narrow_loads: instructions
+    that load less than 4 bytes from memory, which Triton writes where it knows of no better alignment."""
 
     registers: int
     shared_bytes: int
+    narrow_loads: int
 
 
 def taken(kernel: Any, fixed: Mapping[str, Any], types: Mapping[str, str], **options: Any) -> Taken:
@@ -49,7 +51,8 @@ def taken(kernel: Any, fixed: Mapping[str, Any], types: Mapping[str, str], **opt
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) .*SHARED:(\d+)", printed)
     assert found is not None, printed
-    return Taken(int(found[1]), int(found[2]) + compiled.metadata.shared)
+    narrow = len(re.findall(r"ld\.global\S*\.[bus](?:8|16)\b", compiled.asm["ptx"]))
+    return Taken(int(found[1]), int(found[2]) + compiled.metadata.shared, narrow)
 
 
 def told_by(module: str) -> Any:

@@ -14,14 +14,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.compressed.rotate import factors_of, rotate_pairs
 from tandem.cache.kernels.compressed.tokens import TokenPages
+from tandem.cache.kernels.entry_tiling import EntryTiling, choose_tiling
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.tree import add_keys
 from tandem.cache.plan.rope import Rotation
 
-HEADS_PER_PROGRAM = 16  # all heads read the same entries
-ENTRIES_PER_TILE = 32
-PROGRAMS = 256  # fewer than these share out what a token reads
 SHARES_PER_TILE = 16  # that are merged at once
+MANY = EntryTiling(heads=64, entries=64, warps=8, stages=2, programs=132)
 
 
 def attend(
@@ -41,9 +40,10 @@ def attend(
     (pool, layer, pages), (num_tokens, num_heads, size) = window, q.shape
     beside, beside_layer, beside_pages = window if entries is None else entries
     extra = 0 if entries is None else longest if chosen is None else chosen.shape[1]
-    parts = triton.cdiv(num_heads, HEADS_PER_PROGRAM)
-    tiles = triton.cdiv(width, ENTRIES_PER_TILE) + triton.cdiv(extra, ENTRIES_PER_TILE)
-    shares = min(tiles, max(1, PROGRAMS // (num_tokens * parts)))
+    tiling = choose_tiling(q, MANY)
+    parts = triton.cdiv(num_heads, tiling.heads)
+    tiles = triton.cdiv(width, tiling.entries) + triton.cdiv(extra, tiling.entries)
+    shares = min(tiles, max(1, tiling.programs // (num_tokens * parts)))
     output = torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=pool.device)
     found, sums = output, output
     if shares > 1:
@@ -56,11 +56,11 @@ def attend(
         *(positions, sinks, cos, sin, pages.firsts, pages.begins, pages.kv_indices),
         *(beside_pages.firsts, beside_pages.begins, beside_pages.kv_indices, found, sums),
         *(pool.stride(0), layer * pool.stride(1), beside.stride(0), beside_layer * beside.stride(1), pitch),
-        *(scale, extra, num_heads, num_tokens * shares * num_heads, HEADS_PER_PROGRAM),
-        *(pool.shape[4], beside.shape[4], size, rotated, width, ENTRIES_PER_TILE),
+        *(scale, extra, num_heads, num_tokens * shares * num_heads, tiling.heads),
+        *(pool.shape[4], beside.shape[4], size, rotated, width, tiling.entries),
         *(entries is not None, chosen is not None, shares > 1),
-        num_warps=4,
-        num_stages=2,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
         **launch_options(pool.device),
     )
     if shares > 1:
@@ -93,7 +93,7 @@ def _attend(
     head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, SIZE)
     there = head < num_heads
     queries = tl.load(q + (token * num_heads + head)[:, None] * SIZE + column[None, :], mask=there[:, None], other=0.0)
-    position = tl.load(positions + token)
+    position = tl.load(positions + token).to(tl.int32)
     pages, begin = kv_indices + tl.load(firsts + token), tl.load(begins + token)
     tiles, most = WINDOW_TILES, extra
     beside_pages, beside_begin = beside_indices, 0
@@ -125,6 +125,7 @@ def _attend(
             offset = page * beside_page_elements + beside_layer_elements + (relative % BESIDE_PAGE_SIZE) * SIZE
             rows = tl.where(among, beside + offset, rows)
             seen = seen | among
+        rows = tl.multiple_of(rows, 16)  # a choice of two pointers hides it, and without it a load has 2 bytes
         keys = tl.load(rows[:, None] + column[None, :], mask=seen[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))

@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.entry_tiling import EntryTiling, choose_tiling
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.tree import add_keys
 
-HEADS_PER_PROGRAM = 16  # all heads read the same entries
-ENTRIES_PER_TILE = 32
-PROGRAMS = 256  # fewer than these share out what a token has chosen
+MANY = EntryTiling(heads=64, entries=64, warps=8, stages=3, programs=132)
 HEADS_PER_MERGE = 4
 
 
@@ -38,8 +37,9 @@ def attend_chosen(
     SeenPages.
     """
     (num_tokens, num_heads, rank), num_chosen = q.shape, chosen.shape[1]
-    parts, tiles = triton.cdiv(num_heads, HEADS_PER_PROGRAM), triton.cdiv(num_chosen, ENTRIES_PER_TILE)
-    tiles_each = triton.cdiv(tiles, min(tiles, max(1, PROGRAMS // (num_tokens * parts))))
+    tiling = choose_tiling(q, MANY)
+    parts, tiles = triton.cdiv(num_heads, tiling.heads), triton.cdiv(num_chosen, tiling.entries)
+    tiles_each = triton.cdiv(tiles, min(tiles, max(1, tiling.programs // (num_tokens * parts))))
     shares = triton.cdiv(tiles, tiles_each)
     output = torch.empty((num_tokens, num_heads, rank), dtype=q.dtype, device=pool.device)
     found, sums = output, output
@@ -50,10 +50,10 @@ def attend_chosen(
     kernel(
         *(pool, q, rotated, chosen, *pages, found, sums, pool.stride(0), layer * pool.stride(1)),
         *(stride for rows in (q, rotated) for stride in rows.stride()[:2]),
-        *(scale, num_chosen, tiles_each * ENTRIES_PER_TILE, num_heads, num_tokens * shares * num_heads),
-        *(HEADS_PER_PROGRAM, pool.shape[4], rank, rotated.shape[2], ENTRIES_PER_TILE, shares > 1),
-        num_warps=4,
-        num_stages=2,
+        *(scale, num_chosen, tiles_each * tiling.entries, num_heads, num_tokens * shares * num_heads),
+        *(tiling.heads, pool.shape[4], rank, rotated.shape[2], tiling.entries, shares > 1),
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
         **launch_options(pool.device),
     )
     if shares > 1:

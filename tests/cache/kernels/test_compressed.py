@@ -17,6 +17,7 @@ from tandem.cache.kernels.compressed import reference
 from tandem.cache.kernels.compressed import rotate as triton_rotate
 from tandem.cache.kernels.compressed.choose import choose_entries
 from tandem.cache.kernels.compressed.tokens import NewTokens, TokenPages
+from tandem.cache.kernels.entry_tiling import FEW
 from tandem.cache.kernels.gpu_limits import check_layout
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout, LayerGroup
@@ -57,6 +58,7 @@ CASES = {
     "apart": Case(every=32, key_size=None, lengths=(96, 1, 32, 33, 140), new=70, entries_per_page=1, heads=17),
     "half": Case(dtype=torch.float16, size=64, key_size=32, heads=16, page_size=4),
 }
+WIDE = Case(lengths=(70, 1, 32, 1, 1, 41), dtype=torch.float16, size=256, heads=64)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -163,16 +165,20 @@ def test_rotation_and_append(case: Case) -> None:
     assert not torch.equal(pools[1], pool)
 
 
-@pytest.mark.parametrize("programs", [1, 1000], ids=["one share", "many shares"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_attention(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "programs"),
+    [*((case, programs) for case in CASES.values() for programs in (1, 1000)), (WIDE, None)],
+    ids=[*(f"{name}-{shares}" for name in CASES for shares in ("one share", "many shares")), "many heads"],
+)
+def test_attention(case: Case, programs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a window alone; to all entries; to those that are chosen, fewer than there is room for. Pages that nobody has
     filled hold no numbers, nor do the shares of a short sequence that have nothing to attend to."""
     monkeypatch.setattr(torch, "empty", lambda *x, **options: torch.full(*x, fill_value=torch.nan, **options))
-    monkeypatch.setattr(triton_attend, "PROGRAMS", programs)
     monkeypatch.setattr(triton_attend, "SHARES_PER_TILE", 4)
-    monkeypatch.setattr(triton_attend, "ENTRIES_PER_TILE", 16)
-    case = replace(case, new=3)
+    if programs is not None:
+        small = FEW._replace(entries=16, programs=programs)
+        monkeypatch.setattr(triton_attend, "choose_tiling", lambda q, many: small)
+    wide, case = case is WIDE, replace(case, new=3)
     positions, _ = positions_of(case)
     count = positions.shape[0]
     window_pages, _ = lay_out(case, case.page_size, 1, case.window, seed=1)
@@ -182,6 +188,7 @@ def test_attention(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -
     unused = [sorted(set(range(PAGES)) - set(one.kv_indices[:-1].tolist())) for one in (window_pages, entry_pages)]
     window[unused[0]], entries[unused[1]] = torch.nan, torch.nan
     q, sinks = draw(count, case.heads, case.size, seed=3, dtype=case.dtype), draw(case.heads, seed=4)
+    assert (triton_attend.choose_tiling(q, triton_attend.MANY) == triton_attend.MANY) == wide
     visible = ((positions + 1) // case.every).int()
     longest, rotation = int(visible.max()), rotation_of(case, count, 5)
     chosen = torch.full((count, 13), -1, dtype=torch.int32, device=DEVICE)

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tandem.cache.kernels.base import DeviceTables, GroupPlan, Index, Limits
+from tandem.cache.kernels.entry_tiling import FEW
 from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.torch import index as torch_index
 from tandem.cache.kernels.torch import latent as torch_latent
@@ -140,12 +141,16 @@ def test_the_reference_chooses_the_first_of_the_best() -> None:
     assert torch_index.choose(scores, 7).tolist() == [[0, 1, 2, 3, 4, -1, -1], [0, 1, -1, -1, -1, -1, -1]]
 
 
+@pytest.mark.parametrize("heads", [21, 64], ids=["few heads", "many heads"])
 @pytest.mark.parametrize("programs", [1, 1000], ids=["one share", "many shares"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_attention_to_what_is_chosen(programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_what_is_chosen(
+    heads: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where some shares have nothing, and heads that do not fill a program."""
-    monkeypatch.setattr(triton_chosen, "PROGRAMS", programs)
-    case, rank, rotated, heads, top_k = Case(dtype=dtype), 32, 16, 21, 70
+    tiling = (triton_chosen.MANY if heads == 64 else FEW)._replace(programs=programs)
+    monkeypatch.setattr(triton_chosen, "choose_tiling", lambda q, many: tiling)
+    case, rank, rotated, top_k = Case(dtype=dtype), 32, 16, 70
     pool = draw(case, PAGES, LAYERS, 1, 1, case.page_size, rank + rotated)
     q = draw(case, 3, heads, rank + rotated, seed=1)
     pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.int32)

@@ -22,6 +22,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import GatewayAddresses
+from tandem.cluster.processes.own_ray import SETTINGS
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster
 from tests.benchmarks.load import LoadProcesses, numbers_of
@@ -46,7 +47,7 @@ def ray_nodes(*, gpus: bool) -> Iterator[str]:
         {
             "num_cpus": max(2, (os.cpu_count() or 2) // ISLANDS),
             "num_gpus": int(gpus),
-            "env_vars": {"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {},
+            "env_vars": SETTINGS | ({"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {}),
             "include_dashboard": False,
         }
         for number in range(ISLANDS)

@@ -20,11 +20,6 @@ kernel in one layer, one step or one prompt.
 """
 
 import argparse
-import gc
-import json
-import sys
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -38,13 +33,21 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.base import Compression, IndexQuery, Limits
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.runner.forward_graphs import Replay
-from tests.benchmarks.compressed_bench import CompressedBench, captured, synchronize
 from tests.benchmarks.compressed_shapes import KINDS, LAYERS, SHAPES, Fields
 from tests.benchmarks.contexts import Lengths
-from tests.benchmarks.device_time import device_seconds, measure_copy
+from tests.benchmarks.device_time import device_seconds
 from tests.benchmarks.measured import Measured
+from tests.benchmarks.model_bench import (
+    ModelBench,
+    captured,
+    copy_rate,
+    host_seconds,
+    peak_bytes,
+    release,
+    synchronize,
+)
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
-from tests.benchmarks.results import at_most, print_result, print_skipped, rounded
+from tests.benchmarks.results import Numbers, at_most, guarded, noted, print_result, print_skipped, rounded
 from tests.benchmarks.timeline import record
 
 ROWS = (1, 8)
@@ -52,15 +55,11 @@ PARTS = ("attention", "step", "prefill")
 ROUNDS = 2  # of prompts that are timed
 FLUSHED_MS = 100  # of all timed runs of a layer
 REPEATS = 10  # one behind the other
-CPU_RUNS = 3
-CPU_COPY_BYTES = 64 << 20
 KERNELS_SHOWN = 14
 GIB = 1 << 30
 ATTENTION_LIMIT = 2.0  # of the most rows at the longest context
 GROWTH_LIMIT = 1.25
 DENSE_LIMIT = 1.0
-
-Numbers = dict[str, Any]
 
 
 def read_bytes(config: ModelConfig, kind: str, lengths: Lengths) -> int:
@@ -107,7 +106,7 @@ class LayerInputs:
         self.compression = Compression(*values, weights, config.rms_norm_eps, query)
 
 
-def step_attention(bench: CompressedBench, ids: tuple[int, ...]) -> dict[str, Replay]:
+def step_attention(bench: ModelBench, ids: tuple[int, ...]) -> dict[str, Replay]:
     """Of each kind the attention of one layer in a step of these sequences, in graph buffers. The step is committed."""
     cache, config, rows = bench.cache, bench.config, len(ids)
     found = cache.graph_buffers([Limits.of_step(rows, config.num_heads, 1)])
@@ -129,24 +128,6 @@ def seconds_of(run: Replay, device: torch.device) -> Measured:
     return device_seconds(run, FLUSHED_MS) if device.type == "cuda" else host_seconds(run)
 
 
-def host_seconds(run: Callable[[], object]) -> Measured:
-    times = []
-    for _ in range(CPU_RUNS):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return Measured.median(times)
-
-
-def copy_rate(device: torch.device) -> float:
-    """C."""
-    if device.type == "cuda":
-        return measure_copy()
-    source = torch.zeros(CPU_COPY_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * CPU_COPY_BYTES / host_seconds(lambda: target.copy_(source))
-
-
 def kernels_of(run: Callable[[], object], device: torch.device) -> Numbers:
     """µs of each kernel, the longest ones first, and of all of them; nothing on a CPU."""
 
@@ -164,7 +145,7 @@ def kernels_of(run: Callable[[], object], device: torch.device) -> Numbers:
     return {"kernels_us": {"all": rounded(sum(times.values())), **shown}}
 
 
-def measure_attention(bench: CompressedBench, context: int, rows: int, copy: float, kernels: bool) -> Numbers:
+def measure_attention(bench: ModelBench, context: int, rows: int, copy: float, kernels: bool) -> Numbers:
     """Of each kind, of a token behind `context` positions, and of one that is the last of them."""
     result: Numbers = {}
     with bench.stored(np.full(rows, context)) as ids:
@@ -178,7 +159,7 @@ def measure_attention(bench: CompressedBench, context: int, rows: int, copy: flo
     return result
 
 
-def timed_attention(bench: CompressedBench, attend: Replay, floor: float, kernels: bool) -> Numbers:
+def timed_attention(bench: ModelBench, attend: Replay, floor: float, kernels: bool) -> Numbers:
     def repeat() -> Tensor:
         for _ in range(REPEATS - 1):
             attend()
@@ -196,11 +177,11 @@ def timed_attention(bench: CompressedBench, attend: Replay, floor: float, kernel
     }
 
 
-def completing(bench: CompressedBench, attend: Replay) -> Numbers:
+def completing(bench: ModelBench, attend: Replay) -> Numbers:
     return {"completing_us": seconds_of(captured(attend, bench.device), bench.device).scaled(1e6)}
 
 
-def measure_step(bench: CompressedBench, context: int, rows: int, kernels: bool) -> Numbers:
+def measure_step(bench: ModelBench, context: int, rows: int, kernels: bool) -> Numbers:
     lengths = np.full(rows, context)
     result: Numbers = {"ms": bench.decode(lengths).scaled(1e3)}
     if kernels:
@@ -209,7 +190,7 @@ def measure_step(bench: CompressedBench, context: int, rows: int, kernels: bool)
     return result
 
 
-def measure_prefill(bench: CompressedBench, options: argparse.Namespace) -> Numbers:
+def measure_prefill(bench: ModelBench, options: argparse.Namespace) -> Numbers:
     length, chunk = options.prompt, options.chunk
     seconds = bench.prefill(length, chunk, ROUNDS)
     result: Numbers = {"s": seconds, "tokens_per_s": rounded(length / seconds)}
@@ -218,28 +199,11 @@ def measure_prefill(bench: CompressedBench, options: argparse.Namespace) -> Numb
     return result
 
 
-def guarded(run: Callable[[], Numbers]) -> Numbers:
-    """What it returns, or the error that it raises."""
-    try:
-        return run()
-    except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        return {"error": f"{type(error).__name__}: {error}"[:400]}
-
-
-def noted(result: Numbers, title: str, run: Callable[[], Numbers]) -> Numbers:
-    """What run() gives, under its title; on stderr at once, for who ends the benchmark early."""
-    began = time.perf_counter()
-    result[title] = measured = guarded(run)
-    print(f"{title}, after {time.perf_counter() - began:.1f} s: {json.dumps(measured)}", file=sys.stderr, flush=True)
-    return measured
-
-
 def measure_compressed(result: Numbers, options: argparse.Namespace, budget: Budget, copy: float) -> Numbers:
     """V4's layers into `result`, each part as far as the budget goes. Of the model: how large it is."""
     shape, kernels = SHAPES[options.shape], options.kernels
     length = max([*options.contexts, options.prompt])
-    bench = CompressedBench(
+    bench = ModelBench(
         shape.compressed, options.device, sequences=max(options.rows), length=length, chunk=options.chunk
     )
     cases = [(rows, context) for rows in options.rows for context in options.contexts]
@@ -252,7 +216,7 @@ def measure_compressed(result: Numbers, options: argparse.Namespace, budget: Bud
     return {"pool_gib": rounded(bench.pool_bytes / GIB), "peak_gib": rounded(peak_bytes(bench.device) / GIB)}
 
 
-def measure_steps(result: Numbers, bench: CompressedBench, options: argparse.Namespace, budget: Budget) -> None:
+def measure_steps(result: Numbers, bench: ModelBench, options: argparse.Namespace, budget: Budget) -> None:
     capture = noted(result, "capture", lambda: {"s": rounded(bench.capture_steps(max(options.rows)))})
     if "error" in capture:
         return
@@ -267,20 +231,8 @@ def measure_steps(result: Numbers, bench: CompressedBench, options: argparse.Nam
 def measure_dense(options: argparse.Namespace) -> Numbers:
     release(torch.device(options.device))
     fields: Fields = SHAPES[options.shape].dense
-    bench = CompressedBench(fields, options.device, sequences=1, length=options.prompt, chunk=options.chunk)
+    bench = ModelBench(fields, options.device, sequences=1, length=options.prompt, chunk=options.chunk)
     return measure_prefill(bench, options)
-
-
-def release(device: torch.device) -> None:
-    """Gives back the memory of what is no longer in use: graphs, weights and pools."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Of the device's memory, so far; on a CPU they are not counted."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def attention_title(rows: int, context: int) -> str:

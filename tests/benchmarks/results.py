@@ -2,12 +2,17 @@
 
 import json
 import statistics
+import sys
+import time
+import traceback
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.records import add_run
+
+Numbers = dict[str, Any]
 
 
 def at_most(name: str, value: float, limit: float) -> dict[str, Any]:
@@ -48,3 +53,20 @@ def print_result(result: Mapping[str, Any], options: Namespace | None = None, *,
 
 def print_skipped(why: str) -> None:
     print_result({"skipped": why})
+
+
+def guarded(run: Callable[[], Numbers]) -> Numbers:
+    """What it returns, or the error that it raises."""
+    try:
+        return run()
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        return {"error": f"{type(error).__name__}: {error}"[:400]}
+
+
+def noted(result: Numbers, title: str, run: Callable[[], Numbers]) -> Numbers:
+    """What run() gives, under its title; on stderr at once, for who ends the benchmark early."""
+    began = time.perf_counter()
+    result[title] = measured = guarded(run)
+    print(f"{title}, after {time.perf_counter() - began:.1f} s: {json.dumps(measured)}", file=sys.stderr, flush=True)
+    return measured

@@ -56,15 +56,15 @@ def test_all_parts_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_a_case_that_fails_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decode = compressed.CompressedBench.decode
+    decode = compressed.ModelBench.decode
 
-    def failing(bench: compressed.CompressedBench, contexts: Lengths) -> Measured:
+    def failing(bench: compressed.ModelBench, contexts: Lengths) -> Measured:
         with bench.stored(contexts):
             if contexts[0] == 256:
                 raise RuntimeError("no memory")
         return decode(bench, contexts)
 
-    monkeypatch.setattr(compressed.CompressedBench, "decode", failing)
+    monkeypatch.setattr(compressed.ModelBench, "decode", failing)
     result = run(monkeypatch, capsys, "--contexts", "256,128", "--parts", "step,prefill")
     assert result["step of 2 at 256"] == {"error": "RuntimeError: no memory"}
     assert result["step of 2 at 128"]["ms"] > 0

@@ -3,6 +3,7 @@
 On a CPU decode steps take the path of CUDA graphs, too: what a graph would hold is computed anew.
 """
 
+import gc
 import json
 import tempfile
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.pool_sizes import PageUse, pages_of_groups
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -25,6 +27,7 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.benchmarks.compressed_shapes import Fields
 from tests.benchmarks.contexts import Lengths
+from tests.benchmarks.device_time import measure_copy
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.step_bench import (
     PAGE_SIZE,
@@ -38,10 +41,12 @@ from tests.benchmarks.step_bench import (
 
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 GREEDY = SamplingParams(temperature=0)
+CPU_RUNS = 3
+CPU_COPY_BYTES = 64 << 20
 AHEAD = STEPS + WARM_STEPS + 2 * PAGE_SIZE  # positions behind a context that its steps may reach
 
 
-class CompressedBench:
+class ModelBench:
     """Of any layout that kv_layout() makes."""
 
     def __init__(self, fields: Fields, device: str, *, sequences: int, length: int, chunk: int) -> None:
@@ -124,6 +129,36 @@ class CompressedBench:
         finally:
             self.cache.remove_sequence(0)
 
+    @contextmanager
+    def published(self, tokens: Int64Array, chunk: int) -> Iterator[None]:
+        """Others can share what a sequence computes of these tokens, int64 [n], in so many a forward."""
+        self.cache.add_sequence(0)
+        try:
+            for end in range(0, tokens.size, chunk):
+                self.runner.prompts([0], [tokens[end : end + chunk]], [tokens.size], push=False)
+                self.cache.publish_prefix(0, tokens[: end + chunk])
+            yield
+        finally:
+            synchronize(self.device)
+            self.cache.remove_sequence(0)
+
+    def first_token(self, tokens: Int64Array, chunk: int, *, matches: bool) -> float:
+        """Seconds to the first token of a prompt, int64 [n]. matches: what was published of it is shared."""
+        synchronize(self.device)
+        began = time.perf_counter()
+        self.cache.add_sequence(1)
+        try:
+            done = self.cache.match_prefix(1, tokens) if matches else 0
+            assert bool(done) == matches, "no prefix of the prompt is cached"
+            *_, logits = (
+                self.runner.prompts([1], [tokens[begin : begin + chunk]], [tokens.size], push=False)
+                for begin in range(done, tokens.size, chunk)
+            )
+            self.runner.sample(logits, SampleBatch.from_params([GREEDY]), np.array([tokens.size]))
+            return time.perf_counter() - began
+        finally:
+            self.cache.remove_sequence(1)
+
 
 def repeated(compute: Callable[[], Tensor]) -> Replay:
     """A Capture without a GPU: the result is in the same memory each time."""
@@ -139,3 +174,33 @@ def captured(compute: Callable[[], Tensor], device: torch.device) -> Replay:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def copy_rate(device: torch.device) -> float:
+    """C."""
+    if device.type == "cuda":
+        return measure_copy()
+    source = torch.zeros(CPU_COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * CPU_COPY_BYTES / host_seconds(lambda: target.copy_(source))
+
+
+def host_seconds(run: Callable[[], object]) -> Measured:
+    times = []
+    for _ in range(CPU_RUNS):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return Measured.median(times)
+
+
+def release(device: torch.device) -> None:
+    """Gives back the memory of what is no longer in use: graphs, weights and pools."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Of the device's memory, so far; on a CPU they are not counted."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -9,7 +9,8 @@ MOST_BYTES = 1024  # of an entry: more do not fit on a multiprocessor
 
 
 class EntryTiling(NamedTuple):
-    """Programs with more heads read less in all; those with fewer are more, so that few tokens keep a GPU busy."""
+    """With more heads to a program, programs read less in all. With fewer there are more of them, so that few tokens
+    keep a GPU busy."""
 
     heads: int  # of a program
     entries: int  # read at once

@@ -125,7 +125,7 @@ def _attend(
             offset = page * beside_page_elements + beside_layer_elements + (relative % BESIDE_PAGE_SIZE) * SIZE
             rows = tl.where(among, beside + offset, rows)
             seen = seen | among
-        rows = tl.multiple_of(rows, 16)  # a choice of two pointers hides it, and without it a load has 2 bytes
+        rows = tl.multiple_of(rows, 16)  # where() of pointers forgets it, and loads have 2 bytes then
         keys = tl.load(rows[:, None] + column[None, :], mask=seen[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))

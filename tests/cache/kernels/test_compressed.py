@@ -175,9 +175,8 @@ def test_attention(case: Case, programs: int | None, monkeypatch: pytest.MonkeyP
     filled hold no numbers, nor do the shares of a short sequence that have nothing to attend to."""
     monkeypatch.setattr(torch, "empty", lambda *x, **options: torch.full(*x, fill_value=torch.nan, **options))
     monkeypatch.setattr(triton_attend, "SHARES_PER_TILE", 4)
-    monkeypatch.setattr(
-        triton_attend, "MANY", triton_attend.MANY._replace(programs=1)
-    )  # merges take an interpreter long
+    one_share = triton_attend.MANY._replace(programs=1)  # an interpreter takes long to merge shares of many heads
+    monkeypatch.setattr(triton_attend, "MANY", one_share)
     if programs is not None:
         small = FEW._replace(entries=16, programs=programs)
         monkeypatch.setattr(triton_attend, "choose_tiling", lambda q, many: small)

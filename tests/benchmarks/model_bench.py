@@ -111,23 +111,11 @@ class ModelBench:
 
     def prefill(self, length: int, chunk: int, rounds: int) -> Measured:
         """Seconds to the first token of a prompt of so many tokens, median of `rounds` after one."""
-        times = []
-        for _ in range(rounds + 1):
-            synchronize(self.device)
-            began = time.perf_counter()
-            self.prompt(length, chunk)
-            times.append(time.perf_counter() - began)
-        return Measured.median(times[1:])
+        return Measured.median([self.prompt(length, chunk) for _ in range(rounds + 1)][1:])
 
-    def prompt(self, length: int, chunk: int) -> None:
-        """Computes a prompt and waits for its first token."""
-        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, length)
-        self.cache.add_sequence(0)
-        try:
-            logits = compute_prompt(self.runner, 0, tokens, chunk)
-            self.runner.sample(logits, SampleBatch.from_params([GREEDY]), np.array([length]))
-        finally:
-            self.cache.remove_sequence(0)
+    def prompt(self, length: int, chunk: int) -> float:
+        """first_token() of a prompt of so many tokens."""
+        return self.first_token(np.random.default_rng(0).integers(0, self.config.vocab_size, length), chunk)
 
     @contextmanager
     def published(self, tokens: Int64Array, chunk: int) -> Iterator[None]:
@@ -142,7 +130,7 @@ class ModelBench:
             synchronize(self.device)
             self.cache.remove_sequence(0)
 
-    def first_token(self, tokens: Int64Array, chunk: int, *, matches: bool) -> float:
+    def first_token(self, tokens: Int64Array, chunk: int, *, matches: bool = False) -> float:
         """Seconds to the first token of a prompt, int64 [n]. matches: what was published of it is shared."""
         synchronize(self.device)
         began = time.perf_counter()
@@ -150,10 +138,7 @@ class ModelBench:
         try:
             done = self.cache.match_prefix(1, tokens) if matches else 0
             assert bool(done) == matches, "no prefix of the prompt is cached"
-            *_, logits = (
-                self.runner.prompts([1], [tokens[begin : begin + chunk]], [tokens.size], push=False)
-                for begin in range(done, tokens.size, chunk)
-            )
+            logits = compute_prompt(self.runner, 1, tokens, chunk, done)
             self.runner.sample(logits, SampleBatch.from_params([GREEDY]), np.array([tokens.size]))
             return time.perf_counter() - began
         finally:

@@ -1,11 +1,10 @@
 """Shapes of models whose layers see a window or a chunk, with few layers, and tiny ones of the same kinds."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import Gemma3TextConfig, GptOssConfig, Llama4TextConfig, PreTrainedConfig
 
-Fields = dict[str, Any]
+from tests.benchmarks.compressed_shapes import Fields
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,14 @@ class SpanShape:
         return made | {"architectures": [self.architecture]}
 
 
-HEADS: Fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-TINY: Fields = {**HEADS, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 512}
+TINY: Fields = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+}
 SHAPES = {
     "gemma3-12b": SpanShape(
         "Gemma3ForCausalLM",

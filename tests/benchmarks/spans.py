@@ -17,6 +17,7 @@ Random weights and KV. `cut` says what is smaller than in the model. On a CPU, w
 
 import argparse
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +26,13 @@ from torch import nn
 
 from tandem.cache.plan.spans import Span
 from tandem.workers.models.config import ModelConfig
+from tests.benchmarks.compressed_shapes import Fields
 from tests.benchmarks.contexts import Lengths
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.model_bench import ModelBench, copy_rate, release
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import Numbers, noted, print_result, print_skipped, rounded
-from tests.benchmarks.span_shapes import SHAPES, Fields
+from tests.benchmarks.span_shapes import SHAPES
 
 ROWS, CONTEXTS, PREFIX = (1, 16, 64), (1024, 16_384), 8192
 TINY_ROWS, TINY_CONTEXTS, TINY_PREFIX = (2,), (128,), 96
@@ -52,24 +54,34 @@ def kv_bytes(config: ModelConfig, lengths: Lengths) -> int:
     return sum(2 * one.num_kv_heads * one.head_dim * seen(span, lengths) for one, span in pairs) * config.dtype.itemsize
 
 
-def weight_bytes(config: ModelConfig, fields: Fields, rows: int) -> float:
-    """What a decode step reads of weights: all but the embedding, of which it takes a row for each token."""
+class Weights(NamedTuple):
+    """Elements that decode steps read: all but the embedding, of which they take a row for each token."""
+
+    shared: int
+    experts: int  # of all experts together
+
+
+def count_weights(fields: Fields) -> Weights:
+    """fields: config.json."""
     with torch.device("meta"):
         model = getattr(transformers, fields["architectures"][0])(transformers.AutoConfig.for_model(**fields))
-    chosen = 0.0 if config.moe is None else 1 - (1 - config.moe.routing.top_k / config.moe.num_experts) ** rows
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
-    tied = model.config.tie_word_embeddings
-    shared = sum(one.numel() for name, one in model.named_parameters() if EXPERTS not in name)
+    unread = 0 if model.config.tie_word_embeddings else embedding.weight.numel()
     experts = sum(one.numel() for name, one in model.named_parameters() if EXPERTS in name)
-    read = shared - (0 if tied else embedding.weight.numel()) + chosen * experts
-    return read * config.dtype.itemsize
+    return Weights(sum(one.numel() for one in model.parameters()) - experts - unread, experts)
 
 
-def measure_step(bench: ModelBench, fields: Fields, context: int, rows: int, copy: float) -> Numbers:
+def weight_bytes(config: ModelConfig, weights: Weights, rows: int) -> float:
+    """What a decode step reads of them."""
+    chosen = 0.0 if config.moe is None else 1 - (1 - config.moe.routing.top_k / config.moe.num_experts) ** rows
+    return (weights.shared + chosen * weights.experts) * config.dtype.itemsize
+
+
+def measure_step(bench: ModelBench, weights: Weights, context: int, rows: int, copy: float) -> Numbers:
     lengths = np.full(rows, context)
     seconds = bench.decode(lengths)
-    floor = (weight_bytes(bench.config, fields, rows) + kv_bytes(bench.config, lengths)) / copy
+    floor = (weight_bytes(bench.config, weights, rows) + kv_bytes(bench.config, lengths)) / copy
     return {"ms": seconds.scaled(1e3), "floor_ms": rounded(floor * 1e3), "to_floor": seconds.scaled(1 / floor)}
 
 
@@ -87,6 +99,7 @@ def measure(name: str, options: argparse.Namespace, budget: Budget, copy: float)
     """Of one model, as far as the budget goes."""
     shape, result = SHAPES[name], Numbers()
     fields = shape.fields(tiny=options.tiny)
+    weights = count_weights(fields)
     longest = max([*options.contexts, options.prefix + OWN])
     bench = ModelBench(fields, options.device, sequences=max(2, *options.rows), length=longest, chunk=CHUNK)
     noted(result, f"prefix of {options.prefix}", partial(measure_prefix, bench, options.prefix))
@@ -95,7 +108,7 @@ def measure(name: str, options: argparse.Namespace, budget: Budget, copy: float)
         if "error" in capture:
             return result
     for rows, context in budget.within([(rows, one) for rows in options.rows for one in options.contexts], least=0):
-        noted(result, f"step of {rows} at {context}", partial(measure_step, bench, fields, context, rows, copy))
+        noted(result, f"step of {rows} at {context}", partial(measure_step, bench, weights, context, rows, copy))
     return result if options.tiny else {"cut": shape.cut, **result}
 
 

@@ -124,9 +124,9 @@ def step_times(
     return [*times, time.perf_counter()]
 
 
-def compute_prompt(runner: ModelRunner, sequence: int, tokens: Int64Array, chunk: int) -> Tensor:
-    """Logits [1, vocab] behind a prompt, int64 [n], of a sequence that is empty; of so many tokens a forward."""
-    chunks = [tokens[begin : begin + chunk] for begin in range(0, tokens.size, chunk)]
+def compute_prompt(runner: ModelRunner, sequence: int, tokens: Int64Array, chunk: int, done: int = 0) -> Tensor:
+    """Logits [1, vocab] behind a prompt, int64 [n], of a sequence that holds its first `done`; so many a forward."""
+    chunks = [tokens[begin : begin + chunk] for begin in range(done, tokens.size, chunk)]
     *_, logits = (runner.prompts([sequence], [one], [tokens.size], push=False) for one in chunks)
     return logits
 

@@ -364,6 +364,10 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model
 
 
+CHOOSE_POSITIONS = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose tokens attend to positions that an index chooses."""
+
+
 def sizes_on_gpu(family: str) -> dict[str, int]:
     """Changes that make a model one that the kernels for 16 bits on a GPU serve."""
     if family == "deepseek_v4":
@@ -371,7 +375,7 @@ def sizes_on_gpu(family: str) -> dict[str, int]:
     if family.startswith("deepseek") or family in ("glm4_moe_lite", "glm_moe_dsa"):
         # transformers takes the width of RoPE from head_dim in V3, from qk_rope_head_dim in V2.
         rotated = {"qk_rope_head_dim": 64, "head_dim": 64}
-        index = {"index_head_dim": 128, "index_n_heads": 64} if family in ("deepseek_v32", "glm_moe_dsa") else {}
+        index = {"index_head_dim": 128, "index_n_heads": 64} if family in CHOOSE_POSITIONS else {}
         key, value = (192, 256) if family.startswith("glm") else (128, 128)
         return {"kv_lora_rank": 512, **rotated, "qk_nope_head_dim": key, "v_head_dim": value, **index}
     wide = {"global_head_dim": 512} if family == "gemma4" else {}  # as published

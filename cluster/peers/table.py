@@ -12,6 +12,7 @@ stay: the next process of that row goes on counting, so that no sum of all rows 
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from enum import IntEnum, auto
 from hashlib import blake2b
 from threading import Lock
@@ -65,10 +66,10 @@ class GatewayTable:
         self._first_id = self._first_client + 2 * CLIENT_CELLS
         self._first_lasting = self._first_id + ID_CELLS
         self._cells = memoryview(memory).cast("q")
-        everything = np.frombuffer(memory, np.int64)
+        self._everything = np.frombuffer(memory, np.int64)
         self._first_far = processes * self._width
-        self._far = everything[self._first_far :]
-        cells = everything[: self._first_far].reshape(processes, self._width)
+        self._far = self._everything[self._first_far :]
+        cells = self._everything[: self._first_far].reshape(processes, self._width)
         self._placed = cells[:, SINGLE : self._first_client]
         self._clients = cells[:, self._first_client : self._first_id].reshape(processes, 2, CLIENT_CELLS)
         self._own = process * self._width
@@ -126,6 +127,18 @@ class GatewayTable:
         that are taken often."""
         others = [row for number, row in enumerate(self._rows) if number != self.process]
         return self._cells, (*(row + column for row in others), self._first_far + column - SINGLE)
+
+    def placed_index(self, columns: Sequence[int]) -> Int64Array:
+        """For cells_at(), [columns, processes + 1]: cells of each process of this host, and of other hosts together.
+
+        columns: of placed_columns().
+        """
+        rows = [*self._rows, self._first_far - SINGLE]
+        return np.add.outer(np.array(columns, np.int64), rows)
+
+    def cells_at(self, index: Int64Array) -> Int64Array:
+        """A copy of many cells at once, in the shape of the index."""
+        return self._everything[index]
 
     @property
     def placed(self) -> Int64Array:

@@ -39,6 +39,5 @@ class Rebalancer:
     def look(self) -> None:
         """Moves what should be moved now."""
         links = self._islands.links()
-        loads = [link.worker_load(island) for (island, _), link in links.items()]
-        for move in moves(loads, self._token_seconds):
+        for move in moves(self._islands.loads(), self._token_seconds):
             self._requests.move(links[move.source.key], links[move.target.key], move.num_requests)

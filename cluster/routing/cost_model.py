@@ -12,7 +12,7 @@ The weights say what a second of each is worth in seconds of the first token.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tandem.cluster.routing.policy import Ask, Key, Pair, Policy, WorkerLoad
 from tandem.workers.config import Role
@@ -31,7 +31,7 @@ def adaptive(token_seconds: float, *, colocated: bool = False) -> Policy:
     """The policy. token_seconds: the bound on the time from one token to the next. colocated: each worker computes the
     prompts of the requests that it decodes, and no others."""
 
-    def policy(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
+    def policy(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> Iterator[Pair]:
         islands: defaultdict[str, list[WorkerLoad]] = defaultdict(list)
         for worker in workers:
             if worker.reachable:
@@ -41,7 +41,7 @@ def adaptive(token_seconds: float, *, colocated: bool = False) -> Policy:
             island = _Island(members, ask, token_seconds)
             ranked += island.same_workers() if colocated else island.pairs()
         ranked.sort(key=lambda one: one[0])
-        return [pair for _, pair in ranked]
+        return (pair for _, pair in ranked)
 
     return policy
 

@@ -5,10 +5,10 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, NamedTuple
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cluster.peers.placed_tokens import PlacedTokens
+from tandem.cluster.peers.placed_tokens import PlacedChanges, PlacedTokens
 from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.routing.membership import IslandState
-from tandem.cluster.routing.policy import Ask, Key, Policy
+from tandem.cluster.routing.policy import Ask, Key, Policy, WorkerLoad
 from tandem.cluster.routing.prefix_view import PrefixView, PromptKeys
 from tandem.cluster.routing.push_times import PushTimes
 from tandem.cluster.routing.worker_link import WorkerLink
@@ -74,6 +74,7 @@ class Islands:
         self._turn = 0
         self._current: dict[str, IslandLinks] = {}
         self._links: dict[Key, WorkerLink] | None = None  # until an island changes
+        self._changes = PlacedChanges(self._table, [])  # of the links
 
     def links(self) -> dict[Key, WorkerLink]:
         """Of all workers that take requests, grouped by island."""
@@ -84,7 +85,17 @@ class Islands:
                 if island.state.workers
                 for link in island.links
             }
+            self._changes = PlacedChanges(self._table, [link.placed for link in self._links.values()])
+            for link in self._links.values():
+                link.known_load = None  # what changed before is not among the changes
         return self._links
+
+    def loads(self) -> list[WorkerLoad]:
+        """What routing policies see of links(), in their order. Only a worker that has changed is looked at again."""
+        links = list(self.links().values())
+        for number in self._changes.look():
+            links[number].known_load = None
+        return [link.known_load or link.worker_load() for link in links]
 
     def prompt_keys(self, token_ids: Int64Array, salt: bytes) -> PromptKeys:
         """What pairs() finds a prompt's prefixes by. One for a request: keys take time to make."""
@@ -95,7 +106,7 @@ class Islands:
         links = self.links()
         matches = ask.matches if prompt is None else self._prefixes.match(prompt)
         ask = Ask(ask.prompt_tokens, ask.max_tokens, matches, self._pushes.per_token)
-        pairs = self._policy([link.worker_load(island) for (island, _), link in links.items()], ask, self._turn)
+        pairs = self._policy(self.loads(), ask, self._turn)
         self._turn += 1
         return (
             LinkPair(links[decode.key], links[prefill.key], seconds, ask.matches.get(prefill.key, 0))

@@ -3,12 +3,13 @@
 A policy is a pure function with an entry in POLICIES; gateway.routing_policy names the one in use.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from tandem.workers.config import Role
 
+PREFILL, DECODE = Role.PREFILL, Role.DECODE  # a look into the enum takes as long as a worker does otherwise
 SAVED_WORTH = 3  # see prefix_aware and docs/decisions/0066
 
 Key = tuple[str, int]
@@ -64,28 +65,28 @@ class Pair(NamedTuple):
     first_token_seconds: float = 0.0  # what the policy expects; 0 where it expects nothing
 
 
-Policy = Callable[[Sequence[WorkerLoad], Ask, int], list[Pair]]
+Policy = Callable[[Sequence[WorkerLoad], Ask, int], Iterator[Pair]]
 """Takes the loads, grouped by island, the request, and the number of choices made before. Best pair first.
 
 A pair that is left out gets no request. The gateway tries the pairs in order until a decode worker has room.
 """
 
 
-def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
+def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> Iterator[Pair]:
     """Every reachable decode worker by load, each with the least loaded reachable prefill worker of its island."""
     if ask.pushes:
         return _by_hosts(workers, ask, lambda one: one.load, lambda one: one.load, weighs_prompts=False)
     best: dict[str, WorkerLoad] = {}
     for worker in workers:
-        if worker.role == Role.PREFILL and worker.reachable:
+        if worker.role is PREFILL and worker.reachable:
             rival = best.get(worker.island)
             if rival is None or worker.load < rival.load:
                 best[worker.island] = worker
-    decodes = [one for one in workers if one.role == Role.DECODE and one.reachable and one.island in best]
-    return [Pair(decode, best[decode.island]) for decode in sorted(decodes, key=lambda one: one.load)]
+    decodes = [one for one in workers if one.role is DECODE and one.reachable and one.island in best]
+    return (Pair(decode, best[decode.island]) for decode in sorted(decodes, key=lambda one: one.load))
 
 
-def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
+def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> Iterator[Pair]:
     """As least_loaded, but what a worker holds of the prompt counts against its load.
 
     The load of a prefill worker is in tokens to compute before this prompt. A token that it need not compute counts
@@ -93,7 +94,7 @@ def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
     tokens to hold, and one that it holds already counts as one. So a match outweighs a bounded load. A prefix that
     everybody sends drowns no worker: another one comes to hold it, too.
     """
-    held, decode_role = ask.matches, Role.DECODE
+    held = ask.matches
     if ask.pushes:
         return _by_hosts(
             workers,
@@ -102,25 +103,26 @@ def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
             lambda one: one.load - held.get(one.key, 0),
         )
     best: dict[str, tuple[int, int, WorkerLoad]] = {}
-    decodes: list[WorkerLoad] = []
+    decodes: list[tuple[int, str, WorkerLoad]] = []
     for worker in workers:
         if not worker.reachable:
             continue
-        if worker.role is decode_role:
-            decodes.append(worker)
+        island = worker.island
+        match = held.get((island, worker.pe), 0) if held else 0
+        if worker.role is DECODE:
+            decodes.append((worker.load - match, island, worker))
             continue
-        cost = worker.prompt_tokens - SAVED_WORTH * held.get(worker[:2], 0) if held else worker.prompt_tokens
-        rival = best.get(worker.island)
+        cost = worker.prompt_tokens - SAVED_WORTH * match
+        rival = best.get(island)
         if rival is None or cost < rival[0] or (cost == rival[0] and worker.load < rival[1]):
-            best[worker.island] = cost, worker.load, worker
-    ranked: list[tuple[int, int, WorkerLoad]] = []
-    for number, worker in enumerate(decodes):
-        prefill = best.get(worker.island)
-        if prefill is not None:
-            cost = worker.load - held.get(worker[:2], 0) if held else worker.load
-            ranked.append((cost + prefill[0], number, worker))
+            best[island] = cost, worker.load, worker
+    ranked = [
+        (cost + best[island][0], number, worker)
+        for number, (cost, island, worker) in enumerate(decodes)
+        if island in best
+    ]
     ranked.sort()
-    return [Pair(decode, best[decode.island][2]) for _, _, decode in ranked]
+    return (Pair(decode, best[decode.island][2]) for _, _, decode in ranked)
 
 
 def _by_hosts(
@@ -130,18 +132,18 @@ def _by_hosts(
     row_cost: Callable[[WorkerLoad], int],
     *,
     weighs_prompts: bool = True,
-) -> list[Pair]:
+) -> Iterator[Pair]:
     """Where pushes between hosts take time: each decode worker with the prefill worker that is best for it.
 
     Costs are in tokens. weighs_prompts: what waits at the prefill worker counts in the order of decode workers, too.
     """
     prefills: dict[str, list[WorkerLoad]] = {}
     for one in workers:
-        if one.role == Role.PREFILL and one.reachable:
+        if one.role is PREFILL and one.reachable:
             prefills.setdefault(one.island, []).append(one)
     ranked: list[tuple[int, int, Pair]] = []
     for number, decode in enumerate(workers):
-        if decode.role != Role.DECODE or not decode.reachable or decode.island not in prefills:
+        if decode.role is not DECODE or not decode.reachable or decode.island not in prefills:
             continue
         costs = [
             (prompt_cost(one) + ask.push_tokens(one, decode), one.load, turn, one)
@@ -151,7 +153,7 @@ def _by_hosts(
         counted = cost if weighs_prompts else ask.push_tokens(prefill, decode)
         ranked.append((row_cost(decode) + counted, number, Pair(decode, prefill)))
     ranked.sort(key=lambda one: one[:2])
-    return [pair for _, _, pair in ranked]
+    return (pair for _, _, pair in ranked)
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType({"least_loaded": least_loaded, "prefix_aware": prefix_aware})

@@ -65,9 +65,9 @@ class WorkerLink:
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
-        self._placed = placed
+        self.placed = placed
         self._report = worker_pb2.WorkerReport()
-        self._known: WorkerLoad | None = None  # until something of it changes: most workers are as they were
+        self.known_load: WorkerLoad | None = None  # of worker_load(), until something of it changes
         self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
         self._address, self._host = worker.address, worker.address.rpartition(":")[0]
         self._pushes = pushes
@@ -95,16 +95,16 @@ class WorkerLink:
 
     @report.setter
     def report(self, report: worker_pb2.WorkerReport) -> None:
-        self._report, self._known = report, None
+        self._report, self.known_load = report, None
 
     @property
     def load(self) -> int:
         """Tokens that this gateway process has placed on the worker and not yet taken back."""
-        return self._placed.tokens.own
+        return self.placed.tokens.own
 
     @load.setter
     def load(self, tokens: int) -> None:
-        self._placed.tokens.add(tokens - self._placed.tokens.own)
+        self.placed.tokens.add(tokens - self.placed.tokens.own)
 
     @property
     def reachable(self) -> bool:
@@ -120,40 +120,41 @@ class WorkerLink:
         """The worker is to compute this prompt."""
         self.forget_prompt(request_id)
         self._prompts[request_id] = num_tokens
-        self._placed.prompts.add(num_tokens)
+        self.placed.prompts.add(num_tokens)
 
     def forget_prompt(self, request_id: str) -> None:
         """Its first token is there, or will not come. Idempotent."""
-        self._placed.prompts.add(-self._prompts.pop(request_id, 0))
+        self.placed.prompts.add(-self._prompts.pop(request_id, 0))
 
     def pushed_to(self, decode: "WorkerLink", tokens: int, seconds: float) -> None:
         """A push of so many tokens to that worker made a prompt take so much longer."""
         self._pushes.saw((self._host, decode._host), tokens, seconds)
 
-    def worker_load(self, island: str) -> WorkerLoad:
-        """What routing policies see, of all the gateway's processes. The newest prompts are not in the report yet."""
-        report, known = self._report, self._known
-        load, prompt_tokens = self._placed.tokens.of_all, max(self._placed.prompts.of_all, report.prompt_tokens)
-        if known is not None and known.reachable and (known.load, known.prompt_tokens) == (load, prompt_tokens):
-            return known
-        self._known = WorkerLoad(
-            island=island,
+    def worker_load(self) -> WorkerLoad:
+        """What routing policies see, of all the gateway's processes. The newest prompts are not in the report yet.
+
+        Becomes known_load, unless the worker is avoided: when that ends, nothing tells of it.
+        """
+        report, reachable = self._report, self.reachable
+        load = WorkerLoad(
+            island=self.key[0],
             pe=self.pe,
             role=self.role,
-            load=load,
-            reachable=self.reachable,
-            prompt_tokens=prompt_tokens,
+            load=self.placed.tokens.of_all,
+            reachable=reachable,
+            prompt_tokens=max(self.placed.prompts.of_all, report.prompt_tokens),
             rows=report.rows,
             token_seconds=report.token_seconds,
             prompt_rate=report.prompt_tokens_per_second,
             host=self._host,
         )
-        return self._known
+        self.known_load = load if reachable else None
+        return load
 
     def avoid(self) -> None:
         """The worker gets no new requests for a moment."""
         self._avoid_until = time.monotonic() + AVOID_SECONDS
-        self._known = None
+        self.known_load = None
 
     async def prepare(self, request: worker_pb2.PrepareReceiveRequest, timeout: float) -> worker_pb2.Reservation:
         with worker_errors(self._name):

@@ -2,7 +2,9 @@
 
 decision   64 workers in 8 islands whose indexes have a million pages in all; prompts of 8,192 tokens. From the
            request to the first pair, with its keys made before. None held; all workers hold a system prompt of
-           40 pages and one holds 500. Beside them the keys of the whole prompt, made once a request, and memory.
+           40 pages and one holds 500; and the latter where a request was placed, another one ended and a worker
+           reported since the last decision, with what these take. Beside them the keys of the whole prompt, made
+           once a request, and memory.
 policies   4 prefill workers of 39,000 tokens a second, simulated; the routing policy is the real one. Chats of
            many turns with shared system prompts, at 60 and 90 % of what the workers could compute at best, with
            memory for all and for a quarter; and one hot prefix of 8,000 tokens before short questions.
@@ -10,17 +12,20 @@ policies   4 prefill workers of 39,000 tokens a second, simulated; the routing p
 
 import asyncio
 import heapq
+import itertools
+import mmap
 import random
 import timeit
 import tracemalloc
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tandem.cluster.routing.islands import Islands
+from tandem.cluster.peers.table import GatewayTable, table_bytes
+from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import POLICIES, Ask, Policy, WorkerLoad, prefix_aware
 from tandem.cluster.routing.prefix_view import PrefixView, PromptKeys
@@ -34,6 +39,7 @@ PARTS = ("decision", "policies")
 PAGE, PROMPT = 16, 8192
 ISLANDS, WORKERS_AN_ISLAND = 8, 8
 PAGES = 1_000_000
+REQUESTS = 256  # that are placed at a time
 RATE, BATCH_TOKENS, STEP_SECONDS = 39_000.0, 8192, 0.004
 REPORT_SECONDS = 0.02
 TOKEN_SECONDS = 0.008
@@ -47,11 +53,12 @@ def microseconds(call: Any, number: int) -> float:
 
 
 async def decisions() -> dict[str, float]:
-    islands = Islands(1 << 24, prefix_aware, PAGE)
+    table = GatewayTable(mmap.mmap(-1, table_bytes(1, ISLANDS)), 1, ISLANDS)
+    islands = Islands(1 << 24, prefix_aware, PAGE, table)
     roles = [Role.PREFILL] * (WORKERS_AN_ISLAND // 2) + [Role.DECODE] * (WORKERS_AN_ISLAND // 2)
     workers = tuple(WorkerAddress(role, pe, "127.0.0.1:1", "none") for pe, role in enumerate(roles))
     for number in range(ISLANDS):
-        await islands.update(IslandState(f"i{number}", 1, 0, workers, 1))
+        await islands.update(IslandState(f"i{number}", 1, 0, workers, 1, number))
     view, keys = islands._prefixes, list(islands.links())
     draw = np.random.default_rng(0)
     tracemalloc.start()
@@ -62,12 +69,10 @@ async def decisions() -> dict[str, float]:
     tracemalloc.stop()
     prompts = [draw.integers(0, 1 << 17, PROMPT, np.int64) for _ in range(50)]
     made = [PromptKeys(prompt, PAGE) for prompt in prompts]
-    turn = 0
+    turns = itertools.cycle(made)
 
-    def decide() -> None:
-        nonlocal turn
-        turn += 1
-        next(islands.pairs(Ask(PROMPT, 100), made[turn % len(made)]))
+    def decide() -> LinkPair:
+        return next(islands.pairs(Ask(PROMPT, 100), next(turns)))
 
     for prompt in made:
         prompt.first(prompt.num_pages)
@@ -78,10 +83,36 @@ async def decisions() -> dict[str, float]:
             view.apply(key, worker_pb2.WorkerReport(added=names[: 8 * 40]))
         view.apply(keys[3], worker_pb2.WorkerReport(added=names[: 8 * 500]))
     found["held_us"] = microseconds(decide, 200)
+    found["traffic_us"] = microseconds(_traffic(islands, decide), 200)
     found["least_loaded_us"] = _of_least_loaded(islands)
     found["keys_us"] = microseconds(lambda: PromptKeys(prompts[0], PAGE).first(PROMPT // PAGE), 10)
     await islands.close()
     return found
+
+
+def _traffic(islands: Islands, decide: Callable[[], LinkPair]) -> Callable[[], None]:
+    """Decides, places the request, ends the oldest of REQUESTS, and takes a report: each time another worker's."""
+    numbers = itertools.count()
+    links = itertools.cycle(islands.links().values())
+    reports = itertools.cycle([
+        worker_pb2.WorkerReport(rows=rows, token_seconds=0.008, prompt_tokens_per_second=RATE) for rows in range(9)
+    ])  # fmt: skip
+    placed: deque[tuple[str, LinkPair]] = deque()
+
+    def step() -> None:
+        name, pair = str(next(numbers)), decide()
+        pair.decode.load += PROMPT + 100
+        pair.prefill.load += PROMPT
+        pair.prefill.expect_prompt(name, PROMPT)
+        placed.append((name, pair))
+        if len(placed) > REQUESTS:
+            name, pair = placed.popleft()
+            pair.prefill.forget_prompt(name)
+            pair.decode.load -= PROMPT + 100
+            pair.prefill.load -= PROMPT
+        next(links).report = next(reports)
+
+    return step
 
 
 def _of_least_loaded(islands: Islands) -> float:
@@ -226,7 +257,7 @@ class Simulation:
         loads.append(WorkerLoad("i", len(loads), Role.DECODE, 0, True))
         self._placed += 1
         tokens = len(turn.pages) * PAGE
-        pair = self._policy(loads, Ask(tokens, 100, matches), self._placed)[0]
+        pair = next(self._policy(loads, Ask(tokens, 100, matches), self._placed))
         worker = turn.worker = self.workers[pair.prefill.pe]
         turn.expected = tokens - matches.get(pair.prefill.key, 0)
         worker.awaited += turn.expected

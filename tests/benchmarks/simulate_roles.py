@@ -175,7 +175,7 @@ def simulate(mix: Mix, rate: float, roles: str, fused: bool, seconds: float, see
         while todo and todo[0].arrived <= now:
             request = todo.popleft()
             view = [load._replace(prompt_tokens=load.prompt_tokens + since[load.pe]) for load in loads]
-            best = policy(view, Ask(request.prompt, request.output), 0)[0]
+            best = next(policy(view, Ask(request.prompt, request.output), 0))
             pair = (workers[best.decode.pe], workers[best.prefill.pe])
             local += pair[0] is pair[1] and pair[0].role == Role.DECODE
             kept += pair[0] is pair[1] and pair[0].role == Role.PREFILL

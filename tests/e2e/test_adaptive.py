@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def choosing(island: Island, choose: Choose) -> Iterator[None]:
     islands = island.gateway._islands
     before = islands._policy
 
-    def policy(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
-        return [Pair(*choose(workers)), *before(workers, ask, turn)]
+    def policy(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> Iterator[Pair]:
+        return chain([Pair(*choose(workers))], before(workers, ask, turn))
 
     islands._policy = policy
     yield

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.routing.cost_model import adaptive
-from tandem.cluster.routing.policy import Ask, Pair, WorkerLoad
+from tandem.cluster.routing.policy import Ask, WorkerLoad
 from tandem.cluster.routing.rebalance import FASTER, MOST_A_MOVE, moves
 from tandem.workers.config import Role
 
@@ -22,7 +22,7 @@ def worker(pe: int, role: Role, **figures: float) -> WorkerLoad:
 
 
 def best(workers: Sequence[WorkerLoad], ask: Ask = ASK) -> tuple[int, int]:
-    pair = POLICY(workers, ask, 0)[0]
+    pair = next(POLICY(workers, ask, 0))
     return pair.decode.pe, pair.prefill.pe
 
 
@@ -47,7 +47,7 @@ ASKS = st.builds(Ask, st.integers(1, 10**5), st.integers(1, 10**5), matches=st.j
 
 @given(workers=LOADS, ask=ASKS)
 def test_colocated_workers_compute_what_they_decode(workers: list[WorkerLoad], ask: Ask) -> None:
-    pairs = adaptive(BOUND, colocated=True)(workers, ask, 0)
+    pairs = list(adaptive(BOUND, colocated=True)(workers, ask, 0))
     assert all(decode == prefill and seconds > 0 for decode, prefill, seconds in pairs)
     reachable = sorted(one.key for one in workers if one.reachable)
     assert sorted(pair.decode.key for pair in pairs) == reachable
@@ -59,12 +59,12 @@ def test_colocated_workers_take_turns_by_load() -> None:
     for busy, idle in ((0, 1), (1, 0)):
         loads = [worker(0, Role.PREFILL), worker(1, Role.DECODE)]
         loads[busy] = loads[busy]._replace(prompt_tokens=4000, rows=8, token_seconds=0.01)
-        assert policy(loads, ASK, 0)[0].decode.pe == idle
+        assert next(policy(loads, ASK, 0)).decode.pe == idle
 
 
 @given(workers=LOADS, ask=ASKS)
 def test_each_reachable_worker_may_decode_and_none_else(workers: list[WorkerLoad], ask: Ask) -> None:
-    pairs: list[Pair] = POLICY(workers, ask, 0)
+    pairs = list(POLICY(workers, ask, 0))
     for decode, prefill, seconds in pairs:
         assert decode.reachable
         assert prefill.reachable

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError
-from tandem.cluster.routing.policy import POLICIES, SAVED_WORTH, Ask, Key, Pair, WorkerLoad, least_loaded, prefix_aware
+from tandem.cluster.routing.policy import POLICIES, SAVED_WORTH, Ask, Key, WorkerLoad, least_loaded, prefix_aware
 from tandem.workers.config import Role
 
 
@@ -32,8 +32,8 @@ def of_role(workers: list[WorkerLoad], role: Role) -> list[WorkerLoad]:
 def test_every_policy_pairs_reachable_workers_of_one_island(
     name: str, workers: list[WorkerLoad], turn: int, matches: dict[Key, int]
 ) -> None:
-    pairs: list[Pair] = POLICIES[name](workers, Ask(100, 1, matches), turn)
-    assert POLICIES[name](workers, Ask(100, 1, matches), turn) == pairs
+    pairs = list(POLICIES[name](workers, Ask(100, 1, matches), turn))
+    assert list(POLICIES[name](workers, Ask(100, 1, matches), turn)) == pairs
     for decode, prefill, _ in pairs:
         assert (decode.role, prefill.role) == (Role.DECODE, Role.PREFILL)
         assert decode.reachable
@@ -47,7 +47,7 @@ def test_every_policy_pairs_reachable_workers_of_one_island(
 
 @given(workers=LOADS)
 def test_least_loaded_puts_the_least_load_first(workers: list[WorkerLoad]) -> None:
-    pairs = least_loaded(workers, Ask(1, 1), 0)
+    pairs = list(least_loaded(workers, Ask(1, 1), 0))
     assert [pair.decode.load for pair in pairs] == sorted(pair.decode.load for pair in pairs)
     for _, prefill, _ in pairs:
         rivals = [one.load for one in of_role(workers, Role.PREFILL) if one.island == prefill.island]
@@ -70,14 +70,14 @@ LOAD = st.integers(0, 10_000)
 @given(loads=st.lists(LOAD, min_size=1, max_size=5), prompts=st.lists(LOAD, min_size=1, max_size=5))
 def test_without_matches_prefix_aware_is_least_loaded(loads: list[int], prompts: list[int]) -> None:
     workers = one_island(loads, prompts)
-    assert prefix_aware(workers, Ask(500, 10), 0) == least_loaded(workers, Ask(500, 10), 0)
+    assert list(prefix_aware(workers, Ask(500, 10), 0)) == list(least_loaded(workers, Ask(500, 10), 0))
 
 
 @given(loads=st.lists(LOAD, min_size=2, max_size=5), prompts=st.lists(LOAD, min_size=2, max_size=5), held=LOAD)
 def test_a_match_outweighs_a_bounded_load_on_both_sides(loads: list[int], prompts: list[int], held: int) -> None:
     workers = one_island(loads, prompts)
     holders = {("i", 0): held, ("i", len(loads)): held}
-    decode, prefill, _ = prefix_aware(workers, Ask(held + 1, 10, holders), 0)[0]
+    decode, prefill, _ = next(prefix_aware(workers, Ask(held + 1, 10, holders), 0))
     if loads[0] - held < min(loads[1:]):
         assert decode.pe == 0
     if prompts[0] - SAVED_WORTH * held < min(prompts[1:]):

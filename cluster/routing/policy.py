@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tandem.workers.config import Role
 
-PREFILL, DECODE = Role.PREFILL, Role.DECODE  # a look into the enum takes as long as a worker does otherwise
+PREFILL, DECODE = Role.PREFILL, Role.DECODE  # a name here is found many times faster than one in an enum
 SAVED_WORTH = 3  # see prefix_aware and docs/decisions/0066
 
 Key = tuple[str, int]

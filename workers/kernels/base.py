@@ -1,10 +1,13 @@
-"""The interfaces of kernels: between the projections of a decoder layer, GEMMs of few rows, hyper-connections, and
-samplers."""
+"""The interfaces of kernels: between the projections of a decoder layer, GEMMs of few rows, hyper-connections,
+samplers, and drafts by prompt lookup."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+# Sources up to this one: the row is of sequence FOLLOWS - source of the verify step before. See DraftKernels.
+FOLLOWS = -2
 
 
 class LayerKernels(Protocol):
@@ -162,4 +165,54 @@ class LogitsKernels(Protocol):
     def count(self, slots: Tensor, tokens: Tensor, tables: RuleTables) -> None:
         """The rows' states have these output tokens more: int64 [at least n], NOT_FINITE for none. slots: as
         above."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Histories:
+    """The tokens of a verify step's S sequences, prompt and output, on the device; contiguous, int32.
+
+    Sequence i of the step has row i.
+    """
+
+    tokens: Tensor  # [S, L]
+    lengths: Tensor  # [S], how many of a sequence's tokens are known; more than L where some found no place
+    surplus: Tensor  # [S], rows of the last verify step that did not hold
+
+
+class DraftKernels(Protocol):
+    """Drafts by prompt lookup for a verify step that is launched before the host reads the tokens of the one before.
+
+    Both calls can be captured in a CUDA graph: The host does not wait, and shapes are fixed. A step has T rows, those
+    of a sequence one after another. preceding: int32 [T], how many of the rows right before a row are of its
+    sequence. Sequence i begins at the i-th row with 0.
+    """
+
+    def accept(
+        self, tokens: Tensor, sampled: Tensor, positions: Tensor, preceding: Tensor, histories: Histories
+    ) -> None:
+        """Adds the tokens that a verify step found to the histories of its sequences.
+
+        A row holds if it is the first of its sequence, or if the row before it holds and sampled this row's token.
+        What a row that holds sampled goes to its position + 1 in its history, if that is below L. The length becomes
+        the position of the last such row + 2; surplus becomes the number of rows that do not hold. Sequences from S
+        on are padding: nothing is kept of them.
+
+        tokens: int64 [T], the step's inputs. sampled: int64 [at least T], what was sampled behind each. positions:
+        int64 [T], where the inputs stand in their sequences.
+        """
+        ...
+
+    def follow(
+        self, tokens: Tensor, sources: Tensor, preceding: Tensor, histories: Histories, max_ngram: int
+    ) -> Tensor:
+        """Fills in the input tokens, int64 [T], of each row whose source is up to FOLLOWS, in place.
+
+        The first row of sequence i gets the last token of its history. Row j gets the j-th token that look_up() of
+        tandem.workers.speculation.ngram finds in the history with max_ngram, at least 1. A row gets 0 in place of
+        NOT_FINITE, and where there is no such token.
+
+        sources: int64 [T]; i = FOLLOWS - source is below S. Returns shift, int32 [T]: the sequence's surplus for these
+        rows, 0 for all others.
+        """
         ...

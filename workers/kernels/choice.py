@@ -4,11 +4,20 @@ from collections.abc import Mapping
 
 import torch
 
-from tandem.workers.kernels.base import FusedGemms, HyperKernels, LayerKernels, Linear, LogitsKernels, Sampler
+from tandem.workers.kernels.base import (
+    DraftKernels,
+    FusedGemms,
+    HyperKernels,
+    LayerKernels,
+    Linear,
+    LogitsKernels,
+    Sampler,
+)
 from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
+from tandem.workers.kernels.torch.drafts import TorchDraftKernels
 from tandem.workers.kernels.torch.hyper import TorchHyperKernels
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tandem.workers.kernels.torch.logits import TorchLogits
@@ -66,6 +75,15 @@ def choose_sampler(num_rows: int, device: torch.device) -> Sampler:
     from tandem.workers.kernels.triton.sampler import TritonSampler  # triton may be missing elsewhere
 
     return TritonSampler(num_rows, device)
+
+
+def choose_draft_kernels(device: torch.device) -> DraftKernels:
+    """Triton's on a GPU, else torch's."""
+    if device.type != "cuda":
+        return TorchDraftKernels()
+    from tandem.workers.kernels.triton.drafts import TritonDraftKernels  # triton may be missing elsewhere
+
+    return TritonDraftKernels()
 
 
 def choose_hyper_kernels(device: torch.device, num_streams: int) -> HyperKernels:

@@ -1,0 +1,55 @@
+"""The reference of DraftKernels: plain torch, on a CPU."""
+
+import torch
+from torch import Tensor
+
+from tandem.workers.kernels.base import FOLLOWS, Histories
+from tandem.workers.sampling.posted_samples import NOT_FINITE
+
+
+class TorchDraftKernels:
+    """See DraftKernels."""
+
+    def accept(
+        self, tokens: Tensor, sampled: Tensor, positions: Tensor, preceding: Tensor, histories: Histories
+    ) -> None:
+        num_sequences, capacity = histories.tokens.shape
+        begins = (preceding == 0).nonzero().flatten().tolist()
+        ends = [*begins[1:], tokens.shape[0]]
+        for sequence, (begin, end) in enumerate(zip(begins[:num_sequences], ends, strict=False)):
+            is_right = tokens[begin + 1 : end] == sampled[begin : end - 1]
+            held = 1 + int(is_right.long().cumprod(0).sum())
+            rows = torch.arange(begin, begin + held)
+            rows = rows[positions[rows] + 1 < capacity]
+            histories.tokens[sequence, positions[rows] + 1] = sampled[rows].int()
+            histories.lengths[sequence] = positions[begin + held - 1] + 2
+            histories.surplus[sequence] = end - begin - held
+
+    def follow(
+        self, tokens: Tensor, sources: Tensor, preceding: Tensor, histories: Histories, max_ngram: int
+    ) -> Tensor:
+        shift = torch.zeros_like(preceding)
+        for source in sources[sources <= FOLLOWS].unique().tolist():
+            sequence = FOLLOWS - source
+            (rows,) = (sources == source).nonzero(as_tuple=True)
+            history = histories.tokens[sequence, : histories.lengths[sequence]]
+            found = torch.cat((history[-1:], _followed(history, max_ngram))).long()
+            found = torch.cat((found.masked_fill(found == NOT_FINITE, 0), torch.zeros(1, dtype=torch.int64)))
+            tokens[rows] = found[preceding[rows].clamp(max=found.shape[0] - 1)]
+            shift[rows] = histories.surplus[sequence]
+        return shift
+
+
+def _followed(history: Tensor, max_ngram: int) -> Tensor:
+    """All that stands behind the first place of the longest n-gram that ends the history [n], as look_up() finds it."""
+    last = history.shape[0] - 1
+    if last < 1 or not (history[:last] == history[last]).any():
+        return history[:0]
+    ends = torch.arange(last)
+    for back in range(max_ngram):
+        longer = ends[ends >= back]
+        longer = longer[history[longer - back] == history[last - back]]
+        if longer.shape[0] == 0:
+            break
+        ends = longer
+    return history[ends[0] + 1 :]

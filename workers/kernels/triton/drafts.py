@@ -1,0 +1,142 @@
+"""Drafts by prompt lookup between two verify steps, in a kernel behind the first and one before the second."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.workers.kernels.base import FOLLOWS, Histories
+from tandem.workers.sampling.posted_samples import NOT_FINITE
+
+BLOCK = 4096
+WARPS = 8
+
+
+class TritonDraftKernels:
+    """See DraftKernels."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        """block: positions of a history that a program compares at once, a power of 2."""
+        self._block = block
+
+    def accept(
+        self, tokens: Tensor, sampled: Tensor, positions: Tensor, preceding: Tensor, histories: Histories
+    ) -> None:
+        rows = tokens.shape[0]
+        num_sequences, capacity = histories.tokens.shape
+        kernel: Any = _accept[(1,)]
+        kernel(
+            tokens=tokens,
+            sampled=sampled,
+            positions=positions,
+            preceding=preceding,
+            histories=histories.tokens,
+            lengths=histories.lengths,
+            surplus=histories.surplus,
+            rows=rows,
+            num_sequences=num_sequences,
+            capacity=capacity,
+            BLOCK=triton.next_power_of_2(rows),
+        )
+
+    def follow(
+        self, tokens: Tensor, sources: Tensor, preceding: Tensor, histories: Histories, max_ngram: int
+    ) -> Tensor:
+        shift = torch.empty_like(preceding)
+        kernel: Any = _follow[(tokens.shape[0],)]
+        kernel(
+            tokens=tokens,
+            sources=sources,
+            preceding=preceding,
+            histories=histories.tokens,
+            lengths=histories.lengths,
+            surplus=histories.surplus,
+            shift=shift,
+            capacity=histories.tokens.shape[1],
+            FOLLOWS=FOLLOWS,
+            NOT_FINITE=NOT_FINITE,
+            MAX_NGRAM=max_ngram,
+            BLOCK=self._block,
+            num_warps=WARPS,
+        )
+        return shift
+
+
+@triton.jit
+def _accept(
+    tokens, sampled, positions, preceding, histories, lengths, surplus, rows, num_sequences, capacity,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program. Of its sequence's rows, a row holds where the last wrong row so far stands before the first."""
+    row = tl.arange(0, BLOCK)
+    is_row = row < rows
+    before = tl.load(preceding + row, mask=is_row, other=0)
+    is_first = is_row & (before == 0)
+    token = tl.load(tokens + row, mask=is_row, other=0)
+    expected = tl.load(sampled + row - 1, mask=is_row & (before > 0), other=0)
+    is_wrong = is_row & (before > 0) & (token != expected)
+    last_wrong = tl.associative_scan(tl.where(is_wrong, row, -1), 0, _larger)
+    holds = is_row & (last_wrong < row - before)
+
+    sequence = (tl.cumsum(is_first.to(tl.int32), 0) - 1).to(tl.int64)
+    is_kept = is_row & (sequence < num_sequences)
+    place = tl.load(positions + row, mask=is_row, other=0) + 1
+    found = tl.load(sampled + row, mask=is_row, other=0).to(tl.int32)
+    tl.store(histories + sequence * capacity + place, found, mask=is_kept & holds & (place < capacity))
+
+    # The last row of a sequence knows the last one that holds: the first always does.
+    last_held = tl.associative_scan(tl.where(holds, row, -1), 0, _larger)
+    is_last = is_kept & (tl.load(preceding + row + 1, mask=row + 1 < rows, other=0) == 0)
+    length = tl.load(positions + last_held, mask=is_last, other=0) + 2
+    tl.store(lengths + sequence, length.to(tl.int32), mask=is_last)
+    tl.store(surplus + sequence, row - last_held, mask=is_last)
+
+
+@triton.jit
+def _larger(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def _follow(
+    tokens, sources, preceding, histories, lengths, surplus, shift, capacity, FOLLOWS: tl.constexpr,
+    NOT_FINITE: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0)
+    source = tl.load(sources + row)
+    if source > FOLLOWS:
+        tl.store(shift + row, 0)
+    else:
+        sequence = (FOLLOWS - source).to(tl.int64)
+        history = histories + sequence * capacity
+        last = tl.minimum(tl.load(lengths + sequence), capacity) - 1
+        before = tl.load(preceding + row)
+        place = last
+        if before > 0:
+            place = _first_end(history, last, MAX_NGRAM, BLOCK) + before
+        token = tl.load(history + place, mask=(place >= 0) & (place <= last), other=0)
+        tl.store(tokens + row, tl.where(token == NOT_FINITE, 0, token).to(tl.int64))
+        tl.store(shift + row, tl.load(surplus + sequence))
+
+
+@triton.jit
+def _first_end(history, last, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the longest n-gram that ends at `last` ends first; `last` where it stands nowhere else.
+    Each lane keeps the first of the longest that it has seen."""
+    lane = tl.arange(0, BLOCK)
+    longest = tl.zeros((BLOCK,), tl.int32)
+    where = tl.zeros((BLOCK,), tl.int32) + last
+    for begin in range(0, last, BLOCK):
+        end = begin + lane
+        length = tl.zeros((BLOCK,), tl.int32)
+        is_same = end < last
+        for back in tl.static_range(MAX_NGRAM):  # pyright: ignore[reportGeneralTypeIssues]
+            token = tl.load(history + end - back, mask=(end < last) & (end >= back), other=-1)
+            is_same &= token == tl.load(history + last - back, mask=last >= back, other=-2)
+            length += is_same.to(tl.int32)
+        is_longer = length > longest
+        longest, where = tl.where(is_longer, length, longest), tl.where(is_longer, end, where)
+    return tl.min(tl.where(longest == tl.max(longest, 0), where, last), 0)

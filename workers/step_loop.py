@@ -134,6 +134,8 @@ class StepLoop:
         batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)
         self.meter.begin(batch)
         if is_joint(self._runner, batch):
+            if decodes.is_verifying:
+                return decodes.compute(None, None) or 0  # first come the tokens that the rows go on with
             wait = prefill_wait = self._compute_jointly(batch)
         else:
             wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait

@@ -294,7 +294,8 @@ class Worker:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_prompts(config.max_batch_tokens)))
         if config.speculation.tokens and (config.adaptive or config.role == Role.DECODE):
             most = config.speculation.max_step_tokens
-            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_verification(most)))
+            ngram = config.speculation.max_ngram if config.speculation.method == "ngram" else 0
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_verification(most, None, ngram)))
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_drafts(max(most // 2, 1))))
         if config.adaptive:
             await asyncio.wrap_future(self._step_thread.call(runner.capture_steps_with_prompts))

@@ -1,6 +1,6 @@
 """Graph buffers: the arrays of a forward at fixed addresses on the device, where a CUDA graph reads them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from tandem.cache.attention.compressed_tokens import TokenForward, has_shared_pl
 from tandem.cache.attention.forward import Attention, LayerIndex
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.attention.rotations import Rotations
+from tandem.cache.attention.row_shift import shift_rows
 from tandem.cache.kernels.base import NO_TABLES, DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, Staging
@@ -54,15 +55,16 @@ class GraphBuffers:
         self._arrays = FixedArrays(staging, sizes)
         self._fetch = partial(staging.fetch, FixedArrays.num_bytes(sizes))
         end = 1 + len(limits.inputs)
-        self._positions, *self.inputs = self._arrays.tensors[:end]  # int64, those that the caller fills along
+        self.positions, *self.inputs = self._arrays.tensors[:end]  # int64, those that the caller fills along
         count = 4 if limits.one_each and not (limits.runs or limits.sliding) else 5
         self._room = [own.num_sequences for own in of_groups]
+        self._tables = [
+            _device_tables(self._arrays.tensors[begin : begin + count], limits)
+            for begin in range(end, len(sizes), count)
+        ]
         self._buffers = [
-            group.backend.buffers(
-                own if group.shares_in_graphs else own.without_sharing(),
-                _device_tables(self._arrays.tensors[begin : begin + count], limits),
-            )
-            for begin, group, own in zip(range(end, len(sizes), count), groups, of_groups, strict=True)
+            group.backend.buffers(own if group.shares_in_graphs else own.without_sharing(), tables)
+            for tables, group, own in zip(self._tables, groups, of_groups, strict=True)
         ]
 
     @staticmethod
@@ -74,21 +76,37 @@ class GraphBuffers:
     def size(self) -> int:
         return self.limits.num_tokens
 
-    def attention(self, *, by_layers: bool = False) -> Attention:
+    @property
+    def preceding(self) -> Tensor:
+        """int32 [size], of a verify step: see DeviceTables."""
+        preceding = self._tables[0].preceding
+        assert preceding is not None, "the buffers are of a verify step"
+        return preceding
+
+    def attention(self, *, by_layers: bool = False, shift: Callable[[], Tensor] | None = None) -> Attention:
         """Of the forward that was filled in last when it runs. On the device this fetches its arrays, and computes the
-        rotation of its positions. by_layers: each layer will call attend(), whatever step_pages() could do."""
+        rotation of its positions. by_layers: each layer will call attend(), whatever step_pages() could do.
+
+        shift: called once the arrays are there; int32 [size], how many positions earlier than was planned each row of a
+        verify step stands. See PagedKVCache.shifts_rows.
+        """
         self._fetch()
+        if shift is not None:
+            by = shift()
+            self.positions.sub_(by)
+            for tables in self._tables:
+                shift_rows(tables, by, self._page_size)
         for group, buffers in zip(self._groups, self._buffers, strict=True):
             group.backend.begin_captured(buffers, by_layers)
         noted = [None if self.limits.one_each else group.stored for group in self._groups]
         plans = [
             GroupPlan(own, rotation, num_tokens=self.size, stored=stored, captured=True)
-            for own, rotation, stored in zip(self._buffers, self._rotations.at(self._positions), noted, strict=True)
+            for own, rotation, stored in zip(self._buffers, self._rotations.at(self.positions), noted, strict=True)
         ]
         by_token = None
         if has_shared_planes(self._groups):
-            by_token = TokenForward.of_buffers(self._groups, plans, self._buffers, self._positions, self._rotations.at)
-        return Attention(self._groups, plans, self._layers, None, lambda: self._positions, by_token=by_token)
+            by_token = TokenForward.of_buffers(self._groups, plans, self._buffers, self.positions, self._rotations.at)
+        return Attention(self._groups, plans, self._layers, None, lambda: self.positions, by_token=by_token)
 
     def clear(self) -> None:
         """Makes all rows of a decode step padding. Of prompts: as many tokens as there may be, of a sequence that

@@ -244,6 +244,17 @@ class ForwardCalls(Parts):
         backends and RoPE can do. They share memory: one is filled and replayed before the next is."""
         return make_graph_buffers(limits, self._groups, self._rotations, self._layers, self._table)
 
+    @property
+    def shifts_rows(self) -> bool:
+        """Whether the device may find the sequences of a verify step in graph buffers shorter than they were planned.
+        The positions that this leaves over are popped afterwards.
+
+        Not where pages leave a window or a chunk, for these follow from the length, nor with compressed KV.
+        """
+        layout = self.layout
+        chunks = any(group.chunk is not None for group in self._groups)
+        return not (layout.drops_past or layout.has_encoder or layout.compressed or chunks)
+
     def pays_to_share(self, buffers: GraphBuffers, seq_ids: Ids) -> bool:
         """Whether the next step of these sequences is faster in `buffers`, for sharing, than in others."""
         rows = self._table.rows(ids_of(seq_ids))

@@ -176,7 +176,6 @@ def every_signal_is_complete(patch: pytest.MonkeyPatch) -> None:
         return reservations.np.array([request.expected_tokens for request in requests])
 
     patch.setattr(reservations, "received_tokens", received)
-    patch.setattr("tandem.workers.decode.decodes.received_tokens", received)
 
 
 def a_speculative_prompt_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:

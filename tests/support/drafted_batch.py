@@ -23,7 +23,7 @@ from tandem.workers.speculation.speculation import Speculation
 
 Holds = Callable[[int], float]  # by the number of the sequence, from 0
 _CACHE = cast(PagedKVCache, SimpleNamespace(pop_each=lambda ids, counts: None))
-_RUNNER = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None))
+_RUNNER = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=None))
 
 
 class Zeros:

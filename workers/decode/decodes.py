@@ -11,9 +11,10 @@ from tandem.cache.plan.errors import OutOfPages
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
+from tandem.workers.decode.published_prefixes import PublishedPrefixes
 from tandem.workers.decode.steps_in_flight import StepsInFlight
 from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
-from tandem.workers.handoff.reservations import Reservations, received_tokens
+from tandem.workers.handoff.reservations import Reservations, landed
 from tandem.workers.logs import of_requests
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
@@ -52,8 +53,8 @@ class Decodes:
     it is in _awaiting while a peer writes its KV, or in _local while this worker computes it.
 
     With overlap scheduling (runner.overlaps) a step is launched before the tokens of the step before it are read. A
-    request that stops still has one extra row in the step in flight. That row is ignored. A verify step is launched
-    when the tokens of all steps before it are known, and read before another one. Nothing here waits for a device.
+    request that stops still has one extra row in the step in flight. That row is ignored. Before a verify step whose
+    drafts the host makes, the tokens of all steps are read. Nothing here waits for a device.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Decodes:
         self._fanout = fanout
         self._threads = threads
         self._eos_token_ids = settings.eos_token_ids
-        self._sharing = settings.sharing
+        self._published = PublishedPrefixes(cache, sharing=settings.sharing)
         self._awaiting: list[DecodeRequest] = []
         self._local = LocalPrompts(queue, self)
         self._joining: list[DecodeRequest] = []  # their first token came since the last batch
@@ -161,15 +162,12 @@ class Decodes:
             try:
                 self._reservations.narrow(request)
             except OutOfPages as error:
-                self._fail(request, ForwardFailed(f"no room to decode {request.request_id!r}: {error}"))
+                self.failed(request, ForwardFailed(f"no room to decode {request.request_id!r}: {error}"))
                 return
             self._joining.append(request)
         else:
             self._end(request, writer_quiet=True)
         self._fanout.publish([TokenUpdate(request.token_stream, run, prefilled)])
-
-    def failed(self, request: DecodeRequest, error: WorkerError) -> None:
-        self._fail(request, error)
 
     @property
     def num_waiting(self) -> int:
@@ -195,6 +193,11 @@ class Decodes:
     def has_joining(self) -> bool:
         """Whether requests wait for nothing but the next batch."""
         return bool(self._joining)
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether a verify step is in flight behind which nothing but one that follows it may be launched."""
+        return isinstance(self._steps.behind, Verification)
 
     def ran_beside(self, prompt_tokens: int) -> None:
         """Chunks of so many tokens were launched behind the last step."""
@@ -224,18 +227,25 @@ class Decodes:
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            alone, known = step is not None and forward is None, steps.behind is None
+            alone, known = step is not None and forward is None and not self.is_verifying, steps.behind is None
             drafts = self._speculation.propose(self._rows.requests, known=known) if alone else None
-            if drafts is not None and not known:
+            if isinstance(steps.behind, Verification):
+                following = None if step is None else self._speculation.follow(self._runner, self._rows, steps.behind)
+                if following is not None:
+                    following.prompt_tokens = self._take_prompt_tokens()
+                steps.launched(following, overlaps=True)
+            elif drafts is not None and not known:
                 steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
             elif drafts is not None:
-                steps.reading = self._speculation.launch(self._runner, self._rows, drafts, self._take_prompt_tokens())
+                beside = self._take_prompt_tokens()
+                steps.reading = first = self._speculation.launch(self._runner, self._rows, drafts, beside)
+                steps.behind = None if beside else self._speculation.follow(self._runner, self._rows, first)
             else:
                 launched = None
                 if step is not None:
                     launched = self._launched(step, self._runner.step(*step) if forward is None else forward(step))
                 steps.launched(launched, overlaps=self._runner.overlaps)
-            self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
+            self._published.prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
         except Exception as error:
             return self._fail_all(error)
@@ -256,12 +266,8 @@ class Decodes:
 
     def _take_received(self) -> None:
         """Gives a row to every started request whose KV has come."""
-        mailbox = self._reservations.mailbox()
-        received = received_tokens(mailbox, self._awaiting).tolist()
-        awaited = zip(self._awaiting, received, strict=True)
-        complete = [request for request, tokens in awaited if tokens >= request.expected_tokens]
-        joining, updates = [], []
-        for request in complete:
+        mailbox, joining, updates = self._reservations.mailbox(), [], []
+        for request in landed(mailbox, self._awaiting):
             assert request.token_stream is not None
             self._awaiting.remove(request)
             try:
@@ -270,7 +276,7 @@ class Decodes:
                 if not isinstance(error, CorruptKV | LogitsNotFinite):
                     log.exception("receiving KV failed", extra=of_requests(request))
                     error = ForwardFailed(f"receiving KV of {request.request_id!r} failed: {error}")
-                self._fail(request, error)
+                self.failed(request, error)
                 continue
             if reason == FinishReason.RUNNING:
                 joining.append(request)
@@ -305,7 +311,7 @@ class Decodes:
             raise LogitsNotFinite(request.request_id, len(request.prompt))
         request.begin(token)
         reason = request.rule.reason(token, 1)
-        self._publish_prompts([] if reason == FinishReason.RUNNING else [request])
+        self._published.prompts([] if reason == FinishReason.RUNNING else [request])
         return reason
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
@@ -314,12 +320,6 @@ class Decodes:
     def _take_prompt_tokens(self) -> int:
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
         return prompt_tokens
-
-    def _publish_prompts(self, requests: list[DecodeRequest]) -> None:
-        """Lets others share the prompts of requests whose KV is here."""
-        for request in requests if self._sharing else []:
-            if not request.ended and request.sliding is None:
-                self._cache.publish_prefix(request.sequence_id, request.prompt, request.salt)
 
     def _deliver(self, in_flight: StepInFlight | Verification) -> None:
         """Hands out the tokens of a step."""
@@ -330,6 +330,8 @@ class Decodes:
         now = self._clock()
         if self._delivered is not None:
             self._scheduler.pace.measured(now - self._delivered, in_flight.prompt_tokens)
+        if isinstance(in_flight, Verification):
+            self._speculation.recall(in_flight)
         self._delivered, runs = now, in_flight.runs(samples)
         if isinstance(in_flight, Verification):
             self._speculation.settle(in_flight, runs, self._cache)
@@ -364,7 +366,7 @@ class Decodes:
         for request in requests:
             position = len(request.prompt) + len(request.output)
             request.output.clear()
-            self._fail(request, guide_error(request.constraint) or LogitsNotFinite(request.request_id, position))
+            self.failed(request, guide_error(request.constraint) or LogitsNotFinite(request.request_id, position))
 
     def _fail_all(self, error: Exception) -> float:
         """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""
@@ -378,18 +380,16 @@ class Decodes:
         self._rows.leave(requests)
         for request in requests:
             request.output.clear()
-            self._fail(request, ForwardFailed(f"decode of {request.request_id!r} failed: {error}"))
+            self.failed(request, ForwardFailed(f"decode of {request.request_id!r} failed: {error}"))
         return 0
 
-    def _fail(self, request: DecodeRequest, error: WorkerError) -> None:
+    def failed(self, request: DecodeRequest, error: WorkerError) -> None:
         if request.token_stream is not None:
             self._fanout.fail(request.token_stream, error)
         self._end(request, writer_quiet=True)
 
     def _end(self, request: DecodeRequest, writer_quiet: bool) -> None:
-        if self._sharing and request.received and len(request.output) > 1 and request.sliding is None:
-            tokens = np.concatenate((request.prompt, request.output[:-1]))
-            self._cache.publish_prefix(request.sequence_id, tokens, request.salt)
+        self._published.whole(request)
         if not self._local.withdraw(request):
             self._steps.release(request)
         self._speculation.forget(request)

@@ -12,13 +12,13 @@ class StepsInFlight:
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
-        self.behind: StepInFlight | None = None
+        self.behind: StepInFlight | Verification | None = None
         self.reading: StepInFlight | Verification | None = None
 
     def __bool__(self) -> bool:
         return self.behind is not None or self.reading is not None
 
-    def launched(self, step: StepInFlight | None, *, overlaps: bool) -> None:
+    def launched(self, step: StepInFlight | Verification | None, *, overlaps: bool) -> None:
         """`step` was launched, while nothing was read; None: nothing more was. overlaps: it is read when the next one
         has been launched."""
         if overlaps:

@@ -209,7 +209,7 @@ class Reservations:
         offer = self._offers.pop(request.request_id)
         self._leases.pop(request.request_id, None)
         signal = request.signal
-        if signal is None or request.received or writer_quiet or _is_complete(self.mailbox(), request):
+        if signal is None or request.received or writer_quiet or landed(self.mailbox(), [request]):
             self._settle(request)
         else:
             recall = Recall(offer.writer_pe, signal)
@@ -247,7 +247,7 @@ class Reservations:
     def _settle_drained(self) -> None:
         mailbox = self.mailbox()
         done = self._recalls.exchange(mailbox)
-        complete = [recall for recall, request in self._draining.items() if _is_complete(mailbox, request)]
+        complete = [recall for recall, request in self._draining.items() if landed(mailbox, [request])]
         self._counters.recalled += len(done)
         for recall in {*done, *complete}:
             self._recalls.withdraw(recall)
@@ -350,6 +350,7 @@ def received_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64
     return SignalBoard.landed(mailbox, rows, generations)
 
 
-def _is_complete(mailbox: Int64Array, request: DecodeRequest) -> bool:
-    """The signal comes after quiet: once it is there, the sender writes no more."""
-    return int(received_tokens(mailbox, [request])[0]) >= request.expected_tokens
+def landed(mailbox: Int64Array, requests: list[DecodeRequest]) -> list[DecodeRequest]:
+    """Those whose KV is all here. The signal comes after quiet: once it is there, the sender writes no more."""
+    received = zip(requests, received_tokens(mailbox, requests).tolist(), strict=True)
+    return [request for request, tokens in received if tokens >= request.expected_tokens]

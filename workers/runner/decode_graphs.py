@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs, one for each batch size of a few: a step costs the host one launch, not hundreds."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
 from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.mixed_attention import MixedAttention
 from tandem.workers.runner.mixed_graphs import MixedGraphs
+from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.runner.step_inputs import (
     ON_HOST,
     StepInputs,
@@ -53,12 +55,14 @@ class DecodeGraphs:
         capture: Capture,
         processor: LogitsProcessor,
         sliding: Sequence[GraphBuffers] = (),
+        next_drafts: NextDrafts | None = None,
     ) -> None:
         """plain, sharing, sliding: PagedKVCache.graph_buffers of steps with NUM_INPUTS, in ascending order. Captures a
-        graph for each."""
+        graph for each. next_drafts: of verify steps that may follow one another."""
         self._model = model
         self._cache = cache
         self._processor = processor
+        self._next_drafts = next_drafts
         largest = plain[-1].size
         self._sampler = choose_sampler(largest, model.device)
         self._posts = PostBox(largest, model.device)
@@ -241,11 +245,14 @@ class DecodeGraphs:
         return self._plain, self._plain.choose(rows)
 
     def _compute(self, buffers: GraphBuffers) -> Tensor:
-        attention = buffers.attention()
+        follows = self._next_drafts
+        attention = buffers.attention(shift=None if follows is None else partial(follows.follow, buffers))
         tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
         inputs = self._sampler.inputs(tokens, sources, self._last)
         logits = self._model.forward(inputs, attention, None)
         self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)
+        if follows is not None:
+            follows.accept(buffers, self._last)
         if isinstance(self._model, HeadedDecoder):
             outputs = self._model.follow(self._last[: buffers.size], attention)
             if self.outputs is None:  # the largest comes first

@@ -30,7 +30,9 @@ from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.encoder_prompts import PromptChunks, encode, encoded
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.logits_processor import LogitsProcessor
+from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
+from tandem.workers.runner.stream_mark import mark_stream
 from tandem.workers.runner.verify_rows import VerifyRows
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.prompt_logprobs import Scored, logprobs_of_targets
@@ -55,6 +57,7 @@ class ModelRunner:
         self._prompt_graphs: ForwardGraphs | None = None
         self._verify_graphs: DecodeGraphs | None = None
         self._verify_rows: VerifyRows | None = None  # of the last verify step
+        self.next_drafts: NextDrafts | None = None  # where verify steps can follow one another
         self._drafts: Drafts | None = None
         if isinstance(model, DraftedDecoder):
             self._drafts = ModelDrafts(model.draft_steps, cache, self._processor)
@@ -107,17 +110,20 @@ class ModelRunner:
         if buffers:
             self._prompt_graphs = ForwardGraphs(buffers, capture or GraphCapture(), self._compute_prompts)
 
-    def capture_verification(self, max_tokens: int, capture: Capture | None = None) -> None:
-        """From now on verify() replays CUDA graphs of up to max_tokens, as capture_steps says."""
+    def capture_verification(self, max_tokens: int, capture: Capture | None = None, max_ngram: int = 0) -> None:
+        """From now on verify() replays CUDA graphs of up to max_tokens, as capture_steps says. max_ngram: of
+        drafts that the device looks up itself, see NgramDrafter; 0: it does not."""
         if capture is None and self._model.device.type != "cuda":
             return
         heads = self._model.config.num_heads
         sizes = verify_sizes(max_tokens)
         buffers = self._cache.graph_buffers([Limits.of_verification(size, heads, NUM_INPUTS) for size in sizes])
         if buffers:
-            self._verify_graphs = DecodeGraphs(
-                self._model, self._cache, buffers, (), capture or GraphCapture(), self._processor
-            )
+            if max_ngram and self._cache.shifts_rows:
+                length, device = self._cache.max_sequence_length, self._model.device
+                self.next_drafts = NextDrafts(max_tokens, length, max_ngram, device)
+            graphs = capture or GraphCapture(), self._processor, (), self.next_drafts
+            self._verify_graphs = DecodeGraphs(self._model, self._cache, buffers, (), *graphs)
 
     def capture_drafts(self, max_sequences: int, capture: Capture | None = None) -> None:
         """From now on draft() replays CUDA graphs of up to max_sequences rows, as capture_steps says."""
@@ -159,12 +165,18 @@ class ModelRunner:
         tokens: Sequence[Int64Array],
         sampling: SampleBatch,
         positions: Int64Array,
+        *,
+        follows: bool = False,
     ) -> PendingSamples:
         """The next tokens[i] of each of n sequences: its last token and a draft, int64 [1 + k]. Samples a token behind
         each of them, with the parameters of its sequence.
 
         positions: int64 [n], of the first token sampled for each sequence, as for sample(). A row with LogitRules has
         no draft. No step is in flight.
+
+        follows: but the verify step before, of the same sequences, which may not be read yet and is in a graph. The
+        device puts in its own tokens, and positions and lengths are as if all drafts of that step held. All rows are
+        greedy. See next_drafts.
         """
         appends = np.array([one.size for one in tokens])
         rows = self._verify_rows
@@ -173,7 +185,8 @@ class ModelRunner:
         token_ids, each = np.concatenate(tokens), positions[rows.rows] + rows.offsets
         graphs = self._verify_graphs
         if graphs is not None and token_ids.size <= graphs.largest:
-            pending = graphs.step(sequence_ids, token_ids, rows.sources, rows.sampling, each, appends)
+            sources = rows.followers if follows else rows.sources
+            pending = graphs.step(sequence_ids, token_ids, sources, rows.sampling, each, appends)
             self._note(graphs.outputs, sequence_ids, positions, appends)
             return pending
         batch = Batch(sequence_ids, appends, push=False)
@@ -244,18 +257,7 @@ class ModelRunner:
 
         What failed is done: those who wait for its results hear of it.
         """
-        if self._model.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._model.device))
-
-        def is_past() -> bool:
-            try:
-                return event.query()
-            except RuntimeError:
-                return True
-
-        return None if is_past() else is_past
+        return mark_stream(self._model.device)
 
     def drain(self) -> None:
         """Waits until nothing that was launched is under way; raises what the device reports. The last step's samples

@@ -3,6 +3,7 @@
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.kernels.base import FOLLOWS
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.sample_batch import SampleBatch
 
@@ -11,7 +12,7 @@ class VerifyRows:
     """The T tokens of n sequences, one sequence after another; steps of the same drafts and rows use it again.
 
     offsets: int64 [T], tokens of the same sequence before each. rows: int64 [T], the sequence of each, 0 … n - 1.
-    sampling: of each token. sources: int64 [T], all ON_HOST.
+    sampling: of each token. sources: int64 [T], all ON_HOST; followers: those of a step that follows, see DraftKernels.
     """
 
     def __init__(self, appends: Int64Array, sampling: SampleBatch) -> None:
@@ -21,6 +22,7 @@ class VerifyRows:
         self.offsets = np.arange(self.rows.size) - np.repeat(np.cumsum(appends) - appends, appends)
         self.sampling = sampling.take(self.rows)
         self.sources = np.full(self.rows.size, ON_HOST)
+        self.followers = FOLLOWS - self.rows
 
     def are_of(self, appends: Int64Array, sampling: SampleBatch) -> bool:
         """Whether they would be the same for these."""

@@ -110,13 +110,12 @@ class DecodeRows:
         self.sources = self._on_host
 
     def verified(self, requests: Sequence[DecodeRequest], runs: Sequence[TokenRun]) -> None:
-        """A verify step of all rows has given requests[i] the tokens runs[i], which are on the host. Rows that end with
-        them are still there."""
-        tokens = [run.token_ids for run in runs]
-        if requests is not self.requests:  # some have left
-            grown = dict(zip(map(id, requests), tokens, strict=True))
-            tokens = [grown[id(request)] for request in self.requests]
-        self.tokens = np.array([run[-1] for run in tokens], np.int64)
+        """A verify step has given requests[i] the tokens runs[i], which are on the host. Rows that end with them are
+        still there. Some may have left since it was launched, and others, whose tokens are known, have joined."""
+        grown = dict(zip(map(id, requests), (run.token_ids for run in runs), strict=True))
+        tokens = [grown.get(id(request), ()) for request in self.requests]
+        lasts = zip(tokens, self.tokens.tolist(), strict=True)
+        self.tokens = np.array([run[-1] if run else before for run, before in lasts], np.int64)
         self.sources = self._on_host
         self.lengths = self.lengths + np.array([len(run) for run in tokens], np.int64)
         self._count_steps()

@@ -12,6 +12,7 @@ from tandem.workers.counters import Counters
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.sample_batch import GREEDY_BELOW
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.speculation.draft_length import Acceptance, DraftLength
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
@@ -52,6 +53,10 @@ class Speculation:
 
     One row with a draft makes the step one that verifies, for all of them. So drafts that seldom hold wait for others,
     and sequences of which nobody knows begin as the worker's others do.
+
+    Where the device looks drafts up itself (ModelRunner.next_drafts), a verify step of the same rows is launched before
+    the one before is read. Both sides look up in the same tokens, so the host knows the device's drafts once it has
+    read the step before.
     """
 
     def __init__(self, drafter: Drafter | None, tokens: int, max_step_tokens: int, counters: Counters) -> None:
@@ -64,6 +69,7 @@ class Speculation:
         self._requests: dict[DecodeRequest, Drafted] = {}
         self._acceptance = Acceptance()
         self._plain_steps = 0  # since the last one with drafts
+        self._found = False  # whether the last step that was read had any drafts
 
     def propose(self, requests: Sequence[DecodeRequest], *, known: bool) -> list[Int64Array] | None:
         """A draft for each request, behind the tokens of it that are known; None where all would be empty.
@@ -94,18 +100,23 @@ class Speculation:
 
     def _asks(self, requests: Sequence[DecodeRequest]) -> dict[int, DraftAsk]:
         """By the index of their requests; fewer tokens each, or none, where the step has room for no more."""
-        room = self._max_step_tokens - len(requests)
-        if self._drafter is None or room <= 0 or any(request.sliding is not None for request in requests):
+        if self._drafter is None or any(request.sliding is not None for request in requests):
             return {}  # a draft would push out of a window what its first token sees
-        wanted = [(index, most) for index, request in enumerate(requests) if (most := self._wanted(request)) > 0]
-        share = max(room // max(len(wanted), 1), 1)
+        wanted = [self._wanted(request, len(request.output)) for request in requests]
         asks = {}
-        for index, most in wanted[:room]:
+        for index, most in self._shared_out(requests, wanted).items():
             request = requests[index]
             assert request.params is not None
-            context = self._requests[request].context()
-            asks[index] = DraftAsk(request.sequence_id, context, min(most, share), request.params)
-        return asks if self._pays(requests, {index: ask.most for index, ask in asks.items()}) else {}
+            asks[index] = DraftAsk(request.sequence_id, self._requests[request].context(), most, request.params)
+        return asks
+
+    def _shared_out(self, requests: Sequence[DecodeRequest], wanted: Sequence[int]) -> dict[int, int]:
+        """Tokens to draft, by the index of their row, where the rows want so many; nothing where that does not pay."""
+        room = self._max_step_tokens - len(requests)
+        indices = [index for index, most in enumerate(wanted) if most > 0]
+        share = max(room // max(len(indices), 1), 1)
+        counts = {index: min(wanted[index], share) for index in indices[: max(room, 0)]}
+        return counts if self._pays(requests, counts) else {}
 
     def _pays(self, requests: Sequence[DecodeRequest], drafted: Mapping[int, int]) -> bool:
         """Whether a step of these rows is to have so many drafted tokens, by the index of their row."""
@@ -128,25 +139,69 @@ class Speculation:
         tokens = np.concatenate(parts)
         inputs = [tokens[begin:end] for begin, end in pairwise([0, *ends])]
         pending = runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
-        return Verification(rows.requests, drafts, pending, prompt_tokens)
+        sizes = [draft.size for draft in drafts]
+        self._found = True
+        return Verification(rows.requests, sizes, drafts, pending, sizes, prompt_tokens)
+
+    def follow(self, runner: ModelRunner, rows: DecodeRows, before: Verification) -> Verification | None:
+        """A verify step of all rows behind `before`, which is not read yet; the device looks its drafts up. None where
+        the host has to read `before` first."""
+        step, next_drafts = rows.next_step(), runner.next_drafts
+        if step is None or next_drafts is None or rows.requests is not before.requests or not self._found:
+            return None
+        if step.sampling.rules is not None or not (step.sampling.temperature < GREEDY_BELOW).all():
+            return None  # a number to sample with is of one position
+        ends = [len(one.output) + size + 1 for one, size in zip(rows.requests, before.sizes, strict=True)]
+        if any(one.max_tokens <= end for one, end in zip(rows.requests, ends, strict=True)):
+            return None  # its last token may be among those
+        wanted = [self._wanted(one, end) for one, end in zip(rows.requests, ends, strict=True)]
+        counts = self._shared_out(rows.requests, wanted)
+        sizes = [counts.get(index, 0) for index in range(len(rows))]
+        if not counts or not next_drafts.takes(len(rows), sum(sizes) + len(rows)):
+            return None
+        if before.drafts is not None:
+            next_drafts.remember([self._drafted(request).context() for request in rows.requests])
+        self._plain_steps = 0
+        unknown = [np.zeros(size + 1, np.int64) for size in sizes]
+        positions = step.positions + np.array(before.sizes) + 1
+        pending = runner.verify(step.sequence_ids, unknown, step.sampling, positions, follows=True)
+        return Verification(rows.requests, sizes, None, pending)
+
+    def recall(self, step: Verification) -> None:
+        """Looks up what the device has, for a step that followed one which is read by now. What was not there to be
+        looked up, the device took for 0."""
+        if step.drafts is not None:
+            return
+        assert self._drafter is not None
+        asks: dict[int, DraftAsk] = {}
+        for index, (request, size) in enumerate(zip(step.requests, step.sizes, strict=True)):
+            if size and not request.ended:
+                assert request.params is not None
+                context = self._requests[request].context()
+                asks[index] = DraftAsk(request.sequence_id, context, size, request.params)
+        step.drafts, step.found = [np.zeros(size, np.int64) for size in step.sizes], [0] * len(step.sizes)
+        for index, draft in zip(asks, self._drafter.propose(list(asks.values())), strict=True):
+            step.found[index] = draft.size
+            step.drafts[index][: draft.size] = draft
+        self._found = any(step.found)
 
     def settle(self, step: Verification, runs: Sequence[TokenRun], cache: PagedKVCache) -> None:
         """Takes back the positions of drafted tokens that do not count."""
         surplus: dict[int, int] = {}
-        for request, draft, run in zip(step.requests, step.drafts, runs, strict=True):
+        for request, size, drafted, run in zip(step.requests, step.sizes, step.found, runs, strict=True):
             if request.ended:
                 continue
-            if draft.size + 1 > len(run.token_ids):
-                surplus[request.sequence_id] = draft.size + 1 - len(run.token_ids)
-            if not draft.size:
+            if size + 1 > len(run.token_ids):
+                surplus[request.sequence_id] = size + 1 - len(run.token_ids)
+            if not drafted:
                 continue
-            accepted = len(run.token_ids) - 1
-            self._requests[request].length.verified(draft.size, accepted, len(request.output) + len(run.token_ids))
-            self._acceptance.verified(draft.size, accepted)
-            self._counters.drafted_tokens += draft.size
+            accepted = min(len(run.token_ids) - 1, drafted)
+            self._requests[request].length.verified(drafted, accepted, len(request.output) + len(run.token_ids))
+            self._acceptance.verified(drafted, accepted)
+            self._counters.drafted_tokens += drafted
             self._counters.accepted_tokens += accepted
             if request.token_stream is not None:
-                request.token_stream.drafted += draft.size
+                request.token_stream.drafted += drafted
                 request.token_stream.accepted += accepted
         if surplus:
             cache.pop_each(tuple(surplus), list(surplus.values()))
@@ -156,13 +211,17 @@ class Speculation:
         if self._requests.pop(request, None) is not None and self._drafter is not None:
             self._drafter.forget(request.sequence_id)
 
-    def _wanted(self, request: DecodeRequest) -> int:
-        """Tokens to draft for it: beside those the step gives one, which may be the last."""
+    def _wanted(self, request: DecodeRequest, num_output: int) -> int:
+        """Tokens to draft for it behind so many output tokens: beside those the step gives one, which may be the
+        last."""
         assert request.rule is not None
         assert request.params is not None
-        left = request.rule.max_tokens - len(request.output) - 1
+        left = request.rule.max_tokens - num_output - 1
         if left <= 0 or request.params.changes_logits:
             return 0
+        return min(self._drafted(request).length.next(num_output), left)
+
+    def _drafted(self, request: DecodeRequest) -> Drafted:
         if request not in self._requests:
             self._requests[request] = Drafted(request, DraftLength(self._tokens, self._acceptance.share))
-        return min(self._requests[request].length.next(len(request.output)), left)
+        return self._requests[request]

@@ -13,7 +13,7 @@ from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Verification:
     """A verify step that was launched: n requests, each with its last token and its draft, perhaps an empty one.
 
@@ -21,15 +21,18 @@ class Verification:
     """
 
     requests: list[DecodeRequest]
-    drafts: Sequence[Int64Array]
+    sizes: list[int]  # drafted tokens of each
+    drafts: Sequence[Int64Array] | None  # None: the device looks them up; see Speculation.recall
     pending: PendingSamples
+    found: list[int] = field(default_factory=list)  # of each draft the tokens that were there to be looked up
     prompt_tokens: int = 0  # see StepInFlight
     released: list[int] = field(default_factory=list)  # see StepInFlight
 
     def runs(self, samples: Samples) -> list[TokenRun]:
         """The tokens that count, of each request: those that the target samples, as long as it was asked with what it
-        had sampled before."""
-        ends = np.cumsum([draft.size + 1 for draft in self.drafts])
+        had sampled before. The drafts are known."""
+        assert self.drafts is not None, "the device's drafts are looked up before the step is read"
+        ends = np.cumsum(self.sizes) + np.arange(1, len(self.sizes) + 1)
         wrong = np.ones(samples.token_ids.size, np.bool_)  # behind the last token of each nothing was drafted
         drafted = wrong.copy()
         drafted[ends - 1] = False

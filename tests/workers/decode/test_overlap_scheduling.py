@@ -5,7 +5,7 @@ The runner here draws scripted tokens from the positions, and says when each ste
 
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.speculation.drafter import Drafter
+from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 
@@ -44,6 +44,47 @@ def token_at(sequence: int, position: int) -> int:
     return 1 + (37 * sequence + 11 * position) % 97
 
 
+class Held(NamedTuple):
+    """Of a sequence in a verify step: the position of the first token sampled, its rows, and those that held."""
+
+    position: int
+    rows: int
+    held: int
+
+
+class ScriptedNextDrafts:
+    """Stands for NextDrafts: looks up what the drafter does, in the tokens of the script."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._remembered: list[int] = []  # lengths of the contexts, until the next verify step that follows none
+        self.held: dict[int, Held] = {}
+
+    def takes(self, num_sequences: int, num_tokens: int) -> bool:
+        return num_tokens <= 32
+
+    def remember(self, contexts: list[np.ndarray]) -> None:
+        assert [one.size for one in contexts] == [one.position for one in self.held.values()]
+        self._remembered = list(self.held)
+
+    def followed(
+        self, sequence_ids: tuple[int, ...], sizes: list[int], positions: np.ndarray
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """The inputs of the step, and the positions that it really has."""
+        assert list(sequence_ids) == list(self.held) == self._remembered
+        assert positions.tolist() == [one.position + one.rows for one in self.held.values()]
+        true = [one.position + one.held for one in self.held.values()]
+        tokens = []
+        for sequence, size, position in zip(sequence_ids, sizes, true, strict=True):
+            context = np.array([token_at(sequence, index) for index in range(position)])
+            (draft,) = self._drafter.propose([DraftAsk(sequence, context, max(size - 1, 1), SamplingParams())])
+            inputs = np.zeros(size, np.int64)
+            inputs[0] = context[-1]
+            inputs[1 : 1 + draft.size] = draft[: size - 1]
+            tokens.append(inputs)
+        return tokens, np.array(true)
+
+
 class ScriptedRunner:
     """Checks each input against the script, wherever it comes from, and grows the cache as a forward does."""
 
@@ -51,6 +92,7 @@ class ScriptedRunner:
         self._cache = cache
         self._last: list[int] = []
         self.overlaps = True
+        self.next_drafts: ScriptedNextDrafts | None = None
         self.log: list[str] = []
         self.fail_at: Callable[[int], bool] = lambda step: False
         self.fail_reading = False
@@ -80,18 +122,32 @@ class ScriptedRunner:
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
 
     def verify(
-        self, sequence_ids: tuple[int, ...], tokens: list[np.ndarray], sampling: SampleBatch, positions: np.ndarray
+        self,
+        sequence_ids: tuple[int, ...],
+        tokens: list[np.ndarray],
+        sampling: SampleBatch,
+        positions: np.ndarray,
+        *,
+        follows: bool = False,
     ) -> PendingSamples:
         step = sum(line.startswith("launch") for line in self.log)
-        assert all(line in self.log for line in (f"read {before}" for before in range(step))), "a step is in flight"
-        sampled = []
+        read = range(step - 1 if follows else step)
+        assert all(f"read {before}" in self.log for before in read), "a step is in flight"
+        sizes = [one.size for one in tokens]
+        if follows:
+            assert self.next_drafts is not None
+            tokens, positions = self.next_drafts.followed(sequence_ids, sizes, positions)
+        sampled, held = [], {}
         for sequence, inputs, position in zip(sequence_ids, tokens, positions.tolist(), strict=True):
             due = [token_at(sequence, position - 1 + index) for index in range(inputs.size)]
             assert inputs[0] == due[0]
             right = np.cumprod(inputs == due)
+            held[sequence] = Held(position, inputs.size, int(right.sum()))
             sampled += [token_at(sequence, position + index) if right[index] else 98 for index in range(inputs.size)]
-        self._cache.begin_forward(sequence_ids, np.array([one.size for one in tokens]))
-        self.log.append(f"launch {step}: verify {[one.size for one in tokens]}")
+        if self.next_drafts is not None:
+            self.next_drafts.held = held
+        self._cache.begin_forward(sequence_ids, np.array(sizes))
+        self.log.append(f"launch {step}: {'follow' if follows else 'verify'} {sizes}")
         return cast(PendingSamples, ScriptedSamples(self, step, sampled))
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: np.ndarray) -> None:
@@ -172,6 +228,7 @@ class Bench:
             writer=None,
         )
         self.runner, self.collector = runner(self.cache), Collector()
+        self.drafter = drafter
         settings = LoopSettings(lease_seconds=60, sharing=False, max_sequences=max_sequences, **limits)
         ends = Ends(PushMeter(receiver), cast(TokenFanout, self.collector), KernelThreads(None, 1), drafter)
         self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings, ends, clock)
@@ -186,6 +243,11 @@ class Bench:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop_ids)
         self.decodes.start(name, sequence, params, stream)
         return reservation, stream
+
+    def follow(self) -> None:
+        """From now on verify steps can follow one another."""
+        assert self.drafter is not None
+        self.runner.next_drafts = ScriptedNextDrafts(self.drafter)
 
     def run(self) -> None:
         for _ in range(100):

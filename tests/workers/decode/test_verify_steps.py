@@ -22,7 +22,7 @@ class ScriptedDrafter:
     computes = False
 
     def __init__(self, right: float, idle: float = 0.0, seed: int = 1) -> None:
-        self._draws, self._right, self._idle = random.Random(seed), right, idle
+        self._seed, self._right, self._idle = seed, right, idle
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
         return [self._draft(ask) for ask in asks]
@@ -31,9 +31,11 @@ class ScriptedDrafter:
         pass
 
     def _draft(self, ask: DraftAsk) -> Int64Array:
-        size = 0 if self._draws.random() < self._idle else ask.most
+        """The same for the same context, but for its length."""
+        draws = random.Random(f"{self._seed} {ask.sequence_id} {ask.context.size}")
+        size = 0 if draws.random() < self._idle else min(ask.most, draws.randint(1, 2 * LENGTH))
         due = [token_at(ask.sequence_id, ask.context.size + index) for index in range(size)]
-        return np.array([one if self._draws.random() < self._right else one + 1 for one in due], np.int64)
+        return np.array([one if draws.random() < self._right else one + 1 for one in due], np.int64)
 
 
 def bench_with(drafter: ScriptedDrafter, max_step_tokens: int = 32) -> Bench:
@@ -112,11 +114,25 @@ def test_drafts_share_what_the_rows_leave_of_a_step() -> None:
     assert bench.cache.num_free_pages == NUM_PAGES
 
 
+def test_a_verify_step_is_launched_before_the_one_before_is_read() -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.follow()
+    bench.runner.overlaps = False
+    _, stream = bench.start("a", max_tokens=20)
+    bench.runner.overlaps = True
+    bench.run()
+    assert bench.runner.log == []
+    assert bench.collector.tokens[stream] == expected(1, 20)
+
+
+@pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_requests_come_stop_and_go(seed: int) -> None:
+def test_requests_come_stop_and_go(seed: int, follows: bool) -> None:
     draws = random.Random(seed)
     bench = bench_with(ScriptedDrafter(draws.random(), draws.random(), seed), draws.choice([2, 5, 32]))
-    bench.runner.overlaps = draws.random() < 0.7
+    bench.runner.overlaps = follows or draws.random() < 0.7
+    if follows:
+        bench.follow()
     due: dict[TokenStream, tuple[list[int], FinishReason]] = {}
     gone: set[TokenStream] = set()
     names: dict[str, TokenStream] = {}

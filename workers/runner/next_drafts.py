@@ -1,0 +1,56 @@
+"""Drafts that the device looks up itself, between two verify steps: the host has no part in them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.attention.graph_buffers import GraphBuffers
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.kernels.base import Histories
+from tandem.workers.kernels.choice import choose_draft_kernels
+
+
+class NextDrafts:
+    """Holds the tokens of a verify step's sequences, and what came of its drafts. So a verify step can be launched
+    while the one before runs: the host plans it as if all drafts held.
+
+        verify step ──► accept() ──►   verify step that follows: follow() ──► forward ──► accept()
+                        which drafts hold;      last tokens, drafts behind them,
+                        appends what does       by how much the rows stand earlier than planned
+    """
+
+    def __init__(self, max_tokens: int, length: int, max_ngram: int, device: torch.device) -> None:
+        """max_tokens: of a step. length: most tokens of a sequence. max_ngram: see NgramDrafter."""
+        self._max_tokens = max_tokens
+        num_sequences = max(max_tokens // 2, 1)
+        counts = torch.zeros((2, num_sequences), dtype=torch.int32, device=device)
+        tokens = torch.zeros((num_sequences, length), dtype=torch.int32, device=device)
+        self._histories = Histories(tokens, counts[0], counts[1])
+        self._kernels = choose_draft_kernels(device)
+        self._max_ngram = max_ngram
+
+    def takes(self, num_sequences: int, num_tokens: int) -> bool:
+        """Whether a verify step of so many can follow one that is not read yet."""
+        return num_sequences <= self._histories.tokens.shape[0] and num_tokens <= self._max_tokens
+
+    @torch.inference_mode()
+    def remember(self, contexts: Sequence[Int64Array]) -> None:
+        """The tokens, int64 [n], of each sequence of the verify step launched last, up to its first input. Once, before
+        a step follows that one."""
+        (on_device,) = upload([np.concatenate(contexts)], self._histories.tokens.device)
+        parts = on_device.split([one.size for one in contexts])
+        for tokens, part in zip(self._histories.tokens, parts, strict=False):
+            tokens[: part.shape[0]].copy_(part)
+
+    def follow(self, buffers: GraphBuffers) -> Tensor:
+        """For the rows of a step that follows. See DraftKernels.follow, and the shift of GraphBuffers.attention."""
+        tokens, sources = buffers.inputs[:2]
+        return self._kernels.follow(tokens, sources, buffers.preceding, self._histories, self._max_ngram)
+
+    def accept(self, buffers: GraphBuffers, sampled: Tensor) -> None:
+        """See DraftKernels.accept."""
+        tokens = buffers.inputs[0]
+        self._kernels.accept(tokens, sampled, buffers.positions, buffers.preceding, self._histories)

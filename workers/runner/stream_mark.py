@@ -1,0 +1,21 @@
+"""A place in what was launched on a device."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def mark_stream(device: torch.device) -> Callable[[], bool] | None:
+    """See ModelRunner.mark."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+
+    def is_past() -> bool:
+        try:
+            return event.query()
+        except RuntimeError:
+            return True
+
+    return None if is_past() else is_past

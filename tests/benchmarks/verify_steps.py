@@ -1,37 +1,51 @@
 """Verify steps of a Qwen3 shape on one GPU, no cluster, against plain steps of the same run; prints JSON.
 
-verify k    a step of each row's last token and k drafted ones, which is read before the next begins
-    to_plain    ÷ a plain step of as many rows, launched before the one before is read
+A decode worker's loop, its step thread and the n-gram drafter are real. The model's weights are random, but for its
+embedding: behind token t it says t + 1. So a prompt decides what is drafted, and how much of it holds.
+
+verify k    a step of each row's last token and k drafted ones, none of which holds
+    to_plain    ÷ a plain step of as many rows
+    waiting     the same, where each step is read before the next is launched
     device_ms   what all its kernels and copies take, one after another
 with p      tokens a second of rows whose drafts hold with probability p for each token, ÷ those of plain steps. The
             worker's policy decides who gets drafts, and when. p = 0: what a drafter that is always wrong costs. The
             second of two batches; the worker's first has to find p out, and warms up.
-
-Random weights and KV. A drafter's own time is not in it.
 """
 
 import argparse
+import threading
 import time
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import numpy as np
 import torch
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.transfer.completion import pack_payload, pack_signal
+from tandem.transfer.fake import FakeFabric
+from tandem.transfer.recall import mailbox_rows
+from tandem.workers.config import LoopSettings, SpeculationSettings
+from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.errors import WorkerError
+from tandem.workers.prefill.push_meter import PushMeter
+from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.speculation.draft_length import DraftLength
+from tandem.workers.speculation.ngram import NgramDrafter
 from tandem.workers.speculation.speculation import Speculation
-from tests.benchmarks.contexts import Contexts
+from tandem.workers.step_loop import Ends, StepLoop
+from tandem.workers.step_thread import StepThread
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.model_shapes import SHAPES, shape_name
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_least, at_most, print_result, print_skipped
-from tests.benchmarks.step_bench import RECORDED_STEPS, SEGMENT, STEPS, Bench
+from tests.benchmarks.step_bench import RECORDED_STEPS, Bench
 from tests.benchmarks.timeline import record
-from tests.support.drafted_batch import DraftedBatch, speculation_of
 
 MODELS = ("qwen3-8b",)
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -40,125 +54,174 @@ HOLDS = (0.0, 0.5, 0.7, 0.9)
 CONTEXT = 1024
 MOST_DRAFTED = 3  # speculation.tokens
 MOST_TOKENS = 256  # of a verify step
-OUTPUT = 256  # tokens of each row
+OUTPUT = 120  # tokens of each row: fewer than have a draft
+SCALE = 5000.0  # of the embedding, beside which what the layers add is small
+FIRST_TOKEN, TOKENS_A_ROW, FIRST_WRONG = 1000, 1000, 100_000
+SECONDS = 20.0  # that a batch may take
 VERIFY_LIMITS = {(1, 3): 1.15, (1, 7): 1.30}  # by rows and drafted tokens
 WRONG_LIMIT = 1 / 1.03
 MANY_LIMIT = 1 / 1.02  # of MANY rows
 MANY = 32
 SPEEDUPS = {1: 2.0, 8: 1.5}  # with drafts of which 0.7 hold
 VERIFIED = 0.7
+MAILBOX = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4),), 16, torch.float32)  # of a fabric for signals
 
 
 class Generated(NamedTuple):
-    """seconds: of OUTPUT tokens a row. tokens: of a row and step. verified: the part of the steps that verified, and
-    ms the median of these."""
+    """Of OUTPUT tokens a row on average. ms: of a step. accepted: part of the drafted tokens."""
 
     seconds: float
-    tokens: float
-    verified: float
     ms: Measured
+    tokens_a_step: float
+    accepted: float
+
+
+class Collected:
+    """Stands for TokenFanout: counts tokens, and says when there are enough."""
+
+    def __init__(self, enough: int) -> None:
+        self.tokens, self._enough, self.done = 0, enough, threading.Event()
+        self.times: list[float] = []
+        self._last: dict[TokenStream, int] = {}
+        self.error: Exception | None = None
+
+    def publish(self, updates: list[TokenUpdate]) -> None:
+        for update in updates:
+            for token in update.run.token_ids:
+                if token != self._last.get(update.token_stream, token - 1) + 1:
+                    self.error = AssertionError(f"{token} behind {self._last[update.token_stream]}")
+                self._last[update.token_stream] = token
+                self.tokens += 1
+        if updates and not self.done.is_set():
+            self.times.append(time.perf_counter())
+        if self.tokens >= self._enough:
+            self.done.set()
+
+    def fail(self, token_stream: TokenStream, error: WorkerError) -> None:
+        self.error = error
+        self.done.set()
+
+
+def prompt_of(row: int, holds: float, most: int, draws: np.random.Generator) -> Int64Array:
+    """CONTEXT tokens in which each token that the row will put out stands with a draft behind it.
+
+    The drafts of later tokens come first. So the first place of a token is where its own draft is.
+    """
+    first, width = FIRST_TOKEN + row * TOKENS_A_ROW, most + 1
+    starts = first + np.arange(CONTEXT // width)[::-1]
+    tokens = starts[:, None] + np.arange(width)
+    right = np.cumprod(draws.random((starts.size, most)) < holds, axis=1).astype(bool)
+    wrong = draws.integers(FIRST_WRONG, FIRST_WRONG + 10_000, right.shape)
+    tokens[:, 1:] = np.where(right, tokens[:, 1:], wrong)
+    return np.concatenate((np.full(CONTEXT - tokens.size, FIRST_WRONG), tokens.ravel()))
 
 
 class VerifyBench(Bench):
     def __init__(self, shape: str, rows: Sequence[int]) -> None:
-        super().__init__(shape, max(rows), max(rows) * (CONTEXT + 2 * OUTPUT))
+        super().__init__(shape, max(rows), 2 * max(rows) * (CONTEXT + 3 * OUTPUT))
+        decoder = cast(Any, self.runner._model)
+        following = decoder._lm_head._weights.weight.roll(-1, 0)  # of the next token
+        decoder._embedding.copy_(following.float() * SCALE)
         began = time.perf_counter()
-        self.runner.capture_verification(MOST_TOKENS)
+        self.runner.capture_verification(MOST_TOKENS, max_ngram=1)
         torch.cuda.synchronize()
         self.capture_verification_seconds = time.perf_counter() - began
 
-    def plain(self, rows: int) -> tuple[Measured, float]:
-        """As decode(): seconds of a step. And those of OUTPUT tokens a row."""
-        seconds, _ = self.decode(Contexts(str(CONTEXT)).lengths(rows), SamplingParams(temperature=0))
-        return seconds, seconds * OUTPUT
+    @contextmanager
+    def loop(self, rows: int, drafted: int) -> Iterator[tuple[StepLoop, StepThread, Any]]:
+        """Of a decode worker, and who signals that KV is there. drafted: most tokens of a draft; 0: no drafter."""
+        fabric = FakeFabric(2, MAILBOX, num_pages=1, num_signals=mailbox_rows(rows, 2))
+        sender, receiver = fabric.joined()
+        speculation = SpeculationSettings("ngram", drafted, MOST_TOKENS, 1)
+        settings = LoopSettings(lease_seconds=600, sharing=False, max_sequences=rows, speculation=speculation)
+        fanout = cast(TokenFanout, Collected(0))
+        drafter = NgramDrafter(1) if drafted else None
+        ends = Ends(PushMeter(receiver), fanout, KernelThreads(None, 1), drafter)
+        loop = StepLoop(self.runner, self.cache, receiver, settings, ends)
+        thread = StepThread(loop, "steps")
+        thread.start()
+        try:
+            yield loop, thread, sender
+        finally:
+            thread.stop()
+            torch.cuda.synchronize()
 
-    def verify(self, rows: int, drafted: int) -> tuple[Measured, float]:
-        """Seconds of a step of which no draft holds, and those that the device works for it."""
-        run = _Rows(self, rows)
-        tokens = [np.arange(1, drafted + 2)] * rows
-
-        def steps(count: int = STEPS) -> list[float]:
-            times = [time.perf_counter()]
-            for _ in range(count):
-                run.verify(tokens)
-                run.take_back([drafted] * rows)
-                times.append(time.perf_counter())
-            return times
-
-        steps()
-        times = steps()
-        segments = [(end - begin) / SEGMENT for begin, end in pairwise(times[::SEGMENT])]
-        spans = record(lambda: steps(RECORDED_STEPS))
-        run.close()
-        seconds = Measured.of((times[-1] - times[0]) / STEPS, segments)
-        return seconds, sum(span.end - span.begin for span in spans) / 1e6 / RECORDED_STEPS
-
-    def generate(self, rows: int, holds: float, speculation: Speculation) -> "Generated":
+    def generate(self, made: tuple[StepLoop, StepThread, Any], rows: int, holds: float, most: int) -> Generated:
         """Until `rows` have OUTPUT tokens on average. holds: the probability of a drafted token to be the target's."""
-        run = _Rows(self, rows)
-        batch = DraftedBatch(speculation, rows, 2 * OUTPUT, lambda sequence: holds)
-        outputs = steps = 0
-        verifying: list[float] = []
+        loop, thread, sender = made
+        collected = Collected(rows * OUTPUT)
+        draws = np.random.default_rng(rows)
+        prompts = [prompt_of(row, holds, most, draws) for row in range(rows)]
+        before = loop.counters.drafted_tokens, loop.counters.accepted_tokens
+
+        def start() -> None:
+            cast(Any, loop.decodes)._fanout = collected
+            limit = CONTEXT // (most + 1)
+            for row, prompt in enumerate(prompts):
+                reservation = loop.decodes.prepare(str(row), prompt, limit, writer_pe=0)
+                signal = pack_signal(reservation.generation, CONTEXT)
+                first = FIRST_TOKEN + row * TOKENS_A_ROW
+                sender.post(1, reservation.signal_slot, signal, pack_payload(first, 0))
+                params = SamplingParams(temperature=0, max_tokens=limit)
+                loop.decodes.start(str(row), reservation.reservation_id, params, TokenStream())
+
+        def end() -> None:
+            for row in range(rows):
+                loop.decodes.abort(str(row), writer_quiet=True)
+
         torch.cuda.synchronize()
         began = time.perf_counter()
-        flight: PendingSamples | None = None
-        while outputs < OUTPUT * rows:
-            steps += 1
-            drafted = batch.propose()
-            following = run.step(flight is not None) if drafted is None else None
-            if flight is not None:
-                flight.wait()
-            flight = following
-            verified = time.perf_counter()
-            if drafted is not None:
-                run.verify([np.arange(1, count + 2) for count in drafted])
-            accepted = batch.step(drafted)
-            if drafted is not None:
-                run.take_back([count - good for count, good in zip(drafted, accepted, strict=True)])
-                verifying.append(time.perf_counter() - verified)
-            outputs += rows + sum(accepted)
-        if flight is not None:
-            flight.wait()
-        seconds = time.perf_counter() - began
-        run.close()
-        each = outputs / rows
+        thread.call(start).result(SECONDS)
+        assert collected.done.wait(SECONDS), "the batch takes too long"
+        thread.call(end).result(SECONDS)
+        while thread.call(lambda: bool(cast(Any, loop.decodes)._steps)).result(SECONDS):
+            pass  # a step that is not read yet has the sequences
+        if collected.error is not None:
+            raise collected.error
+        drafted, accepted = (
+            now - then
+            for now, then in zip((loop.counters.drafted_tokens, loop.counters.accepted_tokens), before, strict=True)
+        )
+        times = np.array([began, *collected.times])
         return Generated(
-            seconds * OUTPUT / each, each / steps, len(verifying) / steps, Measured.median(verifying or [0.0], 1e3)
+            float(times[-1] - began) * rows * OUTPUT / collected.tokens,
+            Measured.median(np.diff(times)[2:].tolist(), 1e3),
+            collected.tokens / rows / len(collected.times),
+            accepted / max(drafted, 1),
         )
 
+    def verify(self, rows: int, drafted: int, *, follows: bool) -> Measured:
+        """Milliseconds of a step in which each row has so many drafted tokens, none of which holds."""
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(mock.patch.object(DraftLength, "next", return_value=drafted))
+            enter(mock.patch.object(Speculation, "_pays", lambda self, requests, counts: bool(counts)))
+            if not follows:
+                enter(mock.patch.object(self.runner, "next_drafts", None))
+            made = enter(self.loop(rows, drafted))
+            return [self.generate(made, rows, 0.0, drafted) for _ in range(2)][1].ms
 
-class _Rows:
-    """Sequences of CONTEXT positions, until close()."""
+    def on_device(self, rows: int, drafted: int) -> float:
+        """Seconds that the device works for a step."""
+        ids, tokens = tuple(range(rows)), [np.arange(1, drafted + 2)] * rows
+        sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * rows)
+        for sequence in ids:
+            self.cache.add_sequence(sequence)
+            self.cache.prepare_receive(sequence, CONTEXT)
+            self.cache.finish_receive(sequence)
 
-    def __init__(self, bench: VerifyBench, rows: int) -> None:
-        self._bench = bench
-        self.ids = tuple(range(rows))
-        self._sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * rows)
-        for sequence in self.ids:
-            bench.cache.add_sequence(sequence)
-            bench.cache.prepare_receive(sequence, CONTEXT)
-            bench.cache.finish_receive(sequence)
+        def steps(count: int) -> None:
+            for _ in range(count):
+                positions = np.array([self.cache.num_tokens(sequence) + 1 for sequence in ids])
+                self.runner.verify(ids, tokens, sampling, positions).wait()
+                self.cache.pop_each(ids, [drafted] * rows)
 
-    def _positions(self) -> Int64Array:
-        return np.array([self._bench.cache.num_tokens(sequence) + 1 for sequence in self.ids])
-
-    def step(self, follows: bool) -> PendingSamples:
-        """One that takes the tokens of the one before, if it follows one that was not read."""
-        rows = len(self.ids)
-        sources = np.arange(rows) if follows else np.full(rows, -1)
-        return self._bench.runner.step(self.ids, np.ones(rows, np.int64), sources, self._sampling, self._positions())
-
-    def verify(self, tokens: Sequence[Int64Array]) -> None:
-        self._bench.runner.verify(self.ids, tokens, self._sampling, self._positions()).wait()
-
-    def take_back(self, counts: Sequence[int]) -> None:
-        if any(counts):
-            self._bench.cache.pop_each(self.ids, counts)
-
-    def close(self) -> None:
+        steps(3)
+        spans = record(lambda: steps(RECORDED_STEPS))
         torch.cuda.synchronize()
-        for sequence in self.ids:
-            self._bench.cache.remove_sequence(sequence)
+        for sequence in ids:
+            self.cache.remove_sequence(sequence)
+        return sum(span.end - span.begin for span in spans) / 1e6 / RECORDED_STEPS
 
 
 def measure(name: str, options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
@@ -166,23 +229,25 @@ def measure(name: str, options: argparse.Namespace, budget: Budget) -> dict[str,
     bench = VerifyBench(name, options.rows)
     result: dict[str, Any] = {"capture_s": round(bench.capture_verification_seconds, 2)}
     for rows in budget.within(options.rows):
-        plain, plain_output = bench.plain(rows)
-        numbers: dict[str, float] = {"plain_ms": plain.scaled(1e3)}
+        with bench.loop(rows, 0) as made:
+            plain = [bench.generate(made, rows, 0.0, MOST_DRAFTED) for _ in range(2)][1]
+        numbers: dict[str, Any] = {"plain_ms": plain.ms}
         result[title(rows)] = numbers
         for drafted in options.drafts:
             if rows * (drafted + 1) <= MOST_TOKENS:
-                seconds, on_device = bench.verify(rows, drafted)
-                numbers[f"verify {drafted}, ms"] = seconds.scaled(1e3)
-                numbers[f"verify {drafted}, device_ms"] = rounded(on_device * 1e3)
-                numbers[f"verify {drafted}, to_plain"] = seconds.scaled(1 / plain)
+                numbers[f"verify {drafted}, device_ms"] = rounded(bench.on_device(rows, drafted) * 1e3)
+                for kind, follows in (("", True), ("waiting, ", False)):
+                    ms = bench.verify(rows, drafted, follows=follows)
+                    numbers[f"verify {drafted}, {kind}ms"] = ms
+                    numbers[f"verify {drafted}, {kind}to_plain"] = rounded(ms / plain.ms)
         for holds in options.holds:
-            speculation = speculation_of(MOST_DRAFTED, MOST_TOKENS)
-            first, made = (bench.generate(rows, holds, speculation) for _ in range(2))
-            numbers[f"with {holds}, first of the worker, to_plain"] = rounded(plain_output / first.seconds)
-            numbers[f"with {holds}, to_plain"] = rounded(plain_output / made.seconds)
-            numbers[f"with {holds}, tokens a step"] = rounded(made.tokens)
-            numbers[f"with {holds}, part of steps that verify"] = rounded(made.verified)
-            numbers[f"with {holds}, ms of these"] = made.ms
+            with bench.loop(rows, MOST_DRAFTED) as made:
+                first, drafting = (bench.generate(made, rows, holds, MOST_DRAFTED) for _ in range(2))
+            numbers[f"with {holds}, first of the worker, to_plain"] = rounded(plain.seconds / first.seconds)
+            numbers[f"with {holds}, to_plain"] = rounded(plain.seconds / drafting.seconds)
+            numbers[f"with {holds}, tokens a step"] = rounded(drafting.tokens_a_step)
+            numbers[f"with {holds}, part of drafted tokens accepted"] = rounded(drafting.accepted)
+            numbers[f"with {holds}, ms of a step"] = drafting.ms
     return result
 
 

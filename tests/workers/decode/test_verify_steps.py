@@ -33,7 +33,9 @@ class ScriptedDrafter:
     def _draft(self, ask: DraftAsk) -> Int64Array:
         """The same for the same context, but for its length."""
         draws = random.Random(f"{self._seed} {ask.sequence_id} {ask.context.size}")
-        size = 0 if draws.random() < self._idle else min(ask.most, draws.randint(1, 2 * LENGTH))
+        size = ask.most
+        if self._idle:
+            size = 0 if draws.random() < self._idle else min(size, draws.randint(1, 2 * LENGTH))
         due = [token_at(ask.sequence_id, ask.context.size + index) for index in range(size)]
         return np.array([one if draws.random() < self._right else one + 1 for one in due], np.int64)
 

@@ -1,0 +1,36 @@
+"""Verify steps that follow one another before they are read, against plain greedy steps."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cache.table_kernels import TableKernels
+from tests.support.checkpoints import save_checkpoint
+from tests.support.draft_chains import MAX_NGRAM, Chain
+from tests.support.prompt_programs import PromptRunner, run_in_place
+
+
+def captured(folder: Path) -> PromptRunner:
+    runner = PromptRunner(folder, None, TableKernels)
+    runner.runner.capture_verification(16, runner.counting(run_in_place), MAX_NGRAM)
+    return runner
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+def test_followers_give_the_tokens_of_plain_steps(family: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(family, tmp_path)
+    accepted = drafted = 0
+    for seed in range(4):
+        plain = Chain(PromptRunner(folder, None, TableKernels), seed)
+        chain = Chain(captured(folder), seed)
+        for ours, theirs in zip(chain.run(), plain.plain(), strict=True):
+            shared = min(len(ours), len(theirs))
+            assert ours[:shared] == theirs[:shared]
+        accepted, drafted = accepted + chain.accepted, drafted + chain.drafted
+        assert chain.runner.replays > 0
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "gpt_oss"])
+def test_where_pages_leave_a_window_nothing_follows(family: str, tmp_path: Path) -> None:
+    assert captured(save_checkpoint(family, tmp_path)).runner.next_drafts is None

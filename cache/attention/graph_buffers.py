@@ -211,7 +211,10 @@ def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> 
         if limits.sliding:
             return all(one.sliding_graphs for one in capabilities) and all(group.chunk is None for group in groups)
         able = all(one.verify_graphs if limits.runs else one.step_graphs for one in capabilities)
-        return able and (not limits.sharing or any(group.shares_in_graphs for group in groups))
+        if not able or not limits.sharing:
+            return able
+        largest = [group.backend.largest_sharing_step(limits.num_q_heads) for group in groups if group.shares_in_graphs]
+        return limits.num_sequences <= min(largest, default=0)
     counts = [limits.in_chunks(group.chunk).num_sequences for group in groups]
     largest = (
         group.backend.largest_prompt(count, limits.num_q_heads) for group, count in zip(groups, counts, strict=True)

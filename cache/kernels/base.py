@@ -298,6 +298,10 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         sharing leave out the pages of segments; the backend copies these itself.
         """
 
+    def largest_sharing_step(self, num_q_heads: int) -> int:
+        """Rows that a step in buffers for sharing may have; 0 where there are none."""
+        return 0
+
     def takes_shared(self, buffers: Any, shared: SharedPrefixes) -> bool:
         """Whether buffers for sharing have room for these segments."""
         return False

@@ -42,6 +42,9 @@ class TableKernels(TorchKernels):
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return 1 << 20
 
+    def largest_sharing_step(self, num_q_heads: int) -> int:
+        return 1 << 20
+
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         if buffers is None:
             return super().plan(tokens, tables)

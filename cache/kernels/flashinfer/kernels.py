@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, QKV, Capabilities, DeviceTables, Limits, Part
 from tandem.cache.kernels.flashinfer.eager import WORKSPACE_BYTES, EagerPlan, PlannedWrappers
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, plan_parts
-from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_prompt
+from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_decode, largest_prompt
 from tandem.cache.kernels.flashinfer.sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 from tandem.cache.kernels.fp8_entries import Fp8Entries
@@ -132,6 +132,9 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
 
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return largest_prompt(self._workspace, num_sequences, self._sizes(num_q_heads))
+
+    def largest_sharing_step(self, num_q_heads: int) -> int:
+        return largest_decode(WORKSPACE_BYTES, self._sizes(num_q_heads))
 
     def takes_shared(self, buffers: SharingBuffers, shared: SharedPrefixes) -> bool:
         return buffers.sharing.fits(shared)

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels
 from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
 from tandem.cache.kernels.flashinfer.parts import all_slots
+from tandem.cache.kernels.flashinfer.prompts import largest_decode
 from tandem.cache.kernels.paged import steps
 from tandem.cache.kernels.triton.decode_plan import DecodePlan
 from tandem.cache.plan.latent import LatentHeads
@@ -31,6 +32,22 @@ from tandem.cache.plan.latent import LatentHeads
 def test_refused(dtype: torch.dtype, head_dim: int, page_size: int, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         FlashInferKernels(torch.empty(1, 1, 2, 1, page_size, head_dim, dtype=dtype), Scoring(1.0))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tile", "most"),
+    [(96, 8, 16, 193), (32, 8, 16, 812), (64, 8, 16, 338), (64, 1, 64, 63), (128, 1, 128, 15)],
+)
+def test_rows_that_fit_into_the_workspace(heads: int, kv_heads: int, tile: int, most: int) -> None:
+    """FlashInfer keeps partial outputs and log-sum-exps for ceil(rows · queries / tile) + rows - 1 tiles of a head."""
+    workspace, queries = 256 << 20, heads // kv_heads
+
+    def taken(rows: int) -> int:
+        return heads * (-(-rows * queries // tile) + rows - 1) * tile * (128 + 1) * 4
+
+    assert largest_decode(workspace, (heads, kv_heads, 128, 16)) == most
+    assert taken(most) <= workspace
+    assert taken(most + 2) > workspace
 
 
 def test_slots_of_all_positions() -> None:

@@ -20,7 +20,6 @@ pytestmark = [
 SCALES = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
 SIZES = {"head_dim": 128, "hidden_size": 256}
 CASES = {
-    "float32": ("qwen3", "float32", {}, None),
     "bfloat16": ("qwen3", "bfloat16", SIZES, None),
     "experts": ("qwen3_moe", "bfloat16", SIZES, None),
     "entries of 8 bits": ("qwen3", "bfloat16", SIZES, SCALES),
@@ -33,13 +32,14 @@ def captured(folder: Path, dtype: str, scales: KVScales | None) -> PromptRunner:
     return runner
 
 
+@pytest.mark.parametrize("temperature", [0, 0.3])
 @pytest.mark.parametrize("case", CASES)
-def test_followers_give_the_same_tokens(case: str, tmp_path: Path) -> None:
+def test_followers_give_the_same_tokens(case: str, temperature: float, tmp_path: Path) -> None:
     family, dtype, sizes, scales = CASES[case]
     make_model(family, **sizes).save_pretrained(tmp_path)
     accepted = drafted = 0
     for seed in range(3):
-        both = [Chain(captured(tmp_path, dtype, scales), seed) for _ in range(2)]
+        both = [Chain(captured(tmp_path, dtype, scales), seed, temperature=temperature) for _ in range(2)]
         ours, theirs = both[0].run(), both[1].run(follows=False)
         assert ours == theirs
         assert both[0].runner.replays == both[1].runner.replays > 0

@@ -22,11 +22,13 @@ class Launched(NamedTuple):
 
 
 class Chain:
-    """Greedy outputs of SEQUENCES, whose prompts repeat themselves."""
+    """Outputs of SEQUENCES, whose prompts repeat themselves."""
 
-    def __init__(self, runner: PromptRunner, seed: int) -> None:
+    def __init__(self, runner: PromptRunner, seed: int, *, temperature: float = 0.0) -> None:
         self.runner, self._draws = runner, np.random.default_rng(seed)
-        self._sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * len(SEQUENCES))
+        self._sampling = SampleBatch.from_params(
+            [SamplingParams(temperature=temperature, seed=seed << 40 | one) for one in SEQUENCES]
+        )
         self.contexts: list[list[int]] = []
         self.accepted = self.drafted = 0
         for sequence in SEQUENCES:

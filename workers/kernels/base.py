@@ -2,7 +2,7 @@
 samplers, and drafts by prompt lookup."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -180,6 +180,19 @@ class Histories:
     surplus: Tensor  # [S], rows of the last verify step that did not hold
 
 
+class FollowingRows(NamedTuple):
+    """The T rows of a verify step that is launched before the one before is read, or of another. Tensors [T].
+
+    Its positions are as if all drafts of the step before held.
+    """
+
+    tokens: Tensor  # int64, inputs
+    sources: Tensor  # int64, those of rows that follow are FOLLOWS or less
+    positions: Tensor  # int64, where the inputs stand in their sequences
+    uniforms: Tensor  # int64, the bits of float64 to sample with; of rows that follow, their seeds' bits
+    preceding: Tensor  # int32, see DraftKernels
+
+
 class DraftKernels(Protocol):
     """Drafts by prompt lookup for a verify step that is launched before the host reads the tokens of the one before.
 
@@ -203,16 +216,15 @@ class DraftKernels(Protocol):
         """
         ...
 
-    def follow(
-        self, tokens: Tensor, sources: Tensor, preceding: Tensor, histories: Histories, max_ngram: int
-    ) -> Tensor:
-        """Fills in the input tokens, int64 [T], of each row whose source is up to FOLLOWS, in place.
+    def follow(self, rows: FollowingRows, histories: Histories, max_ngram: int) -> Tensor:
+        """Fills in the input token of each row whose source is up to FOLLOWS, and the number that the token behind it
+        is sampled with, tandem.workers.sampling.random.uniform of its seed and position. Both in place.
 
         The first row of sequence i gets the last token of its history. Row j gets the j-th token that look_up() of
         tandem.workers.speculation.ngram finds in the history with max_ngram, at least 1. A row gets 0 in place of
         NOT_FINITE, and where there is no such token.
 
-        sources: int64 [T]; i = FOLLOWS - source is below S. Returns shift, int32 [T]: the sequence's surplus for these
-        rows, 0 for all others.
+        i = FOLLOWS - source is below S. Returns shift, int32 [T]: the sequence's surplus for these rows, 0 for all
+        others. So many positions earlier a row stands.
         """
         ...

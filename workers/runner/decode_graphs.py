@@ -112,14 +112,16 @@ class DecodeGraphs:
         positions: Int64Array,
         appends: Int64Array | None = None,
         scratch: int = 0,
+        *,
+        follows: bool = False,
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step. appends: int64 [n], the tokens of each sequence, of a verify step;
-        the other arrays have an element a token. scratch: see Batch."""
+        the other arrays have an element a token. scratch: see Batch. follows: see ModelRunner.verify."""
         rows = tokens.size
         self._sample_late()
         self._foreseen = None  # its buffers are filled with something else
         ticket = self._posts.next_ticket()
-        inputs = pack_inputs(tokens, sources, ticket, sampling, positions)
+        inputs = pack_inputs(tokens, sources, ticket, sampling, None if follows else positions)
         slides = self._cache.any_slides(sequence_ids)
         if slides and (self._sliding is None or rows > self._sliding.largest):
             return self._pending(ticket, self._step_eagerly(sequence_ids, inputs), sampling, positions)

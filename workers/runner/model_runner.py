@@ -175,8 +175,7 @@ class ModelRunner:
         no draft. No step is in flight.
 
         follows: but the verify step before, of the same sequences, which may not be read yet and is in a graph. The
-        device puts in its own tokens, and positions and lengths are as if all drafts of that step held. All rows are
-        greedy. See next_drafts.
+        device puts in its own tokens, and positions are as if all drafts of that step held. See next_drafts.
         """
         appends = np.array([one.size for one in tokens])
         rows = self._verify_rows
@@ -186,7 +185,7 @@ class ModelRunner:
         graphs = self._verify_graphs
         if graphs is not None and token_ids.size <= graphs.largest:
             sources = rows.followers if follows else rows.sources
-            pending = graphs.step(sequence_ids, token_ids, sources, rows.sampling, each, appends)
+            pending = graphs.step(sequence_ids, token_ids, sources, rows.sampling, each, appends, follows=follows)
             self._note(graphs.outputs, sequence_ids, positions, appends)
             return pending
         batch = Batch(sequence_ids, appends, push=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.base import Histories
+from tandem.workers.kernels.base import FollowingRows, Histories
 from tandem.workers.kernels.choice import choose_draft_kernels
 
 
@@ -47,8 +47,9 @@ class NextDrafts:
 
     def follow(self, buffers: GraphBuffers) -> Tensor:
         """For the rows of a step that follows. See DraftKernels.follow, and the shift of GraphBuffers.attention."""
-        tokens, sources = buffers.inputs[:2]
-        return self._kernels.follow(tokens, sources, buffers.preceding, self._histories, self._max_ngram)
+        tokens, sources, _, uniforms, *_ = buffers.inputs
+        rows = FollowingRows(tokens, sources, buffers.positions, uniforms, buffers.preceding)
+        return self._kernels.follow(rows, self._histories, self._max_ngram)
 
     def accept(self, buffers: GraphBuffers, sampled: Tensor) -> None:
         """See DraftKernels.accept."""

@@ -27,12 +27,12 @@ class StepInputs(NamedTuple):
 
 
 def pack_inputs(
-    tokens: Int64Array, sources: Int64Array, ticket: int, sampling: SampleBatch, positions: Int64Array
+    tokens: Int64Array, sources: Int64Array, ticket: int, sampling: SampleBatch, positions: Int64Array | None
 ) -> list[Int64Array]:
     """NUM_INPUTS arrays int64 [n], of floats their bits; see ModelRunner.step and PostBox. With LogitRules the step
-    itself posts nothing: its tokens are sampled behind it."""
+    itself posts nothing: its tokens are sampled behind it. positions None: see pack_sampling()."""
     if sampling.rules is not None:
-        return [tokens, sources, *[np.zeros(positions.size, np.int64)] * NUM_SAMPLING]
+        return [tokens, sources, *[np.zeros(tokens.size, np.int64)] * NUM_SAMPLING]
     return [tokens, sources, *pack_sampling(ticket, sampling, positions)]
 
 
@@ -42,13 +42,16 @@ def unpack_inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Sam
     return tokens, sources, *unpack_sampling(rest)
 
 
-def pack_sampling(ticket: int, sampling: SampleBatch, positions: Int64Array) -> list[Int64Array]:
-    """The last NUM_SAMPLING of these arrays."""
-    tickets = np.full(positions.size, ticket)
+def pack_sampling(ticket: int, sampling: SampleBatch, positions: Int64Array | None) -> list[Int64Array]:
+    """The last NUM_SAMPLING of these arrays. positions None: the device knows them, and draws the numbers; their place
+    have the seeds."""
+    size = sampling.seed.size
+    tickets = np.full(size, ticket)
     if (sampling.temperature < GREEDY_BELOW).all():
-        return [tickets] + [np.zeros(positions.size, np.int64)] * (NUM_SAMPLING - 1)
-    floats = (uniform(sampling.seed, positions), sampling.temperature, sampling.top_p, sampling.min_p)
-    return [tickets, *(array.astype(np.float64).view(np.int64) for array in floats), sampling.top_k]
+        return [tickets] + [np.zeros(size, np.int64)] * (NUM_SAMPLING - 1)
+    numbers = sampling.seed if positions is None else uniform(sampling.seed, positions)
+    floats = (array.astype(np.float64) for array in (sampling.temperature, sampling.top_p, sampling.min_p))
+    return [tickets, *(array.view(np.int64) for array in (numbers, *floats)), sampling.top_k]
 
 
 def unpack_sampling(inputs: Iterable[Tensor]) -> tuple[Tensor, SamplingInputs]:

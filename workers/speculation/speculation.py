@@ -12,7 +12,6 @@ from tandem.workers.counters import Counters
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.runner.model_runner import ModelRunner
-from tandem.workers.sampling.sample_batch import GREEDY_BELOW
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.speculation.draft_length import Acceptance, DraftLength
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
@@ -149,8 +148,8 @@ class Speculation:
         step, next_drafts = rows.next_step(), runner.next_drafts
         if step is None or next_drafts is None or rows.requests is not before.requests or not self._found:
             return None
-        if step.sampling.rules is not None or not (step.sampling.temperature < GREEDY_BELOW).all():
-            return None  # a number to sample with is of one position
+        if step.sampling.rules is not None:
+            return None
         ends = [len(one.output) + size + 1 for one, size in zip(rows.requests, before.sizes, strict=True)]
         if any(one.max_tokens <= end for one, end in zip(rows.requests, ends, strict=True)):
             return None  # its last token may be among those

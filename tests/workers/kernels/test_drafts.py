@@ -11,12 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.base import FOLLOWS, DraftKernels, Histories
+from tandem.workers.kernels.base import FOLLOWS, DraftKernels, FollowingRows, Histories
 from tandem.workers.kernels.choice import choose_draft_kernels
 from tandem.workers.kernels.torch.drafts import TorchDraftKernels
 from tandem.workers.kernels.triton.drafts import TritonDraftKernels
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.posted_samples import NOT_FINITE
+from tandem.workers.sampling.random import uniform
 from tandem.workers.speculation.ngram import look_up
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,12 +101,17 @@ def verify_step(rng: np.random.Generator, firsts: list[int], right: float, vocab
 def follow(
     backend: Backend, sources: list[int], preceding: list[int], histories: Histories, max_ngram: int
 ) -> tuple[list[int], list[int]]:
-    """Input tokens and shift of a step with these rows."""
-    tokens = backend.tensor([UNTOUCHED] * len(sources))
-    shift = backend.kernels.follow(
-        tokens, backend.tensor(sources), backend.tensor(preceding, torch.int32), histories, max_ngram
-    )
+    """Input tokens and shift of a step with these rows, whose numbers to sample with are right."""
+    tokens, rng = backend.tensor([UNTOUCHED] * len(sources)), np.random.default_rng(len(sources))
+    seeds = rng.integers(0, 1 << 64, len(sources), np.uint64)
+    positions = rng.integers(100, 1 << 20, len(sources))
+    numbers, rows = backend.tensor(seeds.view(np.int64)), backend.tensor(sources)
+    of_rows = FollowingRows(tokens, rows, backend.tensor(positions), numbers, backend.tensor(preceding, torch.int32))
+    shift = backend.kernels.follow(of_rows, histories, max_ngram)
     assert shift.dtype == torch.int32
+    drawn = uniform(seeds, positions - shift.cpu().numpy() + 1).view(np.int64)
+    follows = np.array(sources) <= FOLLOWS
+    assert numbers.tolist() == np.where(follows, drawn, seeds.view(np.int64)).tolist()
     return tokens.tolist(), shift.tolist()
 
 

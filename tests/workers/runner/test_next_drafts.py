@@ -1,4 +1,4 @@
-"""Verify steps that follow one another before they are read, against plain greedy steps."""
+"""Verify steps that follow one another before they are read, against plain steps."""
 
 from pathlib import Path
 
@@ -16,13 +16,14 @@ def captured(folder: Path) -> PromptRunner:
     return runner
 
 
+@pytest.mark.parametrize("temperature", [0, 0.3])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
-def test_followers_give_the_tokens_of_plain_steps(family: str, tmp_path: Path) -> None:
+def test_followers_give_the_tokens_of_plain_steps(family: str, temperature: float, tmp_path: Path) -> None:
     folder = save_checkpoint(family, tmp_path)
     accepted = drafted = 0
     for seed in range(4):
-        plain = Chain(PromptRunner(folder, None, TableKernels), seed)
-        chain = Chain(captured(folder), seed)
+        plain = Chain(PromptRunner(folder, None, TableKernels), seed, temperature=temperature)
+        chain = Chain(captured(folder), seed, temperature=temperature)
         for ours, theirs in zip(chain.run(), plain.plain(), strict=True):
             shared = min(len(ours), len(theirs))
             assert ours[:shared] == theirs[:shared]

@@ -1,10 +1,12 @@
 """The reference of DraftKernels: plain torch, on a CPU."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import FOLLOWS, Histories
+from tandem.workers.kernels.base import FOLLOWS, FollowingRows, Histories
 from tandem.workers.sampling.posted_samples import NOT_FINITE
+from tandem.workers.sampling.random import uniform
 
 
 class TorchDraftKernels:
@@ -25,18 +27,20 @@ class TorchDraftKernels:
             histories.lengths[sequence] = positions[begin + held - 1] + 2
             histories.surplus[sequence] = end - begin - held
 
-    def follow(
-        self, tokens: Tensor, sources: Tensor, preceding: Tensor, histories: Histories, max_ngram: int
-    ) -> Tensor:
+    def follow(self, rows: FollowingRows, histories: Histories, max_ngram: int) -> Tensor:
+        tokens, sources, positions, uniforms, preceding = rows
         shift = torch.zeros_like(preceding)
         for source in sources[sources <= FOLLOWS].unique().tolist():
             sequence = FOLLOWS - source
-            (rows,) = (sources == source).nonzero(as_tuple=True)
+            (which,) = (sources == source).nonzero(as_tuple=True)
             history = histories.tokens[sequence, : histories.lengths[sequence]]
             found = torch.cat((history[-1:], _followed(history, max_ngram))).long()
             found = torch.cat((found.masked_fill(found == NOT_FINITE, 0), torch.zeros(1, dtype=torch.int64)))
-            tokens[rows] = found[preceding[rows].clamp(max=found.shape[0] - 1)]
-            shift[rows] = histories.surplus[sequence]
+            tokens[which] = found[preceding[which].clamp(max=found.shape[0] - 1)]
+            shift[which] = histories.surplus[sequence]
+            sampled = (positions[which] - shift[which] + 1).numpy()
+            drawn = uniform(uniforms[which].numpy().view(np.uint64), sampled)
+            uniforms[which] = torch.from_numpy(drawn.view(np.int64))
         return shift
 
 

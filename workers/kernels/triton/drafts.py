@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.workers.kernels.base import FOLLOWS, Histories
+from tandem.workers.kernels.base import FOLLOWS, FollowingRows, Histories
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 
 BLOCK = 4096
 WARPS = 8
+GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 
 
 class TritonDraftKernels:
@@ -41,15 +42,11 @@ class TritonDraftKernels:
             BLOCK=triton.next_power_of_2(rows),
         )
 
-    def follow(
-        self, tokens: Tensor, sources: Tensor, preceding: Tensor, histories: Histories, max_ngram: int
-    ) -> Tensor:
-        shift = torch.empty_like(preceding)
-        kernel: Any = _follow[(tokens.shape[0],)]
+    def follow(self, rows: FollowingRows, histories: Histories, max_ngram: int) -> Tensor:
+        shift = torch.empty_like(rows.preceding)
+        kernel: Any = _follow[(rows.tokens.shape[0],)]
         kernel(
-            tokens=tokens,
-            sources=sources,
-            preceding=preceding,
+            **rows._asdict(),
             histories=histories.tokens,
             lengths=histories.lengths,
             surplus=histories.surplus,
@@ -101,8 +98,8 @@ def _larger(one, other):
 
 @triton.jit
 def _follow(
-    tokens, sources, preceding, histories, lengths, surplus, shift, capacity, FOLLOWS: tl.constexpr,
-    NOT_FINITE: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr
+    tokens, sources, positions, uniforms, preceding, histories, lengths, surplus, shift, capacity,
+    FOLLOWS: tl.constexpr, NOT_FINITE: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0)
@@ -119,7 +116,25 @@ def _follow(
             place = _first_end(history, last, MAX_NGRAM, BLOCK) + before
         token = tl.load(history + place, mask=(place >= 0) & (place <= last), other=0)
         tl.store(tokens + row, tl.where(token == NOT_FINITE, 0, token).to(tl.int64))
-        tl.store(shift + row, tl.load(surplus + sequence))
+        earlier = tl.load(surplus + sequence)
+        tl.store(shift + row, earlier)
+        drawn = _uniform(tl.load(uniforms + row), tl.load(positions + row) - earlier + 1)
+        tl.store(uniforms + row, drawn.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _uniform(seed, position):
+    """See tandem.workers.sampling.random; of int64 with a seed's bits."""
+    bits = _mix(seed.to(tl.uint64, bitcast=True) + GOLDEN_GAMMA)
+    bits = _mix(bits + (position + 1).to(tl.uint64) * GOLDEN_GAMMA)
+    return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
+
+
+@triton.jit
+def _mix(bits):
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    return bits ^ (bits >> 31)
 
 
 @triton.jit

@@ -65,7 +65,7 @@ class StepLoop:
         handoff = Handoff(cache, retired, transport, counters, settings, clock)
         speculative = SpeculativePrefill(runner, cache, retired, ids, settings, clock)
         speculated = settings.speculation
-        speculation = Speculation(ends.drafter, speculated.tokens, speculated.max_step_tokens, counters)
+        speculation = Speculation(ends.drafter, runner, speculated.tokens, speculated.max_step_tokens, counters)
         reservations = Reservations(cache, transport, counters, ids, settings, clock)
         self.prefills = Prefills(runner, cache, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
         self.decodes = Decodes(

@@ -23,7 +23,6 @@ from tandem.workers.speculation.speculation import Speculation
 
 Holds = Callable[[int], float]  # by the number of the sequence, from 0
 _CACHE = cast(PagedKVCache, SimpleNamespace(pop_each=lambda ids, counts: None))
-_RUNNER = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=None))
 
 
 class Zeros:
@@ -75,7 +74,7 @@ class DraftedBatch:
             )
             rows = cast(DecodeRows, SimpleNamespace(next_step=lambda: step, requests=self._requests))
             drafts = [np.zeros(size, np.int64) for size in drafted]
-            self._speculation.settle(self._speculation.launch(_RUNNER, rows, drafts, 0), runs, _CACHE)
+            self._speculation.settle(self._speculation.launch(rows, drafts, 0), runs, _CACHE)
         for row, run in enumerate(runs):
             self._requests[row].output.extend(run.token_ids)
             if len(self._requests[row].output) >= self._length:
@@ -91,5 +90,7 @@ class DraftedBatch:
         return cast(DecodeRequest, Request(next(self._numbers), self._length, SimpleNamespace(max_tokens=self._length)))
 
 
-def speculation_of(most: int, max_step_tokens: int) -> Speculation:
-    return Speculation(Zeros(), most, max_step_tokens, Counters())
+def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False) -> Speculation:
+    """follows: the device looks drafts up, so that a verify step costs less."""
+    runner = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=True if follows else None))
+    return Speculation(Zeros(), runner, most, max_step_tokens, Counters())

@@ -230,7 +230,7 @@ class Decodes:
             alone, known = step is not None and forward is None and not self.is_verifying, steps.behind is None
             drafts = self._speculation.propose(self._rows.requests, known=known) if alone else None
             if isinstance(steps.behind, Verification):
-                following = None if step is None else self._speculation.follow(self._runner, self._rows, steps.behind)
+                following = None if step is None else self._speculation.follow(self._rows, steps.behind)
                 if following is not None:
                     following.prompt_tokens = self._take_prompt_tokens()
                 steps.launched(following, overlaps=True)
@@ -238,8 +238,8 @@ class Decodes:
                 steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
             elif drafts is not None:
                 beside = self._take_prompt_tokens()
-                steps.reading = first = self._speculation.launch(self._runner, self._rows, drafts, beside)
-                steps.behind = None if beside else self._speculation.follow(self._runner, self._rows, first)
+                steps.reading = first = self._speculation.launch(self._rows, drafts, beside)
+                steps.behind = None if beside else self._speculation.follow(self._rows, first)
             else:
                 launched = None
                 if step is not None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,19 @@ from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.verification import Verification
 
 log = logging.getLogger(__name__)
-VERIFY_COST = 0.25  # what a verify step takes beyond a plain one, in plain steps,
-TOKEN_COST = 0.012  # and for each drafted token of it (docs/decisions/0107)
-MOST_PLAIN_STEPS = 32  # behind which drafts of sequences that seldom hold are tried again, where there are many
+MOST_PLAIN_STEPS = 48  # behind which drafts of sequences that seldom hold are tried again, where there are many
 NO_DRAFT = np.empty(0, np.int64)
+
+
+class Cost(NamedTuple):
+    """In plain steps, what a verify step takes beyond one, and for each drafted token (decisions 0107 and 0111)."""
+
+    verify: float
+    token: float
+
+
+WAITING = Cost(0.25, 0.012)  # for the tokens of the step before
+FOLLOWING = Cost(0.1, 0.006)  # one that is not read yet
 
 
 class Drafted:
@@ -58,10 +68,13 @@ class Speculation:
     read the step before.
     """
 
-    def __init__(self, drafter: Drafter | None, tokens: int, max_step_tokens: int, counters: Counters) -> None:
+    def __init__(
+        self, drafter: Drafter | None, runner: ModelRunner, tokens: int, max_step_tokens: int, counters: Counters
+    ) -> None:
         """drafter: None drafts nothing. tokens: most of a draft. max_step_tokens: most of a verify step, drafted ones
         and one for each row; from as many rows on nothing is drafted."""
         self._drafter = drafter
+        self._runner = runner
         self._tokens = tokens
         self._max_step_tokens = max_step_tokens
         self._counters = counters
@@ -123,11 +136,10 @@ class Speculation:
         if not any(drafted.values()) or self._plain_steps >= most_plain:
             return any(drafted.values())
         worth = sum(self._requests[requests[index]].length.worth(tokens) for index, tokens in drafted.items())
-        return worth >= (VERIFY_COST + TOKEN_COST * sum(drafted.values())) * len(requests)
+        cost = WAITING if self._runner.next_drafts is None else FOLLOWING
+        return worth >= (cost.verify + cost.token * sum(drafted.values())) * len(requests)
 
-    def launch(
-        self, runner: ModelRunner, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int
-    ) -> Verification:
+    def launch(self, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int) -> Verification:
         """A verify step of all rows, whose last tokens are known; draft i is of row i. prompt_tokens: see
         StepInFlight."""
         step = rows.next_step()
@@ -137,15 +149,15 @@ class Speculation:
         ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()
         tokens = np.concatenate(parts)
         inputs = [tokens[begin:end] for begin, end in pairwise([0, *ends])]
-        pending = runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
+        pending = self._runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
         sizes = [draft.size for draft in drafts]
         self._found = True
         return Verification(rows.requests, sizes, drafts, pending, sizes, prompt_tokens)
 
-    def follow(self, runner: ModelRunner, rows: DecodeRows, before: Verification) -> Verification | None:
+    def follow(self, rows: DecodeRows, before: Verification) -> Verification | None:
         """A verify step of all rows behind `before`, which is not read yet; the device looks its drafts up. None where
         the host has to read `before` first."""
-        step, next_drafts = rows.next_step(), runner.next_drafts
+        step, next_drafts = rows.next_step(), self._runner.next_drafts
         if step is None or next_drafts is None or rows.requests is not before.requests or not self._found:
             return None
         if step.sampling.rules is not None:
@@ -163,7 +175,7 @@ class Speculation:
         self._plain_steps = 0
         unknown = [np.zeros(size + 1, np.int64) for size in sizes]
         positions = step.positions + np.array(before.sizes) + 1
-        pending = runner.verify(step.sequence_ids, unknown, step.sampling, positions, follows=True)
+        pending = self._runner.verify(step.sequence_ids, unknown, step.sampling, positions, follows=True)
         return Verification(rows.requests, sizes, None, pending)
 
     def recall(self, step: Verification) -> None:

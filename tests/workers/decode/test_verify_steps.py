@@ -40,6 +40,15 @@ class ScriptedDrafter:
         return np.array([one if draws.random() < self._right else one + 1 for one in due], np.int64)
 
 
+class EarlyDrafter(ScriptedDrafter):
+    """Drafts behind contexts of fewer than END tokens alone."""
+
+    END = PROMPT + 10
+
+    def _draft(self, ask: DraftAsk) -> Int64Array:
+        return super()._draft(ask)[: 0 if ask.context.size >= self.END else None]
+
+
 def bench_with(drafter: ScriptedDrafter, max_step_tokens: int = 32) -> Bench:
     settings = SpeculationSettings("ngram", LENGTH, max_step_tokens)
     return Bench(drafter=drafter, speculation=settings)
@@ -119,12 +128,46 @@ def test_drafts_share_what_the_rows_leave_of_a_step() -> None:
 def test_a_verify_step_is_launched_before_the_one_before_is_read() -> None:
     bench = bench_with(ScriptedDrafter(right=1))
     bench.follow()
-    bench.runner.overlaps = False
     _, stream = bench.start("a", max_tokens=20)
-    bench.runner.overlaps = True
     bench.run()
-    assert bench.runner.log == []
+    assert bench.runner.log == [
+        *("launch 0: [1]", "read 0", "launch 1: verify [5]", "launch 2: follow [5]", "read 1", "launch 3: follow [5]"),
+        *("read 2", "launch 4: follow [3]", "read 3", "read 4"),  # all that it may have
+    ]
     assert bench.collector.tokens[stream] == expected(1, 20)
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_nothing_follows_drafts_that_are_not_found() -> None:
+    """The host hears of it a step late, for the device cannot tell."""
+    bench = bench_with(EarlyDrafter(right=1))
+    bench.follow()
+    _, stream = bench.start("a", max_tokens=50)
+    bench.run()
+    launched = [line.split(": ")[1] for line in bench.runner.log if "launch" in line]
+    assert launched[:6] == ["[1]", "verify [5]", "follow [5]", "follow [5]", "follow [5]", "[1]"]
+    assert bench.decodes._speculation._counters.drafted_tokens == 8
+    assert bench.collector.tokens[stream] == expected(1, 50)
+
+
+@pytest.mark.parametrize("ending", ["abort", "fails"])
+def test_pages_wait_for_the_step_that_follows(ending: str) -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.follow()
+    _, stream = bench.start("a", max_tokens=40)
+    bench.loop.step()
+    bench.runner.done_until = 1
+    bench.loop.step()
+    assert bench.runner.log[-2:] == ["launch 1: verify [5]", "launch 2: follow [5]"]
+    if ending == "abort":
+        bench.decodes.abort("a", writer_quiet=True)
+        assert 1 in bench.cache._table, "the steps may still write to its pages"
+    else:
+        bench.runner.fail_reading = True
+    bench.runner.done_until = 1000
+    bench.run()
+    assert stream in bench.collector.ends
+    assert bench.cache.num_free_pages == NUM_PAGES
 
 
 @pytest.mark.parametrize("follows", [False, True])

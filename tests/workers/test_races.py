@@ -138,6 +138,17 @@ def test_a_late_completion_is_not_lost_nor_taken_for_the_next(folder: Path, orac
     pair.assert_free()
 
 
+def test_a_completion_before_an_abort_is_not_stale(folder: Path, oracle: dict[int, list[int]]) -> None:
+    """One slot: nobody has looked at it before its next use."""
+    pair = LoopPair(folder, num_signals=1)
+    pair.send("a", PROMPT, pair.prepare("a", PROMPT))
+    pair.run_prefill()
+    pair.decode.abort("a", writer_quiet=True)
+    assert pair.complete("b", OTHER) == expected(oracle, OTHER)
+    assert pair.decode_counters.stale_signals == 0
+    pair.assert_free()
+
+
 def test_a_completion_that_comes_before_its_stream_is_not_lost(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
     reservation = pair.prepare("a", PROMPT)
     pair.send("a", PROMPT, reservation)

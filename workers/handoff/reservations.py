@@ -209,7 +209,11 @@ class Reservations:
         offer = self._offers.pop(request.request_id)
         self._leases.pop(request.request_id, None)
         signal = request.signal
-        if signal is None or request.received or writer_quiet or landed(self.mailbox(), [request]):
+        if signal is None or request.received:
+            self._settle(request)
+            return
+        mailbox = self.mailbox()  # what its writer may have posted is not stale: it is seen before the slot's next use
+        if writer_quiet or landed(mailbox, [request]):
             self._settle(request)
         else:
             recall = Recall(offer.writer_pe, signal)

@@ -132,10 +132,11 @@ class StepLoop:
         prefills.upkeep()
         upkeep_again = decodes.upkeep()
         batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)
+        joint = is_joint(self._runner, batch)
+        if joint and decodes.is_verifying:  # a joint forward takes its rows' tokens from a plain step, or from the host
+            return decodes.compute(None, None) or 0
         self.meter.begin(batch)
-        if is_joint(self._runner, batch):
-            if decodes.is_verifying:
-                return decodes.compute(None, None) or 0  # first come the tokens that the rows go on with
+        if joint:
             wait = prefill_wait = self._compute_jointly(batch)
         else:
             wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait

@@ -92,5 +92,6 @@ class DraftedBatch:
 
 def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False) -> Speculation:
     """follows: the device looks drafts up, so that a verify step costs less."""
-    runner = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=True if follows else None))
+    next_drafts = SimpleNamespace(takes=lambda num_sequences: True) if follows else None
+    runner = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=next_drafts))
     return Speculation(Zeros(), runner, most, max_step_tokens, Counters())

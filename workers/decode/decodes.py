@@ -196,7 +196,7 @@ class Decodes:
 
     @property
     def is_verifying(self) -> bool:
-        """Whether a verify step is in flight behind which nothing but one that follows it may be launched."""
+        """Whether nothing may be launched behind what is in flight but a verify step that follows it."""
         return isinstance(self._steps.behind, Verification)
 
     def ran_beside(self, prompt_tokens: int) -> None:
@@ -227,23 +227,23 @@ class Decodes:
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            alone, known = step is not None and forward is None and not self.is_verifying, steps.behind is None
-            drafts = self._speculation.propose(self._rows.requests, known=known) if alone else None
-            if isinstance(steps.behind, Verification):
-                following = None if step is None else self._speculation.follow(self._rows, steps.behind)
+            alone, behind = step is not None and forward is None, steps.behind
+            if isinstance(behind, Verification):
+                following = self._speculation.follow(self._rows, behind) if alone else None
                 if following is not None:
                     following.prompt_tokens = self._take_prompt_tokens()
                 steps.launched(following, overlaps=True)
-            elif drafts is not None and not known:
-                steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
-            elif drafts is not None:
-                beside = self._take_prompt_tokens()
-                steps.reading = first = self._speculation.launch(self._rows, drafts, beside)
-                steps.behind = None if beside else self._speculation.follow(self._rows, first)
+            elif alone and (drafts := self._speculation.propose(self._rows.requests, known=behind is None)):
+                if behind is None:
+                    beside = self._take_prompt_tokens()
+                    steps.reading = first = self._speculation.launch(self._rows, drafts, beside)
+                    if not beside:  # else the next launch would wait until the prompts are done
+                        steps.behind = self._speculation.follow(self._rows, first)
+                else:
+                    steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
             else:
-                launched = None
-                if step is not None:
-                    launched = self._launched(step, self._runner.step(*step) if forward is None else forward(step))
+                launch = forward or (lambda step: self._runner.step(*step))
+                launched = None if step is None else self._launched(step, launch(step))
                 steps.launched(launched, overlaps=self._runner.overlaps)
             self._published.prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []

@@ -247,14 +247,14 @@ class DecodeGraphs:
         return self._plain, self._plain.choose(rows)
 
     def _compute(self, buffers: GraphBuffers) -> Tensor:
-        follows = self._next_drafts
-        attention = buffers.attention(shift=None if follows is None else partial(follows.follow, buffers))
+        drafts = self._next_drafts
+        attention = buffers.attention(shift=None if drafts is None else partial(drafts.follow, buffers))
         tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
         inputs = self._sampler.inputs(tokens, sources, self._last)
         logits = self._model.forward(inputs, attention, None)
         self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)
-        if follows is not None:
-            follows.accept(buffers, self._last)
+        if drafts is not None:
+            drafts.accept(buffers, self._last)
         if isinstance(self._model, HeadedDecoder):
             outputs = self._model.follow(self._last[: buffers.size], attention)
             if self.outputs is None:  # the largest comes first

@@ -121,7 +121,7 @@ class ModelRunner:
         if buffers:
             if max_ngram and self._cache.shifts_rows:
                 length, device = self._cache.max_sequence_length, self._model.device
-                self.next_drafts = NextDrafts(max_tokens, length, max_ngram, device)
+                self.next_drafts = NextDrafts(max_tokens - 1, length, max_ngram, device)  # one row has a draft
             graphs = capture or GraphCapture(), self._processor, (), self.next_drafts
             self._verify_graphs = DecodeGraphs(self._model, self._cache, buffers, (), *graphs)
 
@@ -172,10 +172,10 @@ class ModelRunner:
         each of them, with the parameters of its sequence.
 
         positions: int64 [n], of the first token sampled for each sequence, as for sample(). A row with LogitRules has
-        no draft. No step is in flight.
+        no draft. No step is in flight, unless it follows.
 
-        follows: but the verify step before, of the same sequences, which may not be read yet and is in a graph. The
-        device puts in its own tokens, and positions are as if all drafts of that step held. See next_drafts.
+        follows: the verify step before, of the same sequences, is in a graph, and may not be read yet. The device puts
+        in its own tokens, and positions are as if all drafts of that step held. See next_drafts.
         """
         appends = np.array([one.size for one in tokens])
         rows = self._verify_rows

@@ -12,6 +12,8 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.base import FollowingRows, Histories
 from tandem.workers.kernels.choice import choose_draft_kernels
 
+HISTORY_BYTES = 256 << 20
+
 
 class NextDrafts:
     """Holds the tokens of a verify step's sequences, and what came of its drafts. So a verify step can be launched
@@ -22,19 +24,19 @@ class NextDrafts:
                         appends what does       by how much the rows stand earlier than planned
     """
 
-    def __init__(self, max_tokens: int, length: int, max_ngram: int, device: torch.device) -> None:
-        """max_tokens: of a step. length: most tokens of a sequence. max_ngram: see NgramDrafter."""
-        self._max_tokens = max_tokens
-        num_sequences = max(max_tokens // 2, 1)
+    def __init__(self, num_sequences: int, length: int, max_ngram: int, device: torch.device) -> None:
+        """num_sequences: of a step, at most; fewer where their tokens would take more than HISTORY_BYTES. length: most
+        tokens of a sequence. max_ngram: see NgramDrafter."""
+        num_sequences = max(1, min(num_sequences, HISTORY_BYTES // (4 * length)))
         counts = torch.zeros((2, num_sequences), dtype=torch.int32, device=device)
         tokens = torch.zeros((num_sequences, length), dtype=torch.int32, device=device)
         self._histories = Histories(tokens, counts[0], counts[1])
         self._kernels = choose_draft_kernels(device)
         self._max_ngram = max_ngram
 
-    def takes(self, num_sequences: int, num_tokens: int) -> bool:
+    def takes(self, num_sequences: int) -> bool:
         """Whether a verify step of so many can follow one that is not read yet."""
-        return num_sequences <= self._histories.tokens.shape[0] and num_tokens <= self._max_tokens
+        return num_sequences <= self._histories.tokens.shape[0]
 
     @torch.inference_mode()
     def remember(self, contexts: Sequence[Int64Array]) -> None:

@@ -43,8 +43,8 @@ def unpack_inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Sam
 
 
 def pack_sampling(ticket: int, sampling: SampleBatch, positions: Int64Array | None) -> list[Int64Array]:
-    """The last NUM_SAMPLING of these arrays. positions None: the device knows them, and draws the numbers; their place
-    have the seeds."""
+    """The last NUM_SAMPLING of these arrays. positions None: the device knows them, and draws the numbers; the seeds
+    stand in their place."""
     size = sampling.seed.size
     tickets = np.full(size, ticket)
     if (sampling.temperature < GREEDY_BELOW).all():

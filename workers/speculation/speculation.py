@@ -136,7 +136,7 @@ class Speculation:
         if not any(drafted.values()) or self._plain_steps >= most_plain:
             return any(drafted.values())
         worth = sum(self._requests[requests[index]].length.worth(tokens) for index, tokens in drafted.items())
-        cost = WAITING if self._runner.next_drafts is None else FOLLOWING
+        cost = FOLLOWING if self._can_follow(requests) else WAITING
         return worth >= (cost.verify + cost.token * sum(drafted.values())) * len(requests)
 
     def launch(self, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int) -> Verification:
@@ -152,23 +152,23 @@ class Speculation:
         pending = self._runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
         sizes = [draft.size for draft in drafts]
         self._found = True
-        return Verification(rows.requests, sizes, drafts, pending, sizes, prompt_tokens)
+        return Verification(rows.requests, sizes, drafts, pending, tuple(sizes), prompt_tokens)
 
     def follow(self, rows: DecodeRows, before: Verification) -> Verification | None:
         """A verify step of all rows behind `before`, which is not read yet; the device looks its drafts up. None where
         the host has to read `before` first."""
         step, next_drafts = rows.next_step(), self._runner.next_drafts
-        if step is None or next_drafts is None or rows.requests is not before.requests or not self._found:
+        if step is None or rows.requests is not before.requests or not self._found:
             return None
-        if step.sampling.rules is not None:
+        if next_drafts is None or not self._can_follow(rows.requests):
             return None
         ends = [len(one.output) + size + 1 for one, size in zip(rows.requests, before.sizes, strict=True)]
-        if any(one.max_tokens <= end for one, end in zip(rows.requests, ends, strict=True)):
+        if any(_most_output(one) <= end for one, end in zip(rows.requests, ends, strict=True)):
             return None  # its last token may be among those
         wanted = [self._wanted(one, end) for one, end in zip(rows.requests, ends, strict=True)]
         counts = self._shared_out(rows.requests, wanted)
         sizes = [counts.get(index, 0) for index in range(len(rows))]
-        if not counts or not next_drafts.takes(len(rows), sum(sizes) + len(rows)):
+        if not counts:
             return None
         if before.drafts is not None:
             next_drafts.remember([self._drafted(request).context() for request in rows.requests])
@@ -190,14 +190,15 @@ class Speculation:
                 assert request.params is not None
                 context = self._requests[request].context()
                 asks[index] = DraftAsk(request.sequence_id, context, size, request.params)
-        step.drafts, step.found = [np.zeros(size, np.int64) for size in step.sizes], [0] * len(step.sizes)
+        step.drafts, found = [np.zeros(size, np.int64) for size in step.sizes], [0] * len(step.sizes)
         for index, draft in zip(asks, self._drafter.propose(list(asks.values())), strict=True):
-            step.found[index] = draft.size
+            found[index] = draft.size
             step.drafts[index][: draft.size] = draft
-        self._found = any(step.found)
+        step.found, self._found = found, any(found)
 
     def settle(self, step: Verification, runs: Sequence[TokenRun], cache: PagedKVCache) -> None:
-        """Takes back the positions of drafted tokens that do not count."""
+        """Takes back the positions of drafted tokens that do not count. Their pages stay reserved, so that a step that
+        follows may write behind the end of a request that stopped among its drafts."""
         surplus: dict[int, int] = {}
         for request, size, drafted, run in zip(step.requests, step.sizes, step.found, runs, strict=True):
             if request.ended:
@@ -225,9 +226,8 @@ class Speculation:
     def _wanted(self, request: DecodeRequest, num_output: int) -> int:
         """Tokens to draft for it behind so many output tokens: beside those the step gives one, which may be the
         last."""
-        assert request.rule is not None
         assert request.params is not None
-        left = request.rule.max_tokens - num_output - 1
+        left = _most_output(request) - num_output - 1
         if left <= 0 or request.params.changes_logits:
             return 0
         return min(self._drafted(request).length.next(num_output), left)
@@ -236,3 +236,15 @@ class Speculation:
         if request not in self._requests:
             self._requests[request] = Drafted(request, DraftLength(self._tokens, self._acceptance.share))
         return self._requests[request]
+
+    def _can_follow(self, requests: Sequence[DecodeRequest]) -> bool:
+        """Whether a verify step of theirs may be launched before the one before is read."""
+        next_drafts = self._runner.next_drafts
+        if next_drafts is None or not next_drafts.takes(len(requests)):
+            return False
+        return not any(one.params is not None and one.params.changes_logits for one in requests)
+
+
+def _most_output(request: DecodeRequest) -> int:
+    assert request.rule is not None
+    return request.rule.max_tokens

@@ -24,7 +24,7 @@ class Verification:
     sizes: list[int]  # drafted tokens of each
     drafts: Sequence[Int64Array] | None  # None: the device looks them up; see Speculation.recall
     pending: PendingSamples
-    found: list[int] = field(default_factory=list)  # of each draft the tokens that were there to be looked up
+    found: Sequence[int] = ()  # of each draft the tokens that were there to be looked up
     prompt_tokens: int = 0  # see StepInFlight
     released: list[int] = field(default_factory=list)  # see StepInFlight
 

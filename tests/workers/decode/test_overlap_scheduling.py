@@ -60,8 +60,8 @@ class ScriptedNextDrafts:
         self._remembered: list[int] = []  # lengths of the contexts, until the next verify step that follows none
         self.held: dict[int, Held] = {}
 
-    def takes(self, num_sequences: int, num_tokens: int) -> bool:
-        return num_tokens <= 32
+    def takes(self, num_sequences: int) -> bool:
+        return num_sequences <= 5
 
     def remember(self, contexts: list[np.ndarray]) -> None:
         assert [one.size for one in contexts] == [one.position for one in self.held.values()]
@@ -234,13 +234,15 @@ class Bench:
         self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings, ends, clock)
         self.decodes = self.loop.decodes
 
-    def start(self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> tuple[Reservation, TokenStream]:
+    def start(
+        self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = (), **parameters: Any
+    ) -> tuple[Reservation, TokenStream]:
         """A request whose KV and first token have landed."""
         reservation = self.decodes.prepare(name, [1] * PROMPT, max_tokens, writer_pe=0)
         sequence, stream = reservation.reservation_id, TokenStream()
         signal = pack_signal(reservation.generation, PROMPT)
         self._sender.post(1, reservation.signal_slot, signal, pack_payload(token_at(sequence, PROMPT), 0))
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop_ids)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop_ids, **parameters)
         self.decodes.start(name, sequence, params, stream)
         return reservation, stream
 

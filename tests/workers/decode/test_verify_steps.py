@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.scheduling.batch import Batch
 from tandem.workers.speculation.drafter import DraftAsk
+from tandem.workers.speculation.verification import Verification
 from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, PROMPT, Bench, expected, token_at
 
 LENGTH = 4
@@ -148,6 +152,55 @@ def test_nothing_follows_drafts_that_are_not_found() -> None:
     assert launched[:6] == ["[1]", "verify [5]", "follow [5]", "follow [5]", "follow [5]", "[1]"]
     assert bench.decodes._speculation._counters.drafted_tokens == 8
     assert bench.collector.tokens[stream] == expected(1, 50)
+
+
+def test_a_forward_of_rows_and_prompts_waits_for_a_verify_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.follow()
+    _, stream = bench.start("a", max_tokens=40)
+    for _ in range(2):
+        bench.loop.step()
+    assert bench.runner.log[-2:] == ["launch 2: follow [5]", "read 1"]
+    steps = bench.loop.meter.steps
+    monkeypatch.setattr("tandem.workers.step_loop.is_joint", lambda runner, batch: True)
+    joint: list[int] = []
+
+    def compute(batch: Batch) -> float:
+        joint.append(len(bench.runner.log))
+        monkeypatch.undo()
+        return 0
+
+    monkeypatch.setattr(bench.loop, "_compute_jointly", compute)
+    bench.loop.step()
+    assert bench.runner.log[-1] == "read 2"
+    assert (joint, bench.loop.meter.steps) == ([], steps)
+    bench.loop.step()
+    assert len(joint) == 1
+    bench.run()
+    assert bench.collector.tokens[stream] == expected(1, 40)
+
+
+@pytest.mark.parametrize("case", ["rules", "last token", "many rows", "others"])
+def test_what_cannot_follow(case: str) -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.follow()
+    for number in range(6 if case == "many rows" else 2):
+        penalty = 1.0 if case == "rules" and number else 0.0
+        bench.start(str(number), 6 if case == "last token" and number else 12, presence_penalty=penalty)
+    bench.loop.step()
+    bench.loop.step()
+    decodes = bench.decodes
+    rows = decodes._rows
+    speculation = decodes._speculation
+    step = rows.next_step()
+    assert step is not None
+    drafts = [np.zeros(4, np.int64)] * len(rows)
+    before = Verification(rows.requests, [4] * len(rows), drafts, cast(PendingSamples, None))
+    speculation._plain_steps = 100  # so that any draft pays
+    speculation._found = True
+    if case == "others":
+        before.requests = [*before.requests]
+    assert speculation.follow(rows, before) is None
 
 
 @pytest.mark.parametrize("ending", ["abort", "fails"])

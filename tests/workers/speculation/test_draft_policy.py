@@ -97,3 +97,11 @@ def test_drafts_are_made_again_when_they_hold(rows: int) -> None:
     batches.run(rows, 200, 1000, lambda number: 0.0)
     batches.run(rows, 200, 300, lambda number: 0.7)
     assert batches.run(rows, 200, 300, lambda number: 0.7).gain >= 1.4
+
+
+def test_drafts_pay_sooner_where_steps_follow() -> None:
+    waiting, following = (
+        Batches(256, follows=follows).run(32, 200, 500, lambda number: 0.5) for follows in (False, True)
+    )
+    assert waiting.verified < following.verified / 10
+    assert following.gain >= 1.2

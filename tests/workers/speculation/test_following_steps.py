@@ -1,0 +1,88 @@
+"""Verify steps that follow one another in the loop of a decode worker, with a real model, against plain steps."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.cache.table_kernels import TableKernels
+from tests.support.oracle import random_prompt
+from tests.support.prompt_programs import run_in_place
+from tests.workers.loop_pair import DECODE, NO_SPECULATION, LoopPair
+
+OUTPUT = 40
+NUM_PAGES = 120
+
+
+def pair_of(folder: Path, *, follows: bool, sharing: bool) -> tuple[LoopPair, list[bool]]:
+    """And of each verify step that the decode worker launches whether it follows."""
+    speculation = SpeculationSettings("ngram", 4, 24, 2) if follows else NO_SPECULATION
+    pair = LoopPair(folder, num_pages=NUM_PAGES, speculation=speculation, kernels=TableKernels, sharing=sharing)
+    runner, launched = pair.runners[DECODE], list[bool]()
+    runner.capture_steps(8, run_in_place)
+    if follows:
+        runner.capture_verification(speculation.max_step_tokens, run_in_place, speculation.max_ngram)
+        own: Callable[..., Any] = runner.verify
+
+        def verify(*arguments: Any, follows: bool = False) -> Any:
+            launched.append(follows)
+            return own(*arguments, follows=follows)
+
+        cast(Any, runner).verify = verify
+    return pair, launched
+
+
+def requests_of(seed: int) -> dict[str, tuple[list[int], SamplingParams]]:
+    """Prompts that repeat themselves; parameters of all kinds."""
+    draws = random.Random(seed)
+    made = {}
+    for number in range(5):
+        prompt = random_prompt(draws.randint(2, 9), 10 * seed + number) * draws.randint(2, 3)
+        params = SamplingParams(
+            max_tokens=draws.randint(2, OUTPUT),
+            temperature=draws.choice([0, 0, 0.4]),
+            seed=draws.randrange(1 << 60),
+            logprobs=draws.choice([None, None, 2]),
+            presence_penalty=draws.choice([0.0, 0.0, 0.0, 1.0]) if seed % 3 == 0 else 0.0,
+            ignore_eos=True,
+        )
+        made[f"r{number}"] = prompt, params
+    return made
+
+
+def tokens_of(pair: LoopPair, seed: int) -> dict[str, list[int]]:
+    """Requests come while others are decoded; one stops among its tokens, as in another run."""
+    draws = random.Random(seed)
+    requests = requests_of(seed)
+    for request_id, (prompt, params) in requests.items():
+        reservation = pair.prepare(request_id, prompt, params.max_tokens)
+        pair.prefill.submit(request_id, prompt, params, reservation)
+        pair.start(request_id, reservation, params.max_tokens, params)
+        pair.run_prefill()
+        for _ in range(draws.randint(0, 6)):
+            pair.step_decode()
+    pair.run_decode()
+    found = {request_id: pair.tokens(request_id) for request_id in requests}
+    prompt, params = requests["r0"]
+    stopped = replace(params, stop_token_ids=tuple(found["r0"][len(found["r0"]) // 2 :][:1]), ignore_eos=False)
+    found["stopped"] = pair.finish("stopped", prompt, pair.prepare("stopped", prompt, OUTPUT), OUTPUT, stopped)
+    return found
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_tokens_are_those_of_plain_steps(folder: Path, sharing: bool) -> None:
+    followed = waited = accepted = 0
+    for seed in range(6):
+        plain, _ = pair_of(folder, follows=False, sharing=sharing)
+        ours, launched = pair_of(folder, follows=True, sharing=sharing)
+        assert tokens_of(ours, seed) == tokens_of(plain, seed)
+        if not sharing:
+            ours.assert_free()
+        followed, waited = followed + sum(launched), waited + launched.count(False)
+        accepted += ours.decode_counters.accepted_tokens
+    assert min(followed, waited, accepted) > 10

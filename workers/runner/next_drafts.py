@@ -19,9 +19,9 @@ class NextDrafts:
     """Holds the tokens of a verify step's sequences, and what came of its drafts. So a verify step can be launched
     while the one before runs: the host plans it as if all drafts held.
 
-        verify step ──► accept() ──►   verify step that follows: follow() ──► forward ──► accept()
-                        which drafts hold;      last tokens, drafts behind them,
-                        appends what does       by how much the rows stand earlier than planned
+        verify step ──► accept(): which drafts hold
+                            │     histories and counts
+        follow(): last tokens, drafts behind them, how much earlier rows stand ──► verify step that follows ──► accept()
     """
 
     def __init__(self, num_sequences: int, length: int, max_ngram: int, device: torch.device) -> None:

@@ -27,6 +27,7 @@ class EagerSampler:
         self._processor = processor or LogitsProcessor(device)
         self._make_room(FEWEST_ROWS)
 
+    @torch.inference_mode()  # whatever the caller's: room that was made in this mode is written to in no other
     def sample(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
         """A token for each row of logits [n, vocab], which are of 16 bits or float32; positions [n]: its index in its
         sequence. It depends on the row's logits, parameters, seed and position; with LogitRules also on the tokens

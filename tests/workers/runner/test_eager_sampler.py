@@ -28,6 +28,13 @@ def test_rows_for_which_there_was_no_room() -> None:
     assert before.wait().token_ids.tolist() == few
 
 
+def test_room_that_a_forward_has_made_serves_what_is_no_forward() -> None:
+    sampler, many = EagerSampler(DEVICE), [row % VOCAB for row in range(2 * FEWEST_ROWS)]
+    with torch.inference_mode():
+        assert greedy(sampler, many).wait().token_ids.tolist() == many
+    assert greedy(sampler, [7, 9]).wait().token_ids.tolist() == [7, 9]
+
+
 def test_what_is_under_way_keeps_what_it_is_drawn_with() -> None:
     """The third draw waits until nobody reads the first one's arrays."""
     sampler = EagerSampler(DEVICE)

@@ -12,7 +12,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.base import FollowingRows, Histories
 from tandem.workers.kernels.choice import choose_draft_kernels
 
-HISTORY_BYTES = 256 << 20
+HISTORY_BYTES = 256 << 20  # of what memory_budget leaves for graphs and their buffers
 
 
 class NextDrafts:

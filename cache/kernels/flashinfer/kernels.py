@@ -11,8 +11,8 @@ from torch import Tensor
 from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, QKV, Capabilities, DeviceTables, Limits, Part
 from tandem.cache.kernels.flashinfer.eager import WORKSPACE_BYTES, EagerPlan, PlannedWrappers
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, plan_parts
-from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_decode, largest_prompt
-from tandem.cache.kernels.flashinfer.sharing import FixedSharing, SharedPart, sharing_rule
+from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_prompt
+from tandem.cache.kernels.flashinfer.sharing import FixedSharing, SharedPart, largest_decode, sharing_rule
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.gpu_limits import check_sizes

@@ -13,7 +13,6 @@ from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.tables import PageTables
 
-DECODE_TILES = 16, 64, 128  # as TILE_ROWS, of rows with one token: the least that holds a row's
 TILE_ROWS = 128  # queries times heads of a KV head that one of FlashInfer's blocks takes, at most
 
 
@@ -85,17 +84,6 @@ def largest_prompt(workspace: Tensor, num_sequences: int, sizes: tuple[int, int,
     if tiles < 2 * num_multiprocessors(workspace.device) // num_kv_heads:
         return 0
     return max(tiles - num_sequences, 0) * TILE_ROWS * num_kv_heads // num_q_heads
-
-
-def largest_decode(workspace_bytes: int, sizes: tuple[int, int, int, int]) -> int:
-    """Rows of a decode step in a CUDA graph that FlashInfer's prefill kernels compute, and split keys of, at most: the
-    workspace has partial outputs for a tile of queries a row, and for all rows' queries once more. sizes: see
-    PromptBuffers."""
-    num_q_heads, num_kv_heads, head_dim, _ = sizes
-    queries = num_q_heads // num_kv_heads  # of a row, for a KV head
-    tile = next(rows for rows in DECODE_TILES if queries <= rows)
-    tiles = workspace_bytes // (num_q_heads * tile * (head_dim + 1) * 4)
-    return tiles * tile // (tile + queries)
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from tandem.cache.plan.arrays import Int32Array, IntArray, indptr_of
 from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule
 
 MOST_SEGMENTS = 16  # in a CUDA graph
+DECODE_TILES = 16, 64, 128  # as MOST_TILE_ROWS, of rows with one token: the least that holds a row's
 MOST_TILE_ROWS = 128  # queries times heads of a KV head that one of FlashInfer's blocks takes
 # Bytes of K and V, of one layer, that sharing must save to pay for itself, and each segment. tests/benchmarks/
 # shared_prefix.py on an H200: it costs 11 us more to begin with, and what is read again comes from the L2 cache as long
@@ -107,6 +108,17 @@ class FixedSharing:
         *merged, kv_indices = self._arrays.tensors
         indptrs = torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr)
         return SharedPart(*indptrs, kv_indices[: int(kv_indptr[-1])], *merged)
+
+
+def largest_decode(workspace_bytes: int, sizes: tuple[int, int, int, int]) -> int:
+    """Rows of a decode step in a CUDA graph that FlashInfer's prefill kernels compute, and split keys of, at most: the
+    workspace has partial outputs for a tile of queries a row, and for all rows' queries once more. sizes: see
+    SharedPart.plan."""
+    num_q_heads, num_kv_heads, head_dim, _ = sizes
+    queries = num_q_heads // num_kv_heads  # of a row, for a KV head
+    tile = next((rows for rows in DECODE_TILES if queries <= rows), DECODE_TILES[-1])
+    tiles = workspace_bytes // (num_q_heads * tile * (head_dim + 1) * 4)
+    return tiles * tile // (tile + queries)
 
 
 def _merge_order(

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels
 from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
 from tandem.cache.kernels.flashinfer.parts import all_slots
-from tandem.cache.kernels.flashinfer.prompts import largest_decode
+from tandem.cache.kernels.flashinfer.sharing import largest_decode
 from tandem.cache.kernels.paged import steps
 from tandem.cache.kernels.triton.decode_plan import DecodePlan
 from tandem.cache.plan.latent import LatentHeads
@@ -36,7 +36,7 @@ def test_refused(dtype: torch.dtype, head_dim: int, page_size: int, message: str
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tile", "most"),
-    [(96, 8, 16, 193), (32, 8, 16, 812), (64, 8, 16, 338), (64, 1, 64, 63), (128, 1, 128, 15)],
+    [(96, 8, 16, 193), (32, 8, 16, 812), (64, 8, 16, 338), (64, 1, 64, 63), (128, 1, 128, 15), (256, 1, 128, 5)],
 )
 def test_rows_that_fit_into_the_workspace(heads: int, kv_heads: int, tile: int, most: int) -> None:
     """FlashInfer keeps partial outputs and log-sum-exps for ceil(rows · queries / tile) + rows - 1 tiles of a head."""

@@ -131,6 +131,10 @@ class DecodeGraphs:
         self._cache.commit(forward)
         return self._pending(ticket, logits, sampling, positions)
 
+    def take(self, tokens: Tensor) -> None:
+        """For the next step these, int64 [n] on the device, are what the step before has sampled."""
+        self._last[: tokens.shape[0]].copy_(tokens)
+
     def _step_eagerly(self, sequence_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> Tensor:
         """As a graph does it, for more rows, of which one slides, than a graph has."""
         forward = self._cache.begin(Batch(sequence_ids))

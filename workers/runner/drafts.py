@@ -1,6 +1,5 @@
 """Drafts by a model, or by a head of the target: a step of its layers alone for each token."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,9 +12,8 @@ from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.models.attention import CachedAttention
 from tandem.workers.models.drafters.drafted_decoder import DraftSteps
-from tandem.workers.models.drafters.head import HeadedDecoder
+from tandem.workers.models.drafters.head import HeadedDecoder, HeadSteps
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import Capture
@@ -36,7 +34,7 @@ class DraftStep(NamedTuple):
     positions: Int64Array  # [n], of the tokens that the step drafts
 
 
-class Drafts(ABC):
+class Drafts:
     """Its steps append to the sequences, and their positions are popped again: the verify step that follows computes
     them in all layers.
 
@@ -45,15 +43,25 @@ class Drafts(ABC):
     """
 
     def __init__(
-        self, cache: PagedKVCache, device: torch.device, layers: range, processor: LogitsProcessor, *, ahead: int
+        self, cache: PagedKVCache, steps: DraftSteps | HeadSteps, processor: LogitsProcessor, *, ahead: int
     ) -> None:
-        """layers: that a step computes. ahead: how many steps' outputs are there before the first."""
+        """ahead: how many tokens are drafted from what is there before the first step."""
         self._cache = cache
-        self._device = device
-        self._layers = layers
+        self._steps = steps
+        self._processor = processor
         self._ahead = ahead
-        self._sampler = EagerSampler(device, processor)
-        self._output = torch.empty(0)  # of the step before
+        self._sampler = EagerSampler(steps.device, processor)
+        self._graphs: DecodeGraphs | None = None
+
+    def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
+        """From now on steps replay CUDA graphs, one for each of `buffers`: see DecodeGraphs."""
+        self._steps.reserve(buffers[-1].size)
+        self._graphs = DecodeGraphs(self._steps, self._cache, buffers, (), capture, self._processor)
+
+    @property
+    def num_heads(self) -> int:
+        """Of q in the layers of a step."""
+        return self._steps.config.num_heads
 
     def draft(
         self,
@@ -72,13 +80,14 @@ class Drafts(ABC):
         ids = [sequence_ids[row] for row in order]
         tokens, counts, sampling, positions = tokens[order], counts[order], sampling.take(order), positions[order]
         pending: list[PendingSamples] = []
+        in_graphs = self._graphs is not None and order.size <= self._graphs.largest
         grown = np.zeros(order.size, np.int64)
         try:
             for number in range(int(counts[0])):
                 rows = np.arange(np.count_nonzero(counts > number))  # those with the longest drafts come first
                 own = sampling.take(rows)
                 step = DraftStep(number, ids[: rows.size], tokens[rows], own, positions[rows] + number)
-                pending.append(self._step(step, grown))
+                pending.append(self._step(step, grown, in_graphs=in_graphs))
             sampled = [one.wait().token_ids for one in pending]
         finally:
             for sequence, count in zip(ids, grown.tolist(), strict=True):
@@ -91,57 +100,30 @@ class Drafts(ABC):
         return drafts
 
     @torch.inference_mode()
-    def _step(self, step: DraftStep, grown: Int64Array) -> PendingSamples:
+    def _step(self, step: DraftStep, grown: Int64Array, *, in_graphs: bool) -> PendingSamples:
         """Counts in grown[i] what sequence i has grown by."""
-        count = len(step.ids)
-        if step.number >= self._ahead:
-            forward = self._cache.begin(Batch(step.ids, push=False, scratch=step.number - self._ahead))
-            grown[:count] += 1
-            inputs = self._sampler.sampled[:count].clone() if step.number else upload([step.tokens], self._device)[0]
-            self._output = self._compute(inputs, forward.attention)
-            self._cache.commit(forward, self._layers)
-        return self._sampler.sample(self._logits(self._output[:count]), step.sampling, step.positions)
-
-    @abstractmethod
-    def _compute(self, token_ids: Tensor, cached: CachedAttention) -> Tensor:
-        """The output of a step, [n, H], of its inputs, int64 [n], and of the step before."""
-
-    @abstractmethod
-    def _logits(self, output: Tensor) -> Tensor:
-        """[n, vocab], of outputs."""
+        count, number = len(step.ids), step.number - self._ahead
+        if number < 0:
+            pending = self._sampler.sample(self._steps.logits_ahead(count), step.sampling, step.positions)
+            if in_graphs and self._graphs is not None:
+                self._graphs.take(self._sampler.sampled[:count])
+            return pending
+        grown[:count] += 1
+        if in_graphs and self._graphs is not None:
+            sources = np.arange(count) if step.number else np.full(count, ON_HOST)
+            return self._graphs.step(step.ids, step.tokens, sources, step.sampling, step.positions, scratch=number)
+        forward = self._cache.begin(Batch(step.ids, push=False, scratch=number))
+        inputs = self._sampler.sampled[:count].clone() if step.number else upload([step.tokens], self._steps.device)[0]
+        logits = self._steps.forward(inputs, forward.attention, None)
+        self._cache.commit(forward, self._steps.layers)
+        return self._sampler.sample(logits, step.sampling, step.positions)
 
 
 class ModelDrafts(Drafts):
     """By a model of its own: a step of its layers for each token."""
 
     def __init__(self, steps: DraftSteps, cache: PagedKVCache, processor: LogitsProcessor) -> None:
-        super().__init__(cache, steps.device, steps.layers, processor, ahead=0)
-        self._steps = steps
-        self._processor = processor
-        self._graphs: DecodeGraphs | None = None
-
-    @property
-    def num_heads(self) -> int:
-        """Of q in the drafter's layers."""
-        return self._steps.config.num_heads
-
-    def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
-        """From now on steps replay CUDA graphs, one for each of `buffers`: see DecodeGraphs."""
-        self._graphs = DecodeGraphs(self._steps, self._cache, buffers, (), capture, self._processor)
-
-    def _step(self, step: DraftStep, grown: Int64Array) -> PendingSamples:
-        count = len(step.ids)
-        if self._graphs is None or count > self._graphs.largest:
-            return super()._step(step, grown)
-        sources = np.arange(count) if step.number else np.full(count, ON_HOST)
-        grown[:count] += 1
-        return self._graphs.step(step.ids, step.tokens, sources, step.sampling, step.positions, scratch=step.number)
-
-    def _compute(self, token_ids: Tensor, cached: CachedAttention) -> Tensor:
-        return self._steps.forward(token_ids, cached, None)
-
-    def _logits(self, output: Tensor) -> Tensor:
-        return output  # the model gives logits at once
+        super().__init__(cache, steps, processor, ahead=0)
 
 
 class HeadDrafts(Drafts):
@@ -149,8 +131,8 @@ class HeadDrafts(Drafts):
     itself."""
 
     def __init__(self, model: HeadedDecoder, cache: PagedKVCache, processor: LogitsProcessor) -> None:
-        super().__init__(cache, model.device, model.layers, processor, ahead=1)
-        self._model = model
+        self._head_steps = HeadSteps(model)
+        super().__init__(cache, self._head_steps, processor, ahead=1)
         self._noted: Noted | None = None
 
     def note(self, noted: "Noted | None") -> None:
@@ -174,18 +156,12 @@ class HeadDrafts(Drafts):
         if not known.size:
             return drafts
         known = known[np.argsort(-counts[known], kind="stable")]
-        self._output = self._noted.outputs[upload([rows[known]], self._device)[0]]
+        self._head_steps.go_on_from(self._noted.outputs, upload([rows[known]], self._steps.device)[0])
         ids = [sequence_ids[row] for row in known]
         found = super().draft(ids, tokens[known], counts[known], sampling.take(known), positions[known])
         for row, draft in zip(known.tolist(), found, strict=True):
             drafts[row] = draft
         return drafts
-
-    def _compute(self, token_ids: Tensor, cached: CachedAttention) -> Tensor:
-        return self._model.draft(self._output[: token_ids.shape[0]], token_ids, cached)
-
-    def _logits(self, output: Tensor) -> Tensor:
-        return self._model.head.logits(output)
 
 
 class Noted(NamedTuple):

@@ -127,7 +127,7 @@ class ModelRunner:
 
     def capture_drafts(self, max_sequences: int, capture: Capture | None = None) -> None:
         """From now on draft() replays CUDA graphs of up to max_sequences rows, as capture_steps says."""
-        if not isinstance(self._drafts, ModelDrafts) or (capture is None and self._model.device.type != "cuda"):
+        if self._drafts is None or (capture is None and self._model.device.type != "cuda"):
             return
         heads = self._drafts.num_heads
         sizes = bucket_sizes(max_sequences)

@@ -143,12 +143,25 @@ def check(target: Path, speculation: SpeculationSettings, naive: Naive, *, in_gr
         watched.append(Watched(runner, due))
         return watched[-1]
 
+    replays = 0
+
+    def counted(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        compute()
+
+        def replay() -> Tensor:
+            nonlocal replays
+            replays += 1
+            return compute()
+
+        return replay
+
     options: dict[str, Any] = {"kernels": TableKernels} if in_graphs else {}
     loops = LoopPair(target, num_pages=64, speculation=speculation, drafter=make, **options)
     for runner in loops.runners if in_graphs else ():
         runner.capture_steps(8, run_in_place)
         runner.capture_prompts(32, run_in_place)
         runner.capture_verification(32, run_in_place)
+        runner.capture_drafts(8, counted)
         assert runner.overlaps
     first = {}
     for index, prompt in enumerate(prompts):
@@ -160,6 +173,7 @@ def check(target: Path, speculation: SpeculationSettings, naive: Naive, *, in_gr
     for index, prompt in enumerate(prompts):
         assert [first[index].result(0).first_token, *loops.tokens(str(index))] == due[tuple(prompt)]
     assert loops.decode_counters.accepted_tokens > 8
+    assert (replays > 8) == in_graphs
     drafted = watched[1].drafted
     assert len(drafted) > 12
     for context, draft in drafted.items():

@@ -111,18 +111,19 @@ class FailsInTheMiddle:
         self._drafts += 1
         if self._drafts < 3:
             return self._inner.propose(asks)
-        steps = self._runner._drafts
-        assert steps is not None
-        with patch.object(steps, "_compute", partial(self._fail, steps._compute)):
+        drafts = self._runner._drafts
+        assert drafts is not None
+        steps = drafts._steps
+        with patch.object(steps, "forward", partial(self._fail, steps.forward)):
             return self._inner.propose(asks)
 
     def _fail(
-        self, compute: Callable[[Tensor, CachedAttention], Tensor], ids: Tensor, cached: CachedAttention
+        self, forward: Callable[..., Tensor], ids: Tensor, cached: CachedAttention, last_rows: Tensor | None
     ) -> Tensor:
         self._steps += 1
         if self._steps == 2:
             raise RuntimeError("no draft")
-        return compute(ids, cached)
+        return forward(ids, cached, last_rows)
 
     def forget(self, sequence_id: int) -> None:
         pass
@@ -130,10 +131,17 @@ class FailsInTheMiddle:
 
 def test_a_drafter_that_fails_leaves_no_position(checkpoints: Callable[[str], Path]) -> None:
     target = checkpoints("llama")
-    loops = drafted_pair(target, checkpoints("qwen3"), FailsInTheMiddle)
+    made: list[FailsInTheMiddle] = []
+
+    def failing(runner: ModelRunner) -> Drafter:
+        made.append(FailsInTheMiddle(runner))
+        return made[-1]
+
+    loops = drafted_pair(target, checkpoints("qwen3"), failing)
     prompt = random_prompt(11, seed=2)
     assert loops.complete("a", prompt, NUM_TOKENS) == greedy(load_oracle(target), prompt, NUM_TOKENS)
     assert 0 < loops.decode_counters.drafted_tokens <= 2 * LENGTH
+    assert max(drafter._steps for drafter in made) == 2
     loops.assert_free()
 
 

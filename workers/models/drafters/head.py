@@ -98,6 +98,50 @@ class HeadedDecoder:
         return hidden if rows is None else hidden.index_select(0, rows), hidden
 
 
+class HeadSteps:
+    """The head by itself: a Decoder of its layer. Each step goes on from what the one before gave, in memory that stays
+    where it is, for graphs."""
+
+    def __init__(self, model: HeadedDecoder) -> None:
+        self.config = model.config
+        self.layers = model.layers
+        self._model = model
+        self._reserved: Tensor | None = None
+        self._hidden: Tensor | None = None  # [rows or more, H], of the last step
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    def reserve(self, num_rows: int) -> None:
+        """Steps of up to so many rows keep to one memory from now on."""
+        shape = num_rows, self.config.hidden_size
+        self._reserved = self._hidden = torch.zeros(shape, dtype=self.config.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def go_on_from(self, outputs: Tensor, rows: Tensor) -> None:
+        """The next step is behind these rows, int64 [n], of what the head gave, [T, H]."""
+        room = self._reserved
+        if room is None or rows.shape[0] > room.shape[0]:
+            self._hidden = outputs.index_select(0, rows)
+        else:
+            self._hidden = room
+            torch.index_select(outputs, 0, rows, out=room[: rows.shape[0]])
+
+    def logits_ahead(self, num_rows: int) -> Tensor:
+        """[n, vocab], behind the first rows that are gone on from, with no step."""
+        assert self._hidden is not None, "rows to go on from come first"
+        return self._model.head.logits(self._hidden[:num_rows])
+
+    def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
+        """Logits [n, vocab] behind the next tokens of the first rows, int64 [n]; see DenseDecoder.forward."""
+        assert last_rows is None, "a step's rows are all wanted"
+        assert self._hidden is not None, "rows to go on from come first"
+        hidden = self._hidden[: token_ids.shape[0]]
+        hidden.copy_(self._model.draft(hidden, token_ids, cached))
+        return self._model.head.logits(hidden)
+
+
 def _next_ids(token_ids: Tensor, last_rows: Tensor, logits: Tensor) -> Tensor:
     """For each row of a forward the token of the next one; of last_rows, but the first, the best by their logits. Graph
     buffers pad last_rows with the first row."""

@@ -26,7 +26,8 @@ _CACHE = cast(PagedKVCache, SimpleNamespace(pop_each=lambda ids, counts: None))
 
 
 class Zeros:
-    computes = False
+    def __init__(self, *, computes: bool) -> None:
+        self.computes = computes
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
         return [np.zeros(ask.most, np.int64) for ask in asks]
@@ -90,8 +91,8 @@ class DraftedBatch:
         return cast(DecodeRequest, Request(next(self._numbers), self._length, SimpleNamespace(max_tokens=self._length)))
 
 
-def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False) -> Speculation:
-    """follows: the device looks drafts up, so that a verify step costs less."""
+def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False, computes: bool = False) -> Speculation:
+    """follows: the device looks drafts up, so that a verify step costs less. computes: the drafter is a model."""
     next_drafts = SimpleNamespace(takes=lambda num_sequences: True) if follows else None
     runner = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=next_drafts))
-    return Speculation(Zeros(), runner, most, max_step_tokens, Counters())
+    return Speculation(Zeros(computes=computes), runner, most, max_step_tokens, Counters())

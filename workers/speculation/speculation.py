@@ -1,7 +1,7 @@
 """Which rows of a step get drafts, and what becomes of them."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,13 +24,20 @@ NO_DRAFT = np.empty(0, np.int64)
 
 
 class Cost(NamedTuple):
-    """In plain steps, what a verify step takes beyond one, and for each drafted token (decisions 0107 and 0111)."""
+    """In plain steps, what a verify step takes beyond one, for each drafted token, and for each token of the longest
+    draft, which a model computes in a step of its own (decisions 0107, 0111 and 0112)."""
 
     verify: float
     token: float
+    draft_step: float = 0.0
+
+    def of(self, sizes: Collection[int]) -> float:
+        """Of a step with drafts of these sizes, one or more."""
+        return self.verify + self.token * sum(sizes) + self.draft_step * max(sizes)
 
 
 WAITING = Cost(0.25, 0.012)  # for the tokens of the step before
+COMPUTING = Cost(0.25, 0.012, 0.19)  # the same, and then the drafter computes
 FOLLOWING = Cost(0.1, 0.006)  # one that is not read yet
 
 
@@ -136,8 +143,12 @@ class Speculation:
         if not any(drafted.values()) or self._plain_steps >= most_plain:
             return any(drafted.values())
         worth = sum(self._requests[requests[index]].length.worth(tokens) for index, tokens in drafted.items())
-        cost = FOLLOWING if self._can_follow(requests) else WAITING
-        return worth >= (cost.verify + cost.token * sum(drafted.values())) * len(requests)
+        return worth >= self._cost(requests).of(drafted.values()) * len(requests)
+
+    def _cost(self, requests: Sequence[DecodeRequest]) -> Cost:
+        if self._drafter is not None and self._drafter.computes:
+            return COMPUTING
+        return FOLLOWING if self._can_follow(requests) else WAITING
 
     def launch(self, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int) -> Verification:
         """A verify step of all rows, whose last tokens are known; draft i is of row i. prompt_tokens: see

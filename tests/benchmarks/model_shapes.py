@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+DRAFT_VOCABULARY = 32_000  # of an EAGLE-3 head
 COMMON = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -63,4 +64,20 @@ def write_shape(name: str, folder: Path) -> Path:
     made = folder / name
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(COMMON | SHAPES[name], indent=1) + "\n", encoding="utf-8")
+    return made
+
+
+def write_eagle3(name: str, folder: Path) -> Path:
+    """A folder in `folder` with the config.json of an EAGLE-3 head for SHAPES[name], as published ones are: a layer of
+    the target's sizes, and DRAFT_VOCABULARY tokens."""
+    made = folder / f"{name}-eagle3"
+    made.mkdir(parents=True, exist_ok=True)
+    head = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": DRAFT_VOCABULARY,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    (made / "config.json").write_text(json.dumps(COMMON | SHAPES[name] | head, indent=1) + "\n", encoding="utf-8")
     return made

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,15 +14,21 @@ from torch import Tensor
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.head import HeadedDecoder
+from tandem.workers.models.drafters.load import load_drafter
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.model_cache import kv_layout
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.benchmarks.contexts import Lengths
 from tests.benchmarks.measured import Measured
-from tests.benchmarks.model_shapes import write_shape
+from tests.benchmarks.model_shapes import write_eagle3, write_shape
 from tests.benchmarks.timeline import Idle, idle, record
 
 CHUNK = 8192
@@ -31,25 +38,37 @@ WARM_STEPS = 5
 STEPS = 40
 SEGMENT = 10  # steps; of their means the spread is made
 RECORDED_STEPS = 8
+NO_DRAFTER = SpeculationSettings()
 
 
 class Bench:
     def __init__(
-        self, shape: str, max_batch: int, num_tokens: int | None = None, scales: KVScales | None = None
+        self,
+        shape: str,
+        max_batch: int,
+        num_tokens: int | None = None,
+        scales: KVScales | None = None,
+        speculation: SpeculationSettings = NO_DRAFTER,
     ) -> None:
-        """shape: a name of SHAPES. num_tokens: in all sequences together; None: 1,200 each and one of MAX_LENGTH."""
+        """shape: a name of SHAPES. num_tokens: in all sequences together; None: 1,200 each and one of MAX_LENGTH.
+        speculation: of a drafter with layers; draft is set here."""
         with tempfile.TemporaryDirectory() as folder:
             model = write_shape(shape, Path(folder))
             self.config = load_config(model, "bfloat16")
+            decoder: DenseDecoder | DraftedDecoder | HeadedDecoder
             decoder = load_decoder(model, self.config, load_format="dummy", device="cuda")
+            self.target = decoder
+            speculation = replace(speculation, draft=str(write_eagle3(shape, Path(folder))))
+            drafter = load_drafter_config(speculation, self.config)
+            if drafter is not None:
+                decoder = load_drafter(model, speculation, decoder, drafter, load_format="dummy")
         self.scales = scales
-        group = LayerGroup(tuple(range(self.config.num_layers)), self.config.num_kv_heads, self.config.head_dim)
-        layout = KVLayout((group,), PAGE_SIZE, self.config.dtype, scales)
+        layout = kv_layout(self.config, PAGE_SIZE, scales, drafter)
         num_pages = (num_tokens or max_batch * 1200 + MAX_LENGTH) // PAGE_SIZE
-        pool = random_pool((num_pages, *layout.page_shape(0)), layout.stored_dtype)
+        groups = range(len(layout.groups))
         self.cache = PagedKVCache(
             layout,
-            (pool,),
+            tuple(random_pool((num_pages, *layout.page_shape(group)), layout.stored_dtype) for group in groups),
             max_sequences=max_batch + 1,
             max_sequence_length=MAX_LENGTH,
             rope=self.config.rope,

@@ -10,12 +10,13 @@ verify k    a step of each row's last token and k drafted ones, none of which ho
 with p      tokens a second of rows whose drafts hold with probability p for each token, ÷ those of plain steps. The
             worker's policy decides who gets drafts, and when. p = 0: what a drafter that is always wrong costs. The
             second of two batches; the worker's first has to find p out, and warms up.
+eagle3      the same with an EAGLE-3 head of random weights, whose tokens others replace that hold with probability p
 """
 
 import argparse
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -36,10 +37,22 @@ from tandem.workers.requests.token_stream import TokenFanout, TokenStream, Token
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.draft_length import DraftLength
+from tandem.workers.speculation.drafter import DraftAsk, Drafter
+from tandem.workers.speculation.model_drafter import ModelDrafter
 from tandem.workers.speculation.ngram import NgramDrafter
 from tandem.workers.speculation.speculation import Speculation
 from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.step_thread import StepThread
+from tests.benchmarks.counting_prompts import (
+    CONTEXT,
+    FIRST_TOKEN,
+    FIRST_WRONG,
+    MOST_DRAFTED,
+    OUTPUT,
+    SCALE,
+    TOKENS_A_ROW,
+    prompts_of,
+)
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.model_shapes import SHAPES, shape_name
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
@@ -51,12 +64,8 @@ MODELS = ("qwen3-8b",)
 ROWS = (1, 2, 4, 8, 16, 32)
 DRAFTS = (1, 3, 7)
 HOLDS = (0.0, 0.5, 0.7, 0.9)
-CONTEXT = 1024
-MOST_DRAFTED = 3  # speculation.tokens
+NGRAM, EAGLE3 = "ngram", "eagle3"
 MOST_TOKENS = 256  # of a verify step
-OUTPUT = 120  # tokens of each row: fewer than have a draft
-SCALE = 5000.0  # of the embedding, beside which what the layers add is small
-FIRST_TOKEN, TOKENS_A_ROW, FIRST_WRONG = 1000, 1000, 100_000
 SECONDS = 20.0  # that a batch may take
 VERIFY_LIMITS = {(1, 3): 1.15, (1, 7): 1.30}  # by rows and drafted tokens
 WRONG_LIMIT = 1 / 1.03
@@ -102,40 +111,54 @@ class Collected:
         self.done.set()
 
 
-def prompt_of(row: int, holds: float, most: int, draws: np.random.Generator) -> Int64Array:
-    """CONTEXT tokens in which each token that the row will put out stands with a draft behind it.
+class Overruled:
+    """Stands for a trained head: asks that of the runner, and drafts other tokens in place of its own."""
 
-    The drafts of later tokens come first. So the first place of a token is where its own draft is.
-    """
-    first, width = FIRST_TOKEN + row * TOKENS_A_ROW, most + 1
-    starts = first + np.arange(CONTEXT // width)[::-1]
-    tokens = starts[:, None] + np.arange(width)
-    right = np.cumprod(draws.random((starts.size, most)) < holds, axis=1).astype(bool)
-    wrong = draws.integers(FIRST_WRONG, FIRST_WRONG + 10_000, right.shape)
-    tokens[:, 1:] = np.where(right, tokens[:, 1:], wrong)
-    return np.concatenate((np.full(CONTEXT - tokens.size, FIRST_WRONG), tokens.ravel()))
+    computes = True
+
+    def __init__(self, drafter: Drafter, holds: float) -> None:
+        """holds: the probability of a drafted token to be the target's, where the one before is."""
+        self._drafter = drafter
+        self._holds = holds
+        self._draws = np.random.default_rng(0)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
+        drafts = self._drafter.propose(asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            right = np.logical_and.accumulate(self._draws.random(draft.size) < self._holds)
+            draft[:] = np.where(right, ask.context[-1] + 1 + np.arange(draft.size), FIRST_WRONG)
+        return drafts
+
+    def forget(self, sequence_id: int) -> None:
+        self._drafter.forget(sequence_id)
 
 
 class VerifyBench(Bench):
-    def __init__(self, shape: str, rows: Sequence[int]) -> None:
-        super().__init__(shape, max(rows), 2 * max(rows) * (CONTEXT + 3 * OUTPUT))
-        decoder = cast(Any, self.runner._model)
+    def __init__(self, shape: str, rows: Sequence[int], method: str = NGRAM) -> None:
+        self._method = method
+        num_tokens = 2 * max(rows) * (CONTEXT + 3 * OUTPUT)
+        super().__init__(shape, max(rows), num_tokens, speculation=SpeculationSettings(method))
+        decoder = cast(Any, self.target)
         following = decoder._lm_head._weights.weight.roll(-1, 0)  # of the next token
         decoder._embedding.copy_(following.float() * SCALE)
         began = time.perf_counter()
-        self.runner.capture_verification(MOST_TOKENS, max_ngram=1)
+        self.runner.capture_verification(MOST_TOKENS, max_ngram=1 if method == NGRAM else 0)
+        self.runner.capture_drafts(max(rows))
         torch.cuda.synchronize()
         self.capture_verification_seconds = time.perf_counter() - began
 
     @contextmanager
-    def loop(self, rows: int, drafted: int) -> Iterator[tuple[StepLoop, StepThread, Any]]:
-        """Of a decode worker, and who signals that KV is there. drafted: most tokens of a draft; 0: no drafter."""
+    def loop(self, rows: int, drafted: int, holds: float = 0.0) -> Iterator[tuple[StepLoop, StepThread, Any]]:
+        """Of a decode worker, and who signals that KV is there. drafted: most tokens of a draft; 0: no drafter. holds:
+        see Overruled; prompt lookup's follows from the prompts."""
         fabric = FakeFabric(2, MAILBOX, num_pages=1, num_signals=mailbox_rows(rows, 2))
         sender, receiver = fabric.joined()
-        speculation = SpeculationSettings("ngram", drafted, MOST_TOKENS, 1)
+        speculation = SpeculationSettings(self._method, drafted, MOST_TOKENS, 1)
         settings = LoopSettings(lease_seconds=600, sharing=False, max_sequences=rows, speculation=speculation)
         fanout = cast(TokenFanout, Collected(0))
-        drafter = NgramDrafter(1) if drafted else None
+        drafter: Drafter | None = None
+        if drafted:
+            drafter = NgramDrafter(1) if self._method == NGRAM else Overruled(ModelDrafter(self.runner), holds)
         ends = Ends(PushMeter(receiver), fanout, KernelThreads(None, 1), drafter)
         loop = StepLoop(self.runner, self.cache, receiver, settings, ends)
         thread = StepThread(loop, "steps")
@@ -150,8 +173,7 @@ class VerifyBench(Bench):
         """Until `rows` have OUTPUT tokens on average. holds: the probability of a drafted token to be the target's."""
         loop, thread, sender = made
         collected = Collected(rows * OUTPUT)
-        draws = np.random.default_rng(rows)
-        prompts = [prompt_of(row, holds, most, draws) for row in range(rows)]
+        prompts = prompts_of(rows, holds, most)
         before = loop.counters.drafted_tokens, loop.counters.accepted_tokens
 
         def start() -> None:
@@ -226,11 +248,44 @@ class VerifyBench(Bench):
 
 def measure(name: str, options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
     """Of one model, as far as the budget goes."""
-    bench = VerifyBench(name, options.rows)
+    result, plain = measure_ngram(VerifyBench(name, options.rows), options, budget)
+    torch.cuda.empty_cache()
+    if EAGLE3 in options.drafters:
+        result[EAGLE3] = measure_eagle3(VerifyBench(name, options.rows, EAGLE3), plain, options, budget)
+    return result
+
+
+def measure_eagle3(
+    bench: VerifyBench, plain: Mapping[int, Generated], options: argparse.Namespace, budget: Budget
+) -> dict[str, Any]:
+    """plain: by rows, of steps without the head."""
+    result: dict[str, Any] = {}
+    for rows in budget.within(plain):
+        for holds in options.holds:
+            with bench.loop(rows, MOST_DRAFTED, holds) as made:
+                drafting = [bench.generate(made, rows, 0.0, MOST_DRAFTED) for _ in range(2)][1]
+            result[title(rows)] = result.get(title(rows), {}) | numbers_of(drafting, plain[rows], holds)
+    return result
+
+
+def numbers_of(drafting: Generated, plain: Generated, holds: float) -> dict[str, Any]:
+    return {
+        f"with {holds}, to_plain": rounded(plain.seconds / drafting.seconds),
+        f"with {holds}, tokens a step": rounded(drafting.tokens_a_step),
+        f"with {holds}, part of drafted tokens accepted": rounded(drafting.accepted),
+        f"with {holds}, ms of a step": drafting.ms,
+    }
+
+
+def measure_ngram(
+    bench: VerifyBench, options: argparse.Namespace, budget: Budget
+) -> tuple[dict[str, Any], dict[int, Generated]]:
+    """And plain steps, by rows."""
+    without: dict[int, Generated] = {}
     result: dict[str, Any] = {"capture_s": round(bench.capture_verification_seconds, 2)}
     for rows in budget.within(options.rows):
         with bench.loop(rows, 0) as made:
-            plain = [bench.generate(made, rows, 0.0, MOST_DRAFTED) for _ in range(2)][1]
+            plain = without[rows] = [bench.generate(made, rows, 0.0, MOST_DRAFTED) for _ in range(2)][1]
         numbers: dict[str, Any] = {"plain_ms": plain.ms}
         result[title(rows)] = numbers
         for drafted in options.drafts:
@@ -244,11 +299,8 @@ def measure(name: str, options: argparse.Namespace, budget: Budget) -> dict[str,
             with bench.loop(rows, MOST_DRAFTED) as made:
                 first, drafting = (bench.generate(made, rows, holds, MOST_DRAFTED) for _ in range(2))
             numbers[f"with {holds}, first of the worker, to_plain"] = rounded(plain.seconds / first.seconds)
-            numbers[f"with {holds}, to_plain"] = rounded(plain.seconds / drafting.seconds)
-            numbers[f"with {holds}, tokens a step"] = rounded(drafting.tokens_a_step)
-            numbers[f"with {holds}, part of drafted tokens accepted"] = rounded(drafting.accepted)
-            numbers[f"with {holds}, ms of a step"] = drafting.ms
-    return result
+            numbers |= numbers_of(drafting, plain, holds)
+    return result, without
 
 
 def title(rows: int) -> str:
@@ -277,6 +329,7 @@ def parse_options() -> argparse.Namespace:
     add_list(parser, "--model", shape_name, default=MODELS, choices=list(SHAPES), help="qwen3-8b or 8b, …")
     add_list(parser, "--rows", int, default=ROWS, help="sequences of a step")
     add_list(parser, "--drafts", int, default=DRAFTS, help="drafted tokens of a row")
+    add_list(parser, "--drafters", str, default=(NGRAM,), choices=(NGRAM, EAGLE3), help="ngram, which all have; eagle3")
     add_list(parser, "--holds", float, default=HOLDS, help="probability of a drafted token to be the target's")
     add_seconds(parser)
     return parser.parse_args()

@@ -14,7 +14,7 @@ The weights say what a second of each is worth in seconds of the first token.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from tandem.cluster.routing.policy import Ask, Key, Pair, Policy, WorkerLoad
+from tandem.cluster.routing.policy import Ask, Pair, Policy, WorkerLoad
 from tandem.workers.config import Role
 
 ROW_WEIGHT = 0.05  # a second by which one decode row is held up
@@ -60,14 +60,22 @@ class _Island:
 
     def pairs(self) -> list[tuple[float, Pair]]:
         """(cost, pair): each worker as the decoder, with the best prefill worker for it and with itself."""
-        waits = {one.key: self._first_token(one) for one in self._workers}
-        prefills = sorted(self._workers, key=lambda one: waits[one.key] + self._holds_up_rows(one))
+        workers, pushes = self._workers, bool(self._ask.pushes)
+        waits = [self._first_token(one) for one in workers]
+        prompts = [wait + self._holds_up_rows(one) for wait, one in zip(waits, workers, strict=True)]
+        by_cost = sorted(range(len(workers)), key=prompts.__getitem__)
         ranked = []
-        for decode in self._workers:
-            other = self._best_for(decode, prefills, waits)
-            for prefill in (decode,) if other is None else (other, decode):
-                expected = waits[prefill.key] + self._ask.push_seconds(prefill, decode)
-                ranked.append((self._cost(decode, prefill, waits), Pair(decode, prefill, expected)))
+        for itself, decode in enumerate(workers):
+            steps, tokens = self._holds_up_prompts(decode), self._tokens(decode)
+            added = [self._ask.push_seconds(one, decode) for one in workers] if pushes else [0.0] * len(workers)
+            others = (one for one in by_cost if one != itself)
+            if pushes:
+                other = min(others, key=lambda one, added=added: prompts[one] + added[one], default=None)
+            else:
+                other = next(others, None)
+            for prefill in (itself,) if other is None else (other, itself):
+                pair = Pair(decode, workers[prefill], waits[prefill] + added[prefill])
+                ranked.append((prompts[prefill] + added[prefill] + steps + tokens, pair))
         return ranked
 
     def same_workers(self) -> list[tuple[float, Pair]]:
@@ -77,23 +85,6 @@ class _Island:
             expected = self._first_token(one)
             ranked.append((expected + self._holds_up_rows(one) + self._tokens(one), Pair(one, one, expected)))
         return ranked
-
-    def _best_for(
-        self, decode: WorkerLoad, prefills: Sequence[WorkerLoad], waits: dict[Key, float]
-    ) -> WorkerLoad | None:
-        """The best other worker to compute the prompt. prefills: the best one first, without pushes."""
-        others = (one for one in prefills if one is not decode)
-        if not self._ask.pushes:
-            return next(others, None)
-
-        def seconds(one: WorkerLoad) -> float:
-            return waits[one.key] + self._holds_up_rows(one) + self._ask.push_seconds(one, decode)
-
-        return min(others, key=seconds, default=None)
-
-    def _cost(self, decode: WorkerLoad, prefill: WorkerLoad, waits: dict[Key, float]) -> float:
-        prompt = waits[prefill.key] + self._holds_up_rows(prefill) + self._ask.push_seconds(prefill, decode)
-        return prompt + self._holds_up_prompts(decode) + self._tokens(decode)
 
     def _tokens(self, decode: WorkerLoad) -> float:
         """What the request's own tokens take, above all beyond the bound."""

@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
 	@echo "make test    the tests that need no GPU"
-	@echo "make test-fast  those of them that are over in two minutes: run it before each commit"
+	@echo "make test-fast  those of them without processes, clusters and compilers, some ten minutes"
 	@echo "make check   ruff, pyright, layering, documentation, generated files up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
@@ -40,7 +40,7 @@ test: .venv/.dev
 test-rest: .venv/.dev
 	@$(BIN)/pytest -q -m "not gpu" $(SPREAD) $(CHECKS:%=--ignore=%)
 
-# No processes, no clusters, no compilers: what a person runs before each commit.
+# No processes, no clusters, no compilers.
 test-fast: .venv/.dev
 	@$(BIN)/pytest -q -m "not gpu and not slow" $(SPREAD)
 

@@ -259,8 +259,8 @@ def test_a_drafter_that_breaks_within_a_draft_is_not_asked_again(
     broken: list[int] = []
 
     def breaking(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: Any, one: drafts.DraftStep, grown: Any, **options: Any) -> Any:
-            sampled = step(self, one, grown, **options)
+        def run(self: Any, one: drafts.DraftStep, graphs: Any) -> Any:
+            sampled = step(self, one, graphs)
             if one.number == 2:
                 broken.append(one.number)
                 raise RuntimeError("no draft")

@@ -35,27 +35,26 @@ class DraftStep(NamedTuple):
 
 
 class Drafts:
-    """Its steps append to the sequences, and their positions are popped again: the verify step that follows computes
+    """By a model of its own: a step of its layers for each token.
+
+    Its steps append to the sequences, and their positions are popped again: the verify step that follows computes
     them in all layers.
 
     Tokens are drawn with the parameters and numbers of the target's own, so that a drafter with the target's logits
     drafts the target's tokens.
     """
 
-    def __init__(
-        self, cache: PagedKVCache, steps: DraftSteps | HeadSteps, processor: LogitsProcessor, *, ahead: int
-    ) -> None:
-        """ahead: how many tokens are drafted from what is there before the first step."""
+    ahead = 0  # tokens that are drafted from what is there before the first step
+
+    def __init__(self, steps: DraftSteps | HeadSteps, cache: PagedKVCache, processor: LogitsProcessor) -> None:
         self._cache = cache
         self._steps = steps
         self._processor = processor
-        self._ahead = ahead
         self._sampler = EagerSampler(steps.device, processor)
         self._graphs: DecodeGraphs | None = None
 
     def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
         """From now on steps replay CUDA graphs, one for each of `buffers`: see DecodeGraphs."""
-        self._steps.reserve(buffers[-1].size)
         self._graphs = DecodeGraphs(self._steps, self._cache, buffers, (), capture, self._processor)
 
     @property
@@ -80,18 +79,18 @@ class Drafts:
         ids = [sequence_ids[row] for row in order]
         tokens, counts, sampling, positions = tokens[order], counts[order], sampling.take(order), positions[order]
         pending: list[PendingSamples] = []
-        in_graphs = self._graphs is not None and order.size <= self._graphs.largest
-        grown = np.zeros(order.size, np.int64)
+        graphs = self._graphs if self._graphs is not None and order.size <= self._graphs.largest else None
+        before = [self._cache.num_tokens(sequence) for sequence in ids]
         try:
             for number in range(int(counts[0])):
                 rows = np.arange(np.count_nonzero(counts > number))  # those with the longest drafts come first
                 own = sampling.take(rows)
                 step = DraftStep(number, ids[: rows.size], tokens[rows], own, positions[rows] + number)
-                pending.append(self._step(step, grown, in_graphs=in_graphs))
+                pending.append(self._step(step, graphs))
             sampled = [one.wait().token_ids for one in pending]
         finally:
-            for sequence, count in zip(ids, grown.tolist(), strict=True):
-                self._cache.pop(sequence, count)
+            for sequence, stored in zip(ids, before, strict=True):
+                self._cache.pop(sequence, self._cache.num_tokens(sequence) - stored)
         drafts: list[Int64Array] = [np.empty(0, np.int64)] * order.size
         for row, place in enumerate(order.tolist()):
             draft = np.array([tokens[row] for tokens in sampled[: counts[row]]], np.int64)
@@ -100,18 +99,12 @@ class Drafts:
         return drafts
 
     @torch.inference_mode()
-    def _step(self, step: DraftStep, grown: Int64Array, *, in_graphs: bool) -> PendingSamples:
-        """Counts in grown[i] what sequence i has grown by."""
-        count, number = len(step.ids), step.number - self._ahead
-        if number < 0:
-            pending = self._sampler.sample(self._steps.logits_ahead(count), step.sampling, step.positions)
-            if in_graphs and self._graphs is not None:
-                self._graphs.take(self._sampler.sampled[:count])
-            return pending
-        grown[:count] += 1
-        if in_graphs and self._graphs is not None:
+    def _step(self, step: DraftStep, graphs: DecodeGraphs | None) -> PendingSamples:
+        """graphs: of all steps of the draft, None where they are eager."""
+        count, number = len(step.ids), step.number - self.ahead
+        if graphs is not None:
             sources = np.arange(count) if step.number else np.full(count, ON_HOST)
-            return self._graphs.step(step.ids, step.tokens, sources, step.sampling, step.positions, scratch=number)
+            return graphs.step(step.ids, step.tokens, sources, step.sampling, step.positions, scratch=number)
         forward = self._cache.begin(Batch(step.ids, push=False, scratch=number))
         inputs = self._sampler.sampled[:count].clone() if step.number else upload([step.tokens], self._steps.device)[0]
         logits = self._steps.forward(inputs, forward.attention, None)
@@ -119,21 +112,21 @@ class Drafts:
         return self._sampler.sample(logits, step.sampling, step.positions)
 
 
-class ModelDrafts(Drafts):
-    """By a model of its own: a step of its layers for each token."""
-
-    def __init__(self, steps: DraftSteps, cache: PagedKVCache, processor: LogitsProcessor) -> None:
-        super().__init__(cache, steps, processor, ahead=0)
-
-
 class HeadDrafts(Drafts):
     """By a DraftHead. The target's step has computed what the first token follows from; then the head goes on by
     itself."""
 
+    ahead = 1
+
     def __init__(self, model: HeadedDecoder, cache: PagedKVCache, processor: LogitsProcessor) -> None:
         self._head_steps = HeadSteps(model)
-        super().__init__(cache, self._head_steps, processor, ahead=1)
+        super().__init__(self._head_steps, cache, processor)
         self._noted: Noted | None = None
+
+    def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
+        """See Drafts.capture."""
+        self._head_steps.reserve(buffers[-1].size)
+        super().capture(buffers, capture)
 
     def note(self, noted: "Noted | None") -> None:
         """The last step of the target; None: one of which the head's part is not there."""
@@ -162,6 +155,16 @@ class HeadDrafts(Drafts):
         for row, draft in zip(known.tolist(), found, strict=True):
             drafts[row] = draft
         return drafts
+
+    @torch.inference_mode()
+    def _step(self, step: DraftStep, graphs: DecodeGraphs | None) -> PendingSamples:
+        if step.number:
+            return super()._step(step, graphs)
+        count = len(step.ids)
+        pending = self._sampler.sample(self._head_steps.logits_ahead(count), step.sampling, step.positions)
+        if graphs is not None:
+            graphs.take(self._sampler.sampled[:count])
+        return pending
 
 
 class Noted(NamedTuple):

@@ -25,7 +25,7 @@ from tandem.workers.runner.batch_buckets import (
     verify_sizes,
 )
 from tandem.workers.runner.decode_graphs import DecodeGraphs
-from tandem.workers.runner.drafts import Drafts, HeadDrafts, ModelDrafts, Noted
+from tandem.workers.runner.drafts import Drafts, HeadDrafts, Noted
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.encoder_prompts import PromptChunks, encode, encoded
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
@@ -60,7 +60,7 @@ class ModelRunner:
         self.next_drafts: NextDrafts | None = None  # where verify steps can follow one another
         self._drafts: Drafts | None = None
         if isinstance(model, DraftedDecoder):
-            self._drafts = ModelDrafts(model.draft_steps, cache, self._processor)
+            self._drafts = Drafts(model.draft_steps, cache, self._processor)
         elif isinstance(model, HeadedDecoder):
             self._drafts = HeadDrafts(model, cache, self._processor)
         self._foreseen_positions = np.zeros(0, np.int64)

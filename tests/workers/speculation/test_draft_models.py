@@ -97,11 +97,12 @@ def test_a_prefix_brings_the_drafters_kv(checkpoints: Callable[[str], Path]) -> 
 
 
 class FailsInTheMiddle:
-    """Fails in the second step of its third draft."""
+    """Fails in the second step of its third draft, before it has grown the sequences or behind that."""
 
     computes = True
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, *, grown: bool) -> None:
+        self._grown = grown
         self._inner = ModelDrafter(runner)
         self._runner = runner
         self._drafts = 0
@@ -113,28 +114,27 @@ class FailsInTheMiddle:
             return self._inner.propose(asks)
         drafts = self._runner._drafts
         assert drafts is not None
-        steps = drafts._steps
-        with patch.object(steps, "forward", partial(self._fail, steps.forward)):
+        owner, name = (drafts._steps, "forward") if self._grown else (drafts._cache, "begin")
+        with patch.object(owner, name, partial(self._fail, getattr(owner, name))):
             return self._inner.propose(asks)
 
-    def _fail(
-        self, forward: Callable[..., Tensor], ids: Tensor, cached: CachedAttention, last_rows: Tensor | None
-    ) -> Tensor:
+    def _fail(self, call: Callable[..., Any], *args: Any) -> Any:
         self._steps += 1
         if self._steps == 2:
             raise RuntimeError("no draft")
-        return forward(ids, cached, last_rows)
+        return call(*args)
 
     def forget(self, sequence_id: int) -> None:
         pass
 
 
-def test_a_drafter_that_fails_leaves_no_position(checkpoints: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("grown", [True, False])
+def test_a_drafter_that_fails_leaves_and_takes_no_position(checkpoints: Callable[[str], Path], grown: bool) -> None:
     target = checkpoints("llama")
     made: list[FailsInTheMiddle] = []
 
     def failing(runner: ModelRunner) -> Drafter:
-        made.append(FailsInTheMiddle(runner))
+        made.append(FailsInTheMiddle(runner, grown=grown))
         return made[-1]
 
     loops = drafted_pair(target, checkpoints("qwen3"), failing)

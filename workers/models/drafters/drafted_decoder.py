@@ -33,12 +33,6 @@ class DraftSteps:
         logits = self._drafter.forward(ids, LayersBehind(cached, self.layers.start), last_rows)
         return logits if logits.shape[1] == self._vocab else logits[:, : self._vocab].contiguous()
 
-    def reserve(self, num_rows: int) -> None:
-        """A step keeps nothing for the next but KV."""
-
-    def logits_ahead(self, num_rows: int) -> Tensor:
-        raise AssertionError("a model drafts nothing before its first step")
-
     def store(self, token_ids: Tensor, cached: CachedAttention) -> None:
         """Computes what the drafter's layers keep of these tokens."""
         self.forward(token_ids, cached, self._no_rows)

@@ -3,8 +3,8 @@
 decision   64 workers in 8 islands whose indexes have a million pages in all; prompts of 8,192 tokens. From the
            request to the first pair, with its keys made before. None held; all workers hold a system prompt of
            40 pages and one holds 500; and the latter where a request was placed, another one ended and a worker
-           reported since the last decision, with what these take. Beside them the keys of the whole prompt, made
-           once a request, and memory.
+           reported since the last decision, with what these take, by each policy. Beside them the keys of the
+           whole prompt, made once a request, and memory.
 policies   4 prefill workers of 39,000 tokens a second, simulated; the routing policy is the real one. Chats of
            many turns with shared system prompts, at 60 and 90 % of what the workers could compute at best, with
            memory for all and for a quarter; and one hot prefix of 8,000 tokens before short questions.
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from tandem.cluster.peers.table import GatewayTable, table_bytes
+from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import POLICIES, Ask, Policy, WorkerLoad, prefix_aware
@@ -84,6 +85,9 @@ async def decisions() -> dict[str, float]:
         view.apply(keys[3], worker_pb2.WorkerReport(added=names[: 8 * 500]))
     found["held_us"] = microseconds(decide, 200)
     found["traffic_us"] = microseconds(_traffic(islands, decide), 200)
+    for name, colocated in (("adaptive", False), ("colocated", True)):
+        islands._policy = adaptive(TOKEN_SECONDS, colocated=colocated)
+        found[f"{name}, traffic_us"] = microseconds(_traffic(islands, decide), 50)
     found["least_loaded_us"] = _of_least_loaded(islands)
     found["keys_us"] = microseconds(lambda: PromptKeys(prompts[0], PAGE).first(PROMPT // PAGE), 10)
     await islands.close()

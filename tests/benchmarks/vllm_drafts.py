@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib import import_module, metadata
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,7 @@ from tests.benchmarks.counting_prompts import (
     prompts_of,
 )
 from tests.benchmarks.measured import Measured, rounded
-from tests.benchmarks.model_shapes import SHAPES, write_eagle3, write_shape
+from tests.benchmarks.model_shapes import write_eagle3, write_shape
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import noted, print_result, print_skipped
 
@@ -166,13 +167,12 @@ def main() -> None:
     except metadata.PackageNotFoundError:
         print_skipped("needs vLLM")
         return
-    assert MODEL in SHAPES
     budget = Budget(options.seconds)
     result: dict[str, Any] = {}
     cases = [(method, p) for method in options.methods for p in (options.synthetic if method == EAGLE3 else (0.0,))]
     for method, synthetic in budget.within(cases):
         title = f"{method}, {synthetic} synthetic" if synthetic else method
-        noted(result, title, lambda method=method, p=synthetic: engine_process(method, p, options))  # type: ignore[misc]
+        noted(result, title, partial(engine_process, method, synthetic, options))
     print_result({"vllm": version} | with_ratios(result), options, gpus=1)
 
 

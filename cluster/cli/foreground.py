@@ -3,6 +3,7 @@
 What can be checked without torch and Ray is checked before they are imported, which takes seconds.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -64,10 +65,13 @@ def _serve(
     predecessor: Predecessor | None,
 ) -> None:
     with clock.phase("imports"):
+        gc.disable()  # all that is imported stays
         from tandem.cluster.cli.kernels.builds import prepare_start
         from tandem.cluster.processes.ray_processes import RayProcesses
         from tandem.cluster.supervision.launcher import Cluster
 
+        gc.enable()
+        gc.freeze()
         processes = RayProcesses(ray_address, beside=predecessor is not None)
         cluster = Cluster(config, processes, clock, predecessor)
     offer: Offer | None = None

@@ -82,6 +82,7 @@ def run(control: int, modules: Sequence[str], title: str) -> NoReturn:
     """The server. It ends when the other end of the socket `control` is closed."""
     if title:
         set_title(title)
+    gc.disable()  # all that is imported stays
     for entry in modules:
         module, _, function = entry.partition(":")
         with suppress(Exception):
@@ -92,6 +93,7 @@ def run(control: int, modules: Sequence[str], title: str) -> NoReturn:
         os.set_inheritable(control, True)
         os.execv(sys.executable, _command(control, (), title))
     gc.collect()
+    gc.enable()
     gc.freeze()  # a collection in an actor would write to, and so copy, what is shared
     ends: dict[int, int] = {}  # where to write, by pid, how an actor ended
     signal.signal(signal.SIGCHLD, lambda *_: _reap(ends))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import trustme
@@ -27,6 +28,29 @@ OURS = ("prefill (PE", "decode (PE", "gateway.")  # by the beginnings of their n
 OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.verify_kv": "true"}
 
 
+class Commands:
+    """Commands of `tandem` on the last host, of whatever cluster. From any thread."""
+
+    def __init__(self, hosts: Hosts, environment: Mapping[str, str]) -> None:
+        command = hosts.command(3, sys.executable, "-m", "tests.e2e.commands_on_a_host")
+        self._lock = Lock()
+        self._process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        """The exit code, and what it wrote on stdout and stderr."""
+        asked, answered = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert answered is not None
+        with self._lock:
+            print(json.dumps(arguments), file=asked, flush=True)
+            return json.loads(answered.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=COMMAND_SECONDS)
+
+
 @dataclass
 class Cluster:
     hosts: Hosts
@@ -36,6 +60,7 @@ class Cluster:
     launcher: "subprocess.Popen[str]"
     log: Path
     metrics: list[str]  # the addresses of metrics.port; none without it
+    commands: Commands
 
     @property
     def address(self) -> str:
@@ -50,20 +75,20 @@ class Cluster:
         }
 
     def info(self) -> dict[str, Any]:
-        return json.loads(self._run(*TANDEM, "status", "--address", self.address, "--json"))
+        return json.loads(self._done("status", "--json"))
 
     def scale(self, *wanted: str) -> None:
-        self._run(*TANDEM, "scale", "--address", self.address, *wanted)
+        self._done("scale", *wanted)
 
     def said(self) -> str:
         """What `tandem status` prints."""
-        return " ".join(self._run(*TANDEM, "status", "--address", self.address).split())
+        return " ".join(self._done("status").split())
 
     def refused(self, *command: str) -> str:
         """What a command says that fails."""
-        done = self._call(*TANDEM, command[0], "--address", self.address, *command[1:])
-        assert done.returncode == 1, done.stdout
-        return done.stderr
+        code, out, err = self._tandem(*command)
+        assert code == 1, out
+        return err
 
     def held(self) -> tuple[int, set[int], int]:
         """Requests at the gateway; pages that each worker misses; and prompt tokens that all have computed so far."""
@@ -87,9 +112,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of clients."""
-        paths = {"TANDEM_TOKEN_FILE": str(self.token_file), "TANDEM_TLS_CA": str(self.ca)}
-        return self.hosts.environment | paths | {"TOKEN": TOKEN}
+        return _environment(self.hosts, self.token_file, self.ca)
 
     def gateways(self) -> list[str]:
         """The hosts whose gateways serve."""
@@ -161,14 +184,25 @@ class Cluster:
             hexed = [message.hex() for message in messages]
             self._run(sys.executable, "-c", send, self.hosts.addresses[0], *hexed)
 
+    def _done(self, *command: str) -> str:
+        """What a command prints that succeeds."""
+        code, out, err = self._tandem(*command)
+        assert code == 0, err
+        return out
+
+    def _tandem(self, name: str, *rest: str) -> tuple[int, str, str]:
+        return self.commands.run(name, "--address", self.address, *rest)
+
     def _run(self, *command: str) -> str:
-        done = self._call(*command)
+        run, options = self.hosts.command(3, *command), {"timeout": COMMAND_SECONDS, "check": False}
+        done = subprocess.run(run, env=self.environment, capture_output=True, text=True, **options)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def _call(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        run, options = self.hosts.command(3, *command), {"timeout": COMMAND_SECONDS, "check": False}
-        return subprocess.run(run, env=self.environment, capture_output=True, text=True, **options)
+
+def _environment(hosts: Hosts, token_file: Path, ca: Path) -> dict[str, str]:
+    """Of clients."""
+    return hosts.environment | {"TANDEM_TOKEN_FILE": str(token_file), "TANDEM_TLS_CA": str(ca), "TOKEN": TOKEN}
 
 
 def nobody_answers(cluster: Cluster, folder: Path) -> int:
@@ -219,12 +253,15 @@ def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, objec
     with (folder / "log").open("w") as log:
         run = made.command(0, *command)
         process = subprocess.Popen(run, env=made.environment, stdout=subprocess.PIPE, stderr=log, text=True)
+    commands = Commands(made, _environment(made, paths["token"], paths["ca.pem"]))
     try:
         assert process.stdout is not None
         found = re.fullmatch(r"ready grpc=(\S+:\d+)(?: metrics=(\S+:\d+))?\n", process.stdout.readline())
         assert found, (folder / "log").read_text()
         metrics = found[2].split(",") if found[2] else []
-        yield Cluster(made, found[1].split(","), paths["ca.pem"], paths["token"], process, folder / "log", metrics)
+        addresses, files = found[1].split(","), (paths["ca.pem"], paths["token"])
+        yield Cluster(made, addresses, *files, process, folder / "log", metrics, commands)
     finally:
+        commands.close()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=READY_SECONDS)

@@ -13,9 +13,9 @@ from tests.chaos.targets import make_target
 def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | None) -> None:
     model, settings = make_target(tmp_path, speculate=drafter)
     storm = Storm(model, tmp_path / "faults", seed=1, roles=roles, settings=settings)
-    outcome = storm.run(30, 60)
+    outcome = storm.run(16, 40)
     assert not outcome.errors
-    assert outcome.finished >= 40
+    assert outcome.finished >= 25
     assert outcome.finished_over_http > 0
     assert outcome.placed_again > 0
     assert min(outcome.restarts.values()) > 0

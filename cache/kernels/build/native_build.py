@@ -29,6 +29,7 @@ def load_library(source: Path) -> ctypes.CDLL | None:
     return built_or_none(source.name, "Python serves instead", lambda: build_library(source, cache_folder()))
 
 
+@cache
 def load_short_calls(source: Path) -> ctypes.PyDLL | None:
     """load_library(), whose calls of a few µs keep the interpreter: a call that let go of it could wait 5 ms for a busy
     thread."""

@@ -1,5 +1,6 @@
 """All worlds that can be reached, breadth first, so that what goes wrong is found by a shortest way to it."""
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from unittest.mock import patch
 from tests.protocol.small_island import Shape
 from tests.protocol.snapshot import load, save
 from tests.protocol.world import Action, Limits, World
+
+OBJECTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,11 @@ def _digest(snapshot: bytes) -> bytes:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Every step looks at everything, and none waits; what is refused or given up is no news."""
-    disabled = logging.root.manager.disable
+    """Every step looks at everything, and none waits; what is refused or given up is no news. A world is many objects,
+    so that garbage is looked for after many only."""
+    disabled, threshold = logging.root.manager.disable, gc.get_threshold()
     logging.disable(logging.CRITICAL)
+    gc.set_threshold(OBJECTS)
     try:
         with (
             patch("tandem.workers.handoff.handoff.RECALL_POLL_SECONDS", 0.0),
@@ -88,4 +93,5 @@ def _no_waiting() -> Iterator[None]:
         ):
             yield
     finally:
+        gc.set_threshold(*threshold)
         logging.disable(disabled)

@@ -222,17 +222,26 @@ PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
 _SERVED: tuple[Action, ...] = (
     ("prepare", 0), ("start", 0), ("stream ends", 0), ("decode steps", 0), ("deliver", 0), ("prefill steps", 0),
 )  # fmt: skip
+_SENT: tuple[Action, ...] = (("prepare", 0), ("send", 0), ("prefill steps", 0))
 BEGINNINGS: dict[str, tuple[Action, ...]] = {
+    "pages drain": _SENT,
     "pages of an expired lease drain": (("prepare", 0), ("tick", 0), ("tick", 0)),
     "a reservation is used once": _SERVED,
     "a reservation is of its epoch": (("die", 0), ("prepare", 0)),
     "a recalled reservation is refused": _SERVED,
     "a recall is answered when all is quiet": (("prepare", 0), ("send", 0), ("start", 0), ("stream ends", 0)),
+    "an abort is answered when all is quiet": _SENT,
+    "an abort is remembered": (("prepare", 0), ("abort at prefill", 0)),
+    "a request has one stream": _SENT,
+    "a speculative prompt is sent": _SENT,
     "an answer is for its recall": (*_SERVED, ("deliver", 1), ("decode steps", 0), ("prepare", 1)),
     "a slot's uses have numbers": (
         ("prepare", 0), ("send", 0), ("prefill steps", 0), ("prefill steps", 0), ("deliver", 1), ("deliver", 1),
+        ("deliver", 1), ("start", 0), ("decode steps", 0),
     ),
-    "only what has landed is shared": (("prepare", 0), ("prepare", 1), ("send", 1), ("prefill steps", 0)),
+    "only what has landed is shared": (
+        ("prepare", 0), ("prepare", 1), ("send", 1), ("prefill steps", 0), ("prefill steps", 0), ("deliver", 1),
+    ),
 }  # fmt: skip
 
 

@@ -17,13 +17,14 @@ from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processe
 
 FORK_SECONDS = 120.0
 ACTORS = ("tandem.cluster.supervision.worker_actor", "tandem.cluster.supervision.gateway_actor")
+LAZY = "tests.support.lazy_readers:make_lazy"
 Member = TypeVar("Member", bound=ActorProcess)
 
 
 @cache
 def fork_server(*modules: str) -> ForkServer:
     """One for all tests of this process, for its imports take seconds. modules: to be imported beside."""
-    server = ForkServer([*ACTORS, *modules])
+    server = ForkServer([*ACTORS, LAZY, *modules])
     atexit.register(server.close)
     return server
 

@@ -1,4 +1,8 @@
-"""Triton's interpreter, which searches its whole language each time that one function of a kernel calls another."""
+"""Triton's interpreter, made faster.
+
+It searches its whole language each time that one function of a kernel calls another, and describes the shape of each
+tensor anew.
+"""
 
 import inspect
 from functools import cache
@@ -37,3 +41,44 @@ def hasten() -> None:
 
     interpreter._patch_builtin = patch_builtins
     interpreter._patch_lang = patch_language
+    _remember_shapes()
+
+
+def _remember_shapes() -> None:
+    """Blocks of one shape share its description, which nothing changes, and numpy's dtypes are looked up by name."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any]] = {}  # shape and size of a type, then of its tensors
+    names: dict[tuple[tuple[int, ...], str], str] = {}
+    dtypes: dict[str, Any] = {}
+    describe, scalars, find = tl.block_type.__init__, (tl.constexpr(1), tl.tuple([])), interpreter._get_np_dtype
+
+    def block_init(self: Any, element_ty: Any, shape: Any) -> None:
+        plain = tuple([one.value if isinstance(one, tl.constexpr) else one for one in shape])
+        if plain not in shapes:
+            describe(self, element_ty, shape)
+            counts = tl.tuple([tl.constexpr(one) for one in plain])
+            shapes[plain] = self.shape, self.numel, tl.constexpr(self.numel), counts
+        self.element_ty = element_ty
+        self.shape, self.numel, *self.of_tensors = shapes[plain]
+        name = plain, element_ty.name
+        if name not in names:
+            names[name] = f"<{self.shape}, {element_ty}>"
+        self.name = names[name]
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.of_tensors if type.is_block() else scalars
+
+    def dtype_of(type: Any) -> Any:
+        scalar = type.element_ty if isinstance(type, tl.block_type) else type
+        name = "pointer" if isinstance(scalar, tl.pointer_type) else str(scalar.name)
+        if name not in dtypes:
+            dtypes[name] = find(scalar)
+        return dtypes[name]
+
+    language: Any = tl
+    language.block_type.__init__ = block_init
+    language.tensor.__init__ = tensor_init
+    interpreter._get_np_dtype = dtype_of

@@ -207,7 +207,7 @@ def test_verify_steps_equal_plain_forwards(
     both = both_of(case, build, tmp_path, monkeypatch)
     model, fixed, plain = both.model, both.fixed, both.plain
     (batch,) = fixed.graph_buffers([Limits.of_verification(case.rows, model.config.num_heads, 1)])
-    for step in range(6):
+    for step in range(4):
         room, appends = case.rows, {}
         for sequence in random.permutation(len(case.lengths)).tolist():
             if room:

@@ -40,6 +40,7 @@ from tests.support.waiting import until
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
 PROMPTS = [random_prompt(length, seed=length, vocab_size=512) for length in (3, 20, 45, 70)]
+ATTEMPTS = 5  # of all prompts at once, until some of them have moved
 NUM_TOKENS = 70
 
 
@@ -214,10 +215,15 @@ def test_requests_that_move_lose_no_token(drafted: Drafted, monkeypatch: pytest.
         def ask(prompt: Sequence[int]) -> list[GenerateUpdate]:
             return complete(island.address, prompt, max_tokens=NUM_TOKENS, **DRAWN)
 
-        ran = list(pool.map(ask, PROMPTS))
-    assert [tokens_of(updates) for updates in ran] == drafted.due(DRAWN)
-    assert sum(updates[-1].timings.moves for updates in ran if updates[-1].timings is not None) >= 2
-    assert sum(map(accepted, ran)) > 0
+        moves = held = 0
+        for _ in range(ATTEMPTS):
+            ran = list(pool.map(ask, PROMPTS))
+            assert [tokens_of(updates) for updates in ran] == drafted.due(DRAWN)
+            moves += sum(updates[-1].timings.moves for updates in ran if updates[-1].timings is not None)
+            held += sum(map(accepted, ran))
+            if moves >= 2 and held:
+                return
+    raise AssertionError(f"{moves} moves, {held} drafted tokens accepted")
 
 
 class Steered(ModelDrafter):

@@ -84,18 +84,19 @@ async def decisions() -> dict[str, float]:
             view.apply(key, worker_pb2.WorkerReport(added=names[: 8 * 40]))
         view.apply(keys[3], worker_pb2.WorkerReport(added=names[: 8 * 500]))
     found["held_us"] = microseconds(decide, 200)
-    found["traffic_us"] = microseconds(_traffic(islands, decide), 200)
+    found["traffic_us"] = _under_traffic(islands, decide, 200)
     for name, colocated in (("adaptive", False), ("colocated", True)):
         islands._policy = adaptive(TOKEN_SECONDS, colocated=colocated)
-        found[f"{name}, traffic_us"] = microseconds(_traffic(islands, decide), 50)
+        found[f"{name}, traffic_us"] = _under_traffic(islands, decide, 50)
     found["least_loaded_us"] = _of_least_loaded(islands)
     found["keys_us"] = microseconds(lambda: PromptKeys(prompts[0], PAGE).first(PROMPT // PAGE), 10)
     await islands.close()
     return found
 
 
-def _traffic(islands: Islands, decide: Callable[[], LinkPair]) -> Callable[[], None]:
-    """Decides, places the request, ends the oldest of REQUESTS, and takes a report: each time another worker's."""
+def _under_traffic(islands: Islands, decide: Callable[[], LinkPair], number: int) -> float:
+    """Microseconds in which it decides, places the request, ends the oldest of REQUESTS, and takes a report: each time
+    another worker's. All requests have ended behind it."""
     numbers = itertools.count()
     links = itertools.cycle(islands.links().values())
     reports = itertools.cycle([
@@ -110,13 +111,18 @@ def _traffic(islands: Islands, decide: Callable[[], LinkPair]) -> Callable[[], N
         pair.prefill.expect_prompt(name, PROMPT)
         placed.append((name, pair))
         if len(placed) > REQUESTS:
-            name, pair = placed.popleft()
-            pair.prefill.forget_prompt(name)
-            pair.decode.load -= PROMPT + 100
-            pair.prefill.load -= PROMPT
+            end(*placed.popleft())
         next(links).report = next(reports)
 
-    return step
+    def end(name: str, pair: LinkPair) -> None:
+        pair.prefill.forget_prompt(name)
+        pair.decode.load -= PROMPT + 100
+        pair.prefill.load -= PROMPT
+
+    found = microseconds(step, number)
+    for one in placed:
+        end(*one)
+    return found
 
 
 def _of_least_loaded(islands: Islands) -> float:

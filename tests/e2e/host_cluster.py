@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from select import select
 from threading import Lock
 from typing import Any
 
@@ -29,7 +30,7 @@ OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.ve
 
 
 class Commands:
-    """Commands of `tandem` on the last host, of whatever cluster. From any thread."""
+    """Commands of `tandem` on the last host, of whatever cluster, one at a time. From any thread."""
 
     def __init__(self, hosts: Hosts, environment: Mapping[str, str]) -> None:
         command = hosts.command(3, sys.executable, "-m", "tests.e2e.commands_on_a_host")
@@ -39,16 +40,20 @@ class Commands:
         )
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        """The exit code, and what it wrote on stdout and stderr."""
+        """The exit code, and what it wrote on stdout and stderr. TimeoutError when it takes too long."""
         asked, answered = self._process.stdin, self._process.stdout
         assert asked is not None
         assert answered is not None
         with self._lock:
             print(json.dumps(arguments), file=asked, flush=True)
+            if not select([answered], [], [], COMMAND_SECONDS)[0]:
+                raise TimeoutError(f"`tandem {' '.join(arguments)}` took more than {COMMAND_SECONDS} s")
             return json.loads(answered.readline())
 
     def close(self) -> None:
-        self._process.communicate(timeout=COMMAND_SECONDS)
+        """Also where a command hangs."""
+        self._process.kill()
+        self._process.communicate()
 
 
 @dataclass

@@ -69,7 +69,7 @@ def test_drafts_that_hold_are_counted(
 ) -> None:
     """In what the demo's model really writes; by prompt lookup, in what it writes again behind its own answer.
 
-    How many are drafted depends on which rows meet in a step, so the bounds are half of what is usual.
+    How many are drafted depends on which rows meet in a step, so the bounds are well below what is usual.
     """
     monkeypatch.setattr(embedded, "Cluster", IslandAsCluster)
     monkeypatch.setenv("COLUMNS", "140")

@@ -62,6 +62,7 @@ def test_tokens_at_any_split(case: str, model: CachedModel, oracle: PreTrainedMo
         model.cache.remove_sequence(sequence)
     model.cache.add_sequence(0)
     tokens = model.generate(0, model.feed(0, text, [31]), OUTPUT)
+    assert len(tokens) == OUTPUT
     assert tokens == likeliest(oracle, text, tokens)
 
 

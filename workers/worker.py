@@ -293,10 +293,10 @@ class Worker:
         if config.adaptive or config.role == Role.PREFILL:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_prompts(config.max_batch_tokens)))
         if config.speculation.tokens and (config.adaptive or config.role == Role.DECODE):
-            most = config.speculation.max_step_tokens
+            most, tokens = config.speculation.max_step_tokens, config.speculation.tokens
             ngram = config.speculation.max_ngram if config.speculation.method == "ngram" else 0
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_verification(most, None, ngram)))
-            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_drafts(max(most // 2, 1))))
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_drafts(max(most // 2, 1), tokens)))
         if config.adaptive:
             await asyncio.wrap_future(self._step_thread.call(runner.capture_steps_with_prompts))
         self._server = grpc.aio.server(

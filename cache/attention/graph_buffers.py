@@ -83,14 +83,22 @@ class GraphBuffers:
         assert preceding is not None, "the buffers are of a verify step"
         return preceding
 
-    def attention(self, *, by_layers: bool = False, shift: Callable[[], Tensor] | None = None) -> Attention:
+    def fetch(self) -> None:
+        """Brings the arrays of the forward that was filled in last to their places; attention() does, unless told."""
+        self._fetch()
+
+    def attention(
+        self, *, by_layers: bool = False, shift: Callable[[], Tensor] | None = None, fetched: bool = False
+    ) -> Attention:
         """Of the forward that was filled in last when it runs. On the device this fetches its arrays, and computes the
         rotation of its positions. by_layers: each layer will call attend(), whatever step_pages() could do.
 
-        shift: called once the arrays are there; int32 [size], how many positions earlier than was planned each row of a
-        verify step stands. See PagedKVCache.shifts_rows.
+        shift: called once the arrays are there; int32 [size], how many positions earlier than they say each row of a
+        verify step or of a chain stands, 0 for padding. See PagedKVCache.shifts_rows. fetched: the arrays are in their
+        places, where a step of a chain before this one may have moved them.
         """
-        self._fetch()
+        if not fetched:
+            self.fetch()
         if shift is not None:
             by = shift()
             self.positions.sub_(by)

@@ -49,6 +49,7 @@ class Limits:
     sharing: bool = False  # sequences that share pages attend to them together
     runs: bool = False  # a verify step: neighbouring rows may be new tokens of one sequence
     sliding: bool = False  # a decode step: sequences may slide
+    in_chain: bool = False  # a decode step of the last of several new positions of each sequence, see of_chain()
 
     @classmethod
     def of_step(
@@ -57,6 +58,12 @@ class Limits:
         """A decode step of up to `size` sequences. Each of num_inputs arrays has an element a sequence."""
         inputs = (size,) * num_inputs
         return cls(size, size, num_q_heads, inputs, one_each=True, sharing=sharing, sliding=sliding)
+
+    @classmethod
+    def of_chain(cls, size: int, num_q_heads: int, num_inputs: int) -> "Limits":
+        """As of_step, of steps in one graph, each of which computes the next new position of up to `size` sequences.
+        The forward is planned for the last of them, and the device moves its rows; see GraphBuffers.attention."""
+        return cls(size, size, num_q_heads, (size,) * num_inputs, one_each=True, in_chain=True)
 
     @classmethod
     def of_verification(cls, size: int, num_q_heads: int, num_inputs: int) -> "Limits":

@@ -31,8 +31,8 @@ class ForwardCalls(Parts):
 
         buffers: are filled with the forward; it pushes nothing, takes no token trees, and sequences that slide only
         where limits.sliding.
-        Those of a verify step take several new positions of a sequence, as rows of their own. inputs: the first
-        elements of those of the buffers, int64. What the forward before sees of a decode step's
+        Those of a verify step take several new positions of a sequence, as rows of their own, and those of a chain the
+        last of several. inputs: the first elements of those of the buffers, int64. What the forward before sees of a decode step's
         sequences stays, for that forward may still run.
         """
         sequences, given = ids_of(batch.seq_ids), batch.append_lengths
@@ -42,6 +42,8 @@ class ForwardCalls(Parts):
             rows, tokens = self._growth.grow(sequences, appends, in_flight=batch.scratch + buffers.limits.one_each)
             if buffers.limits.runs:
                 self._prepare(buffers, rows[tokens.owners], tokens.apart(), inputs)
+            elif buffers.limits.in_chain:
+                self._prepare(buffers, rows, tokens.lasts(), inputs)
             else:
                 self._prepare(buffers, rows, tokens, inputs)
             buffers.send()
@@ -304,7 +306,9 @@ class ForwardCalls(Parts):
         batch: Batch,
         inputs: Sequence[Int64Array],
     ) -> None:
-        count, total = len(sequences), appends.size if batch.append_lengths is None else int(appends.sum())
+        count = total = len(sequences)
+        if batch.append_lengths is not None and not limits.in_chain:
+            total = int(appends.sum())
         room = limits.num_sequences, limits.num_tokens
         if count > room[0] or total > room[1] or (limits.one_each and not limits.runs and count != total):
             raise InvalidArgument(f"the batch has {count} sequences and {total} tokens; the buffers are {limits}")

@@ -39,6 +39,12 @@ class TokenLayout:
             indptr, self.positions + np.int32(1), self.positions, np.arange(count), preceding=self.positions - first
         )
 
+    def lasts(self) -> "TokenLayout":
+        """The last token of each sequence alone."""
+        count = self.seq_lens.size
+        indptr = np.arange(count + 1, dtype=np.int32)
+        return TokenLayout(indptr, self.seq_lens, self.seq_lens - np.int32(1), np.arange(count))
+
     def entries(self, every: int) -> "EntryLayout":
         """The entries of `every` positions each that the tokens complete. Nodes of a tree complete none."""
         if self.each_one:

@@ -143,7 +143,7 @@ class VerifyBench(Bench):
         decoder._embedding.copy_(following.float() * SCALE)
         began = time.perf_counter()
         self.runner.capture_verification(MOST_TOKENS, max_ngram=1 if method == NGRAM else 0)
-        self.runner.capture_drafts(max(rows))
+        self.runner.capture_drafts(max(rows), MOST_DRAFTED)
         torch.cuda.synchronize()
         self.capture_verification_seconds = time.perf_counter() - began
 

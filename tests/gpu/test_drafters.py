@@ -16,8 +16,10 @@ from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.speculation.speculation import drafts_of
 from tests.support.checkpoints import make_model, sizes_on_gpu
 from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.oracle import random_prompt
@@ -32,6 +34,7 @@ LENGTHS = ((1, 4, 2, 3, 4), (4, 1, 3, 2, 1), (2, 2, 4, 4, 3))  # of each sequenc
 NUM_STEPS = 9
 MOSTLY = 0.9  # of tokens; near-equals swap where kernels differ
 Drafted = list[list[Int64Array]]
+SAMPLING = SampleBatch.from_params([SamplingParams(temperature=0)] * len(PROMPTS))
 
 
 def with_itself(folder: Path) -> SpeculationSettings:
@@ -88,7 +91,7 @@ class Drafting:
         if graphs:
             self.runner.capture_steps(8)
             self.runner.capture_verification(32)
-            self.runner.capture_drafts(8)
+            self.runner.capture_drafts(8, 4)
         self.last: dict[int, int] = {}
         for sequence, prompt in PROMPTS.items():
             self.cache.add_sequence(sequence)
@@ -99,35 +102,78 @@ class Drafting:
         """given: of another run, whose tokens and drafts are taken in place of the own ones."""
         made = Made([], [])
         for step in range(NUM_STEPS):
-            ids, counts = list(PROMPTS), np.array(LENGTHS[step % len(LENGTHS)])
-            sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * len(ids))
-            positions = np.array([self.cache.num_tokens(sequence) + 1 for sequence in ids])
-            last = np.array([self.last[sequence] for sequence in ids])
-            made.drafts.append(self.runner.draft(ids, last, counts, sampling, positions))
-            drafts = made.drafts[-1] if given is None else given.drafts[step]
-            tokens = [np.concatenate(([token], draft)) for token, draft in zip(last, drafts, strict=True)]
-            sampled = self.runner.verify(ids, tokens, sampling, positions).wait().token_ids
-            made.tokens.append(np.split(sampled, np.cumsum([one.size for one in tokens])[:-1]))
-            followed = made.tokens[-1] if given is None else given.tokens[step]
-            for sequence, draft, its in zip(ids, drafts, followed, strict=True):
-                held = int(np.cumprod(draft == its[:-1]).sum())
-                self.cache.pop(sequence, draft.size - held)
-                self.last[sequence] = int(its[held])
+            drafts, pending = self._launch(step, None if given is None else given.drafts[step])
+            made.drafts.append(drafts)
+            drafts = drafts if given is None else given.drafts[step]
+            made.tokens.append(tokens_of(pending, drafts))
+            self._take(drafts, made.tokens[-1] if given is None else given.tokens[step])
         return made
+
+    def run_ahead(self) -> Made:
+        """Each step but the first is launched before the one before it is read."""
+        made = Made([], [])
+        drafts, pending = self._launch(0, None)
+        for step in range(NUM_STEPS):
+            following = self._follow(step + 1, drafts) if step + 1 < NUM_STEPS else None
+            made.drafts.append(drafts)
+            made.tokens.append(tokens_of(pending, drafts))
+            self._take(drafts, made.tokens[-1])
+            if following is not None:
+                drafting, pending = following
+                drafts = drafts_of(drafting.wait().token_ids, LENGTHS[(step + 1) % len(LENGTHS)])
+        return made
+
+    def _launch(self, step: int, drafts: list[Int64Array] | None) -> tuple[list[Int64Array], PendingSamples]:
+        """What is drafted, and a verify step of `drafts`; None: of what is drafted."""
+        counts = np.array(LENGTHS[step % len(LENGTHS)])
+        positions = np.array([self.cache.num_tokens(sequence) + 1 for sequence in PROMPTS])
+        last = np.array([self.last[sequence] for sequence in PROMPTS])
+        assert self.runner.drafts is not None
+        drafted = self.runner.drafts.draft(list(PROMPTS), last, counts, SAMPLING, positions)
+        tokens = [
+            np.concatenate(([token], draft))
+            for token, draft in zip(last, drafted if drafts is None else drafts, strict=True)
+        ]
+        return drafted, self.runner.verify(list(PROMPTS), tokens, SAMPLING, positions)
+
+    def _follow(self, step: int, before: list[Int64Array]) -> tuple[PendingSamples, PendingSamples]:
+        """Drafts, and a verify step of them, behind one of the drafts `before` that is not read."""
+        counts = np.array(LENGTHS[step % len(LENGTHS)])
+        assert self.runner.drafts is not None
+        drafting = self.runner.drafts.draft_behind(list(PROMPTS), counts, SAMPLING)
+        assert drafting is not None
+        positions = np.array([self.cache.num_tokens(sequence) + 1 for sequence in PROMPTS])
+        tokens = [np.zeros(count + 1, np.int64) for count in counts]
+        return drafting, self.runner.verify(list(PROMPTS), tokens, SAMPLING, positions, follows=True)
+
+    def _take(self, drafts: list[Int64Array], followed: list[Int64Array]) -> None:
+        """What held, of a step whose drafts were followed by these tokens."""
+        surplus = {}
+        for sequence, draft, its in zip(PROMPTS, drafts, followed, strict=True):
+            held = int(np.cumprod(draft == its[:-1]).sum())
+            self.last[sequence] = int(its[held])
+            surplus[sequence] = draft.size - held
+        self.cache.pop_each(list(surplus), list(surplus.values()))
+
+
+def tokens_of(pending: PendingSamples, drafts: list[Int64Array]) -> list[Int64Array]:
+    """Of each sequence, of a verify step."""
+    return np.split(pending.wait().token_ids, np.cumsum([one.size + 1 for one in drafts])[:-1])
 
 
 def flat(arrays: Drafted) -> Int64Array:
     return np.concatenate([one for step in arrays for one in step])
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["each read first", "ahead"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_graphs_draft_as_the_eager_path(kind: str, tmp_path: Path) -> None:
+def test_graphs_draft_as_the_eager_path(kind: str, ahead: bool, tmp_path: Path) -> None:
     speculation = KINDS[kind](tmp_path)
     graphs, eager = (Drafting(tmp_path, speculation, graphs=graphs) for graphs in (True, False))
     assert graphs.runner.overlaps
     last = dict(graphs.last)
     eager.last = last
-    ours = graphs.run()
+    ours = graphs.run_ahead() if ahead else graphs.run()
     theirs = eager.run(ours)
     assert flat(ours.drafts).size >= (NUM_STEPS - 1) * 12
     assert (flat(ours.drafts) == flat(theirs.drafts)).mean() >= MOSTLY

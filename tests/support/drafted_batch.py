@@ -94,5 +94,5 @@ class DraftedBatch:
 def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False, computes: bool = False) -> Speculation:
     """follows: the device looks drafts up, so that a verify step costs less. computes: the drafter is a model."""
     next_drafts = SimpleNamespace(takes=lambda num_sequences: True) if follows else None
-    runner = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=next_drafts))
+    runner = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=next_drafts, drafts=None))
     return Speculation(Zeros(computes=computes), runner, most, max_step_tokens, Counters())

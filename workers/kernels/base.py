@@ -175,7 +175,7 @@ class Histories:
     Sequence i of the step has row i.
     """
 
-    tokens: Tensor  # [S, L]
+    tokens: Tensor  # [S, L]; drafts may stand behind those that are known
     lengths: Tensor  # [S], how many of a sequence's tokens are known; more than L where some found no place
     surplus: Tensor  # [S], rows of the last verify step that did not hold
 
@@ -221,8 +221,8 @@ class DraftKernels(Protocol):
         is sampled with, tandem.workers.sampling.random.uniform of its seed and position. Both in place.
 
         The first row of sequence i gets the last token of its history. Row j gets the j-th token that look_up() of
-        tandem.workers.speculation.ngram finds in the history with max_ngram, at least 1. A row gets 0 in place of
-        NOT_FINITE, and where there is no such token.
+        tandem.workers.speculation.ngram finds in the history with max_ngram; where that is 0, the j-th behind the
+        history, where a drafter has put it. A row gets 0 in place of NOT_FINITE, and where there is no such token.
 
         i = FOLLOWS - source is below S. Returns shift, int32 [T]: the sequence's surplus for these rows, 0 for all
         others. So many positions earlier a row stands.

@@ -1,6 +1,6 @@
 """Drafts by a model, or by a head of the target: a step of its layers alone for each token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +15,11 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.drafters.drafted_decoder import DraftSteps
 from tandem.workers.models.drafters.head import HeadedDecoder, HeadSteps
 from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.draft_chain import ChainRows, DraftChain
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.runner.logits_processor import LogitsProcessor
+from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
@@ -52,10 +54,45 @@ class Drafts:
         self._processor = processor
         self._sampler = EagerSampler(steps.device, processor)
         self._graphs: DecodeGraphs | None = None
+        self._chain: DraftChain | None = None
 
     def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
         """From now on steps replay CUDA graphs, one for each of `buffers`: see DecodeGraphs."""
         self._graphs = DecodeGraphs(self._steps, self._cache, buffers, (), capture, self._processor)
+
+    def capture_chains(
+        self,
+        next_drafts: NextDrafts,
+        buffers: Sequence[GraphBuffers],
+        outputs: Tensor | None,
+        most: int,
+        capture: Capture,
+    ) -> None:
+        """From now on draft_behind() launches: see DraftChain. outputs: where verify steps have what a head gives."""
+        self._chain = DraftChain(self._steps, self._cache, next_drafts, buffers, outputs, most, capture)
+
+    def draft_behind(
+        self, sequence_ids: Sequence[int], counts: Int64Array, sampling: SampleBatch
+    ) -> PendingSamples | None:
+        """Launches drafts of counts[i] ≥ 0 tokens, int64 [n], not all 0, for each sequence of the verify step that was
+        launched last, in a graph. The verify step that follows takes them on the device.
+
+        Of the m sequences with a draft, in their order: tokens [longest · m], those of a step of the chain after those
+        of the one before. None: nothing is launched.
+        """
+        (places,) = counts.nonzero()
+        rows, counts = self._last_rows(counts.size), counts[places]
+        if rows is None or self._chain is None or not self._chain.takes(counts):
+            return None
+        ids = [sequence_ids[place] for place in places.tolist()]
+        return self._chain.launch(ChainRows(ids, counts, places, rows[places], sampling.take(places)))
+
+    def _last_rows(self, count: int) -> Int64Array | None:
+        """int64 [n], of the sequences of the last verify step, where a chain goes on from; None: they are not there."""
+        return np.zeros(count, np.int64)
+
+    def moved_back(self, surplus: Mapping[int, int]) -> None:
+        """The sequences, by their ids, stood so many positions earlier in the last step than was planned."""
 
     @property
     def num_heads(self) -> int:
@@ -131,6 +168,16 @@ class HeadDrafts(Drafts):
     def note(self, noted: "Noted | None") -> None:
         """The last step of the target; None: one of which the head's part is not there."""
         self._noted = noted
+
+    def moved_back(self, surplus: Mapping[int, int]) -> None:
+        """See Drafts.moved_back."""
+        if self._noted is not None:
+            earlier = [surplus.get(int(one), 0) for one in self._noted.sequence_ids]
+            self._noted = self._noted._replace(positions=self._noted.positions - np.array(earlier))
+
+    def _last_rows(self, count: int) -> Int64Array | None:
+        noted = self._noted
+        return None if noted is None or noted.appends is None else np.cumsum(noted.appends) - 1
 
     def draft(
         self,

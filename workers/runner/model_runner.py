@@ -25,6 +25,7 @@ from tandem.workers.runner.batch_buckets import (
     verify_sizes,
 )
 from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.draft_chain import NUM_CHAIN_INPUTS
 from tandem.workers.runner.drafts import Drafts, HeadDrafts, Noted
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.encoder_prompts import PromptChunks, encode, encoded
@@ -58,11 +59,11 @@ class ModelRunner:
         self._verify_graphs: DecodeGraphs | None = None
         self._verify_rows: VerifyRows | None = None  # of the last verify step
         self.next_drafts: NextDrafts | None = None  # where verify steps can follow one another
-        self._drafts: Drafts | None = None
+        self.drafts: Drafts | None = None  # by a model or a head, which this runner has beside the target
         if isinstance(model, DraftedDecoder):
-            self._drafts = Drafts(model.draft_steps, cache, self._processor)
+            self.drafts = Drafts(model.draft_steps, cache, self._processor)
         elif isinstance(model, HeadedDecoder):
-            self._drafts = HeadDrafts(model, cache, self._processor)
+            self.drafts = HeadDrafts(model, cache, self._processor)
         self._foreseen_positions = np.zeros(0, np.int64)
 
     def warm_up(self) -> None:
@@ -112,28 +113,31 @@ class ModelRunner:
 
     def capture_verification(self, max_tokens: int, capture: Capture | None = None, max_ngram: int = 0) -> None:
         """From now on verify() replays CUDA graphs of up to max_tokens, as capture_steps says. max_ngram: of
-        drafts that the device looks up itself, see NgramDrafter; 0: it does not."""
+        drafts that the device looks up itself, see NgramDrafter; 0: it does not, but a model may draft."""
         if capture is None and self._model.device.type != "cuda":
             return
         heads = self._model.config.num_heads
         sizes = verify_sizes(max_tokens)
         buffers = self._cache.graph_buffers([Limits.of_verification(size, heads, NUM_INPUTS) for size in sizes])
         if buffers:
-            if max_ngram and self._cache.shifts_rows:
+            if (max_ngram or self.drafts is not None) and self._cache.shifts_rows:
                 length, device = self._cache.max_sequence_length, self._model.device
                 self.next_drafts = NextDrafts(max_tokens - 1, length, max_ngram, device)  # one row has a draft
             graphs = capture or GraphCapture(), self._processor, (), self.next_drafts
             self._verify_graphs = DecodeGraphs(self._model, self._cache, buffers, (), *graphs)
 
-    def capture_drafts(self, max_sequences: int, capture: Capture | None = None) -> None:
-        """From now on draft() replays CUDA graphs of up to max_sequences rows, as capture_steps says."""
-        if self._drafts is None or (capture is None and self._model.device.type != "cuda"):
+    def capture_drafts(self, max_sequences: int, most: int, capture: Capture | None = None) -> None:
+        """From now on drafts.draft() replays CUDA graphs of up to max_sequences rows, as capture_steps says, and
+        drafts.draft_behind() those of drafts of up to `most` tokens. capture_verification comes first."""
+        if self.drafts is None or (capture is None and self._model.device.type != "cuda"):
             return
-        heads = self._drafts.num_heads
-        sizes = bucket_sizes(max_sequences)
+        capture, heads, sizes = capture or GraphCapture(), self.drafts.num_heads, bucket_sizes(max_sequences)
         buffers = self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS) for size in sizes])
         if buffers:
-            self._drafts.capture(buffers, capture or GraphCapture())
+            self.drafts.capture(buffers, capture)
+        chains = self._cache.graph_buffers([Limits.of_chain(size, heads, NUM_CHAIN_INPUTS) for size in sizes])
+        if chains and self.next_drafts is not None and self._verify_graphs is not None:
+            self.drafts.capture_chains(self.next_drafts, chains, self._verify_graphs.outputs, most, capture)
 
     @property
     def overlaps(self) -> bool:
@@ -222,20 +226,8 @@ class ModelRunner:
         appends: Int64Array | None = None,
     ) -> None:
         """See HeadDrafts.note."""
-        if isinstance(self._drafts, HeadDrafts):
-            self._drafts.note(None if outputs is None else Noted(outputs, sequence_ids, positions, appends))
-
-    def draft(
-        self,
-        sequence_ids: Sequence[int],
-        tokens: Int64Array,
-        counts: Int64Array,
-        sampling: SampleBatch,
-        positions: Int64Array,
-    ) -> list[Int64Array]:
-        """Drafts by the drafter of the model; see Drafts.draft."""
-        assert self._drafts is not None, "the model has no drafter"
-        return self._drafts.draft(sequence_ids, tokens, counts, sampling, positions)
+        if isinstance(self.drafts, HeadDrafts):
+            self.drafts.note(None if outputs is None else Noted(outputs, sequence_ids, positions, appends))
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """They are being received, and will be stepped next, with tokens not known yet."""

@@ -1,4 +1,4 @@
-"""Drafts that the device looks up itself, between two verify steps: the host has no part in them."""
+"""What is drafted between two verify steps on the device itself: the host has no part in it."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.base import FollowingRows, Histories
+from tandem.workers.kernels.base import FOLLOWS, FollowingRows, Histories
 from tandem.workers.kernels.choice import choose_draft_kernels
 
 HISTORY_BYTES = 256 << 20  # of what memory_budget leaves for graphs and their buffers
@@ -21,27 +21,35 @@ class NextDrafts:
 
         verify step ──► accept(): which drafts hold
                             │     histories and counts
+                            ├──► DraftChain, where a model drafts: enter() and put() of each of its steps
+                            │     drafts behind the histories
         follow(): last tokens, drafts behind them, how much earlier rows stand ──► verify step that follows ──► accept()
     """
 
     def __init__(self, num_sequences: int, length: int, max_ngram: int, device: torch.device) -> None:
         """num_sequences: of a step, at most; fewer where their tokens would take more than HISTORY_BYTES. length: most
-        tokens of a sequence. max_ngram: see NgramDrafter."""
+        tokens of a sequence. max_ngram: see NgramDrafter; 0: a DraftChain drafts, and nothing is looked up."""
         num_sequences = max(1, min(num_sequences, HISTORY_BYTES // (4 * length)))
         counts = torch.zeros((2, num_sequences), dtype=torch.int32, device=device)
-        tokens = torch.zeros((num_sequences, length), dtype=torch.int32, device=device)
-        self._histories = Histories(tokens, counts[0], counts[1])
+        self._padding = num_sequences  # a row of no sequence
+        self._tokens = torch.zeros((num_sequences + 1, length), dtype=torch.int32, device=device)
+        self._histories = Histories(self._tokens[:num_sequences], counts[0], counts[1])
         self._kernels = choose_draft_kernels(device)
         self._max_ngram = max_ngram
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts come from the histories; else from a DraftChain."""
+        return self._max_ngram > 0
+
     def takes(self, num_sequences: int) -> bool:
         """Whether a verify step of so many can follow one that is not read yet."""
-        return num_sequences <= self._histories.tokens.shape[0]
+        return num_sequences <= self._padding
 
     @torch.inference_mode()
     def remember(self, contexts: Sequence[Int64Array]) -> None:
         """The tokens, int64 [n], of each sequence of the verify step launched last, up to its first input. Once, before
-        a step follows that one."""
+        a step follows that one, where drafts are looked up."""
         (on_device,) = upload([np.concatenate(contexts)], self._histories.tokens.device)
         parts = on_device.split([one.size for one in contexts])
         for tokens, part in zip(self._histories.tokens, parts, strict=False):
@@ -57,3 +65,22 @@ class NextDrafts:
         """See DraftKernels.accept."""
         tokens = buffers.inputs[0]
         self._kernels.accept(tokens, sampled, buffers.positions, buffers.preceding, self._histories)
+
+    def enter(self, sources: Tensor, positions: Tensor, seeds: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What goes into step `number` of a chain, from 0: the draft before, or the last token known, and the number to
+        sample the next draft with, as bits; int64 [n]. And how much earlier rows stand than was planned, int32 [n].
+
+        int64 [n]: sources, of rows of sequence i FOLLOWS - i, others are padding; positions, as was planned, where what
+        goes in stands; seeds, their bits.
+        """
+        preceding = torch.full(sources.shape, number, dtype=torch.int32, device=sources.device)
+        rows = FollowingRows(torch.zeros_like(sources), sources, positions, seeds.clone(), preceding)
+        shift = self._kernels.follow(rows, self._histories, 0)
+        return rows.tokens, rows.uniforms, shift
+
+    def put(self, sources: Tensor, number: int, drafted: Tensor) -> None:
+        """What step `number` of the chain has drafted, int64 [n]."""
+        sequences = torch.where(sources <= FOLLOWS, FOLLOWS - sources, self._padding)
+        lengths = self._histories.lengths[sequences.clamp(max=self._padding - 1)]
+        places = (lengths + number).clamp(max=self._tokens.shape[1] - 1).long()
+        self._tokens[sequences, places] = drafted.int()

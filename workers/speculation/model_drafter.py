@@ -19,7 +19,9 @@ class ModelDrafter:
         self._runner = runner
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
-        return self._runner.draft(
+        drafts = self._runner.drafts
+        assert drafts is not None, "the runner has no model that drafts"
+        return drafts.draft(
             [ask.sequence_id for ask in asks],
             np.array([ask.context[-1] for ask in asks]),
             np.array([ask.most for ask in asks]),

@@ -13,7 +13,9 @@ from tandem.workers.counters import Counters
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.runner.model_runner import ModelRunner
-from tandem.workers.scheduling.decode_rows import DecodeRows
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
+from tandem.workers.scheduling.decode_rows import DecodeRows, DecodeStep
 from tandem.workers.speculation.draft_length import Acceptance, DraftLength
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.verification import Verification
@@ -39,6 +41,7 @@ class Cost(NamedTuple):
 WAITING = Cost(0.25, 0.012)  # for the tokens of the step before
 COMPUTING = Cost(0.25, 0.012, 0.19)  # the same, and then the drafter computes
 FOLLOWING = Cost(0.1, 0.006)  # one that is not read yet
+FOLLOWING_CHAIN = Cost(0.1, 0.006, 0.12)  # the same, and the drafter computes between both
 
 
 class Drafted:
@@ -70,9 +73,9 @@ class Speculation:
     One row with a draft makes the step one that verifies, for all of them. So drafts that seldom hold wait for others,
     and sequences of which nobody knows begin as the worker's others do.
 
-    Where the device looks drafts up itself (ModelRunner.next_drafts), a verify step of the same rows is launched before
-    the one before is read. Both sides look up in the same tokens, so the host knows the device's drafts once it has
-    read the step before.
+    Where drafts stay on the device (ModelRunner.next_drafts), a verify step of the same rows is launched before the one
+    before is read. Drafts that are looked up the host looks up, too, once it has read the step before: both sides have
+    the same tokens then. Those of a model come to the host as samples do.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Speculation:
         self._acceptance = Acceptance()
         self._plain_steps = 0  # since the last one with drafts
         self._found = False  # whether the last step that was read had any drafts
+        self._last: Verification | None = None  # that was launched
 
     def propose(self, requests: Sequence[DecodeRequest], *, known: bool) -> list[Int64Array] | None:
         """A draft for each request, behind the tokens of it that are known; None where all would be empty.
@@ -106,8 +110,7 @@ class Speculation:
         try:
             proposed = self._drafter.propose(asks)
         except Exception:
-            log.exception("the drafter failed; requests go on without drafts")
-            self._drafter = None
+            self._leave_drafter()
             return None
         drafts = [NO_DRAFT] * len(requests)
         for index, ask, draft in zip(wanted, asks, proposed, strict=False):
@@ -116,6 +119,11 @@ class Speculation:
             return drafts
         self._plain_steps += 1
         return None
+
+    def _leave_drafter(self) -> None:
+        """The drafter has raised."""
+        log.exception("the drafter failed; requests go on without drafts")
+        self._drafter = None
 
     def _asks(self, requests: Sequence[DecodeRequest]) -> dict[int, DraftAsk]:
         """By the index of their requests; fewer tokens each, or none, where the step has room for no more."""
@@ -146,9 +154,10 @@ class Speculation:
         return worth >= self._cost(requests).of(drafted.values()) * len(requests)
 
     def _cost(self, requests: Sequence[DecodeRequest]) -> Cost:
-        if self._drafter is not None and self._drafter.computes:
-            return COMPUTING
-        return FOLLOWING if self._can_follow(requests) else WAITING
+        computes, follows = self._drafter is not None and self._drafter.computes, self._can_follow(requests)
+        if computes:
+            return FOLLOWING_CHAIN if follows else COMPUTING
+        return FOLLOWING if follows else WAITING
 
     def launch(self, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int) -> Verification:
         """A verify step of all rows, whose last tokens are known; draft i is of row i. prompt_tokens: see
@@ -163,15 +172,16 @@ class Speculation:
         pending = self._runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
         sizes = [draft.size for draft in drafts]
         self._found = True
-        return Verification(rows.requests, sizes, drafts, pending, tuple(sizes), prompt_tokens)
+        self._last = Verification(rows.requests, sizes, drafts, pending, None, tuple(sizes), prompt_tokens)
+        return self._last
 
     def follow(self, rows: DecodeRows, before: Verification) -> Verification | None:
-        """A verify step of all rows behind `before`, which is not read yet; the device looks its drafts up. None where
-        the host has to read `before` first."""
+        """A verify step of all rows behind `before`, which is not read yet; the device has its drafts. None where the
+        host has to read `before` first."""
         step, next_drafts = rows.next_step(), self._runner.next_drafts
         if step is None or rows.requests is not before.requests or not self._found:
             return None
-        if next_drafts is None or not self._can_follow(rows.requests):
+        if next_drafts is None or self._drafter is None or not self._can_follow(rows.requests):
             return None
         ends = [len(one.output) + size + 1 for one, size in zip(rows.requests, before.sizes, strict=True)]
         if any(_most_output(one) <= end for one, end in zip(rows.requests, ends, strict=True)):
@@ -181,19 +191,41 @@ class Speculation:
         sizes = [counts.get(index, 0) for index in range(len(rows))]
         if not counts:
             return None
-        if before.drafts is not None:
+        drafting = None
+        if not next_drafts.looks_up:
+            drafting = self._draft_behind(step, np.array(sizes))
+            if drafting is None:
+                return None
+        elif before.drafts is not None:
             next_drafts.remember([self._drafted(request).context() for request in rows.requests])
         self._plain_steps = 0
         unknown = [np.zeros(size + 1, np.int64) for size in sizes]
         positions = step.positions + np.array(before.sizes) + 1
         pending = self._runner.verify(step.sequence_ids, unknown, step.sampling, positions, follows=True)
-        return Verification(rows.requests, sizes, None, pending)
+        self._last = Verification(rows.requests, sizes, None, pending, drafting)
+        return self._last
+
+    def _draft_behind(self, step: DecodeStep, sizes: Int64Array) -> PendingSamples | None:
+        assert self._runner.drafts is not None, "a model drafts"
+        try:
+            return self._runner.drafts.draft_behind(step.sequence_ids, sizes, step.sampling)
+        except Exception:
+            self._leave_drafter()
+            return None
 
     def recall(self, step: Verification) -> None:
-        """Looks up what the device has, for a step that followed one which is read by now. What was not there to be
-        looked up, the device took for 0."""
+        """Finds out what the device had as drafts, for a step that followed one which is read by now. In place of what
+        was not there to be looked up, or is no token, it took 0."""
         if step.drafts is not None:
             return
+        if step.drafting is None:
+            self._look_up_again(step)
+        else:
+            step.drafts = drafts_of(step.drafting.wait().token_ids, step.sizes)
+            step.found = step.sizes
+        self._found = any(step.found)
+
+    def _look_up_again(self, step: Verification) -> None:
         assert self._drafter is not None
         asks: dict[int, DraftAsk] = {}
         for index, (request, size) in enumerate(zip(step.requests, step.sizes, strict=True)):
@@ -205,7 +237,7 @@ class Speculation:
         for index, draft in zip(asks, self._drafter.propose(list(asks.values())), strict=True):
             found[index] = draft.size
             step.drafts[index][: draft.size] = draft
-        step.found, self._found = found, any(found)
+        step.found = found
 
     def settle(self, step: Verification, runs: Sequence[TokenRun], cache: PagedKVCache) -> None:
         """Takes back the positions of drafted tokens that do not count. Their pages stay reserved, so that a step that
@@ -228,6 +260,8 @@ class Speculation:
                 request.token_stream.accepted += accepted
         if surplus:
             cache.pop_each(tuple(surplus), list(surplus.values()))
+            if self._runner.drafts is not None and step is not self._last:
+                self._runner.drafts.moved_back(surplus)
 
     def forget(self, request: DecodeRequest) -> None:
         """The request has ended. Idempotent."""
@@ -254,6 +288,16 @@ class Speculation:
         if next_drafts is None or not next_drafts.takes(len(requests)):
             return False
         return not any(one.params is not None and one.params.changes_logits for one in requests)
+
+
+def drafts_of(sampled: Int64Array, sizes: Sequence[int]) -> list[Int64Array]:
+    """Of each sequence, of those drafted tokens, from what Drafts.draft_behind has sampled."""
+    whose = np.flatnonzero(sizes)
+    drafted = np.where(sampled == NOT_FINITE, 0, sampled).reshape(-1, whose.size)
+    drafts = [NO_DRAFT] * len(sizes)
+    for column, index in enumerate(whose.tolist()):
+        drafts[index] = drafted[: sizes[index], column]
+    return drafts
 
 
 def _most_output(request: DecodeRequest) -> int:

@@ -22,8 +22,9 @@ class Verification:
 
     requests: list[DecodeRequest]
     sizes: list[int]  # drafted tokens of each
-    drafts: Sequence[Int64Array] | None  # None: the device looks them up; see Speculation.recall
+    drafts: Sequence[Int64Array] | None  # None: the device has them; see Speculation.recall
     pending: PendingSamples
+    drafting: PendingSamples | None = None  # of a draft model or head, see Drafts.draft_behind
     found: Sequence[int] = ()  # of each draft the tokens that were there to be looked up
     prompt_tokens: int = 0  # see StepInFlight
     released: list[int] = field(default_factory=list)  # see StepInFlight
@@ -31,7 +32,7 @@ class Verification:
     def runs(self, samples: Samples) -> list[TokenRun]:
         """The tokens that count, of each request: those that the target samples, as long as it was asked with what it
         had sampled before. The drafts are known."""
-        assert self.drafts is not None, "the device's drafts are looked up before the step is read"
+        assert self.drafts is not None, "the device's drafts are recalled before the step is read"
         ends = np.cumsum(self.sizes) + np.arange(1, len(self.sizes) + 1)
         wrong = np.ones(samples.token_ids.size, np.bool_)  # behind the last token of each nothing was drafted
         drafted = wrong.copy()

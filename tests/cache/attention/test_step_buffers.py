@@ -110,6 +110,34 @@ def test_steps_equal_those_of_plain_forwards() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_a_chain_of_steps_equals_plain_forwards() -> None:
+    """It is planned for its last step, of sequences that are shorter than was planned, each by another number."""
+    fixed, plain = (make_cache() for _ in range(2))
+    (batch,) = fixed.graph_buffers([Limits.of_chain(5, 4, 1)])
+    for seed, planned in enumerate(({2: 4, 0: 1, 3: 2}, {1: 5}, {3: 1, 2: 3, 1: 2, 0: 4})):
+        sequences, counts = list(planned), torch.tensor(list(planned.values()))
+        surplus = torch.arange(len(sequences))
+        for sequence, too_many in zip(sequences, surplus.tolist(), strict=True):
+            fixed.begin(Batch([sequence], [too_many])) if too_many else None
+        fixed.begin(Batch(sequences, counts.numpy()), batch, [counts.numpy()])
+        for number in range(int(counts.max())):
+            rows = (counts > number).nonzero().flatten()
+            by = counts - 1 + surplus if number == 0 else -(counts > number).long()
+            shift = torch.cat((by, torch.zeros(5 - len(sequences), dtype=torch.long))).int()
+            attention = batch.attention(shift=lambda shift=shift: shift, fetched=number > 0)
+            inputs = draw(len(sequences), seed=20 * seed + number)
+            of_rows = {layer: tuple(one[rows] for one in given) for layer, given in inputs.items()}
+            expected = run_forward(plain, [sequences[row] for row in rows], [1] * len(rows), of_rows)
+            actual = run(attention.attend, padded(inputs, batch.size))
+            for ours, theirs in zip(actual, expected, strict=True):
+                torch.testing.assert_close(ours[rows], theirs)
+        for sequence, count, too_many in zip(sequences, counts.tolist(), surplus.tolist(), strict=True):
+            fixed.pop(sequence, 1 + too_many)
+            plain.pop(sequence, 1)
+    for ours, theirs in zip(contents(fixed), contents(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("spans", [(ALL, ALL), (Window(6), ALL), (Window(2), Chunk(8))], ids=["all", "window", "chunk"])
 def test_verify_steps_equal_those_of_plain_forwards(spans: tuple[Span, Span]) -> None:
     """New tokens of a sequence are rows of their own, of which some are taken back."""

@@ -55,6 +55,8 @@ class Held(NamedTuple):
 class ScriptedNextDrafts:
     """Stands for NextDrafts: looks up what the drafter does, in the tokens of the script."""
 
+    looks_up = True
+
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._remembered: list[int] = []  # lengths of the contexts, until the next verify step that follows none
@@ -93,6 +95,7 @@ class ScriptedRunner:
         self._last: list[int] = []
         self.overlaps = True
         self.next_drafts: ScriptedNextDrafts | None = None
+        self.drafts = None
         self.log: list[str] = []
         self.fail_at: Callable[[int], bool] = lambda step: False
         self.fail_reading = False

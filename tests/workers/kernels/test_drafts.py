@@ -199,6 +199,18 @@ def test_no_token_without_an_embedding_is_filled_in(backend: Backend) -> None:
     assert tokens == [0, 0, 6, 0, 0]
 
 
+def test_drafts_that_a_model_has_put_behind_the_histories(backend: Backend) -> None:
+    """Up to the end of the memory."""
+    whole = np.arange(20)
+    whole[7] = NOT_FINITE
+    for length in (1, 6, 18, 20):
+        histories = backend.histories([whole[:length]] * 2, capacity=20)
+        histories.tokens.copy_(backend.tensor([whole.tolist()] * 2, torch.int32))
+        tokens, shift = follow(backend, [FOLLOWS - 1] * 4, list(range(4)), histories, 0)
+        stands = [*whole[length - 1 :].tolist(), 0, 0, 0][:4]
+        assert (tokens, shift) == ([0 if one == NOT_FINITE else one for one in stands], [11] * 4)
+
+
 @pytest.mark.parametrize("right", [0, 0.7, 1])
 def test_a_step_follows_as_if_the_host_had_read_the_one_before(backend: Backend, right: float) -> None:
     """Over several steps, whose rows are sequences in the same order with unlike drafts."""

@@ -22,6 +22,8 @@ from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.speculation.draft_length import DraftLength
 from tandem.workers.speculation.drafter import DraftAsk
 from tandem.workers.speculation.model_drafter import ModelDrafter
+from tandem.workers.speculation.speculation import Speculation
+from tandem.workers.speculation.verification import Verification
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import make_model
 from tests.support.draft_heads import save_eagle3, save_mtp
@@ -132,8 +134,10 @@ def always_drafting() -> Iterator[None]:
         yield
 
 
-def check(target: Path, speculation: SpeculationSettings, naive: Naive, *, in_graphs: bool = False) -> None:
-    """Several rows at once: tokens, and each draft."""
+def check(
+    target: Path, speculation: SpeculationSettings, naive: Naive, *, in_graphs: bool = False, follows: bool = False
+) -> None:
+    """Several rows at once: tokens, and each draft. follows: verify steps are launched before those before are read."""
     oracle = load_oracle(target)
     prompts = [random_prompt(length, seed=length) for length in (3, 9, 16)]  # a chunk each
     due = {tuple(prompt): greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts}
@@ -155,26 +159,39 @@ def check(target: Path, speculation: SpeculationSettings, naive: Naive, *, in_gr
 
         return replay
 
+    recall, chained = Speculation.recall, {}
+
+    def recalled(self: Speculation, step: Verification) -> None:
+        recall(self, step)
+        for request, draft in zip(step.requests, step.drafts or [], strict=True):
+            if step.drafting is not None and draft.size and not request.ended:
+                chained[*request.prompt, *request.output] = draft.tolist()
+
     options: dict[str, Any] = {"kernels": TableKernels} if in_graphs else {}
     loops = LoopPair(target, num_pages=64, speculation=speculation, drafter=make, **options)
     for runner in loops.runners if in_graphs else ():
         runner.capture_steps(8, run_in_place)
         runner.capture_prompts(32, run_in_place)
         runner.capture_verification(32, run_in_place)
-        runner.capture_drafts(8, counted)
+        runner.capture_drafts(8, LENGTH, counted)
         assert runner.overlaps
+        if not follows:
+            runner.next_drafts = None
     first = {}
     for index, prompt in enumerate(prompts):
         reservation = loops.prepare(str(index), prompt, NUM_TOKENS)
         first[index] = loops.prefill.submit(str(index), prompt, loops.params(NUM_TOKENS), reservation)
         loops.start(str(index), reservation, NUM_TOKENS)
         loops.run_prefill()
-    loops.run_decode()
+    with mock.patch.object(Speculation, "recall", recalled):
+        loops.run_decode()
     for index, prompt in enumerate(prompts):
         assert [first[index].result(0).first_token, *loops.tokens(str(index))] == due[tuple(prompt)]
     assert loops.decode_counters.accepted_tokens > 8
     assert (replays > 8) == in_graphs
     drafted = watched[1].drafted
+    assert (len(chained) > 12) == follows
+    drafted |= chained
     assert len(drafted) > 12
     for context, draft in drafted.items():
         assert draft == naive(context, len(draft)), f"behind {len(context)} tokens"
@@ -211,11 +228,13 @@ def test_the_naive_layer_drafts_what_transformers_does(mtp_folder: Path, monkeyp
 
 @pytest.mark.usefixtures("always_drafting")
 @pytest.mark.parametrize("whole_vocab", [True, False], ids=["all tokens", "some tokens"])
-@pytest.mark.parametrize("in_graphs", [True, False], ids=["in graphs", "eager"])
-def test_eagle3_drafts_what_its_head_says(tmp_path: Path, whole_vocab: bool, in_graphs: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_graphs", "follows"), [(True, True), (True, False), (False, False)], ids=["follows", "in graphs", "eager"]
+)
+def test_eagle3_drafts_what_its_head_says(tmp_path: Path, whole_vocab: bool, in_graphs: bool, follows: bool) -> None:
     target = tmp_path / "target"
     make_model("llama", num_hidden_layers=8).save_pretrained(target)
     tensors = save_eagle3(tmp_path / "head", whole_vocab=whole_vocab)
     naive = partial(draft_eagle3, load_oracle(target), tensors)
     speculation = SpeculationSettings("eagle3", LENGTH, 32, draft=str(tmp_path / "head"))
-    check(target, speculation, naive, in_graphs=in_graphs)
+    check(target, speculation, naive, in_graphs=in_graphs, follows=follows)

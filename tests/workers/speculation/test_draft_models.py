@@ -14,6 +14,7 @@ from tandem.transfer.errors import InvalidPositionMap
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.attention import CachedAttention
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.model_drafter import ModelDrafter
@@ -112,7 +113,7 @@ class FailsInTheMiddle:
         self._drafts += 1
         if self._drafts < 3:
             return self._inner.propose(asks)
-        drafts = self._runner._drafts
+        drafts = self._runner.drafts
         assert drafts is not None
         owner, name = (drafts._steps, "forward") if self._grown else (drafts._cache, "begin")
         with patch.object(owner, name, partial(self._fail, getattr(owner, name))):
@@ -145,6 +146,31 @@ def test_a_drafter_that_fails_leaves_and_takes_no_position(checkpoints: Callable
     loops.assert_free()
 
 
+def test_a_drafter_that_fails_behind_a_step_that_is_not_read_leaves(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, put, calls = checkpoints("llama"), NextDrafts.put, 0
+
+    def failing(self: NextDrafts, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # in the second chain
+            raise RuntimeError("no draft")
+        put(self, *args)
+
+    loops = drafted_pair(target, checkpoints("llama"), kernels=TableKernels)
+    for runner in loops.runners:
+        runner.capture_steps(8, run_in_place)
+        runner.capture_verification(32, run_in_place)
+        runner.capture_drafts(8, 4, run_in_place)
+    monkeypatch.setattr(NextDrafts, "put", failing)
+    prompt = random_prompt(11, seed=2)
+    assert loops.complete("a", prompt, NUM_TOKENS) == greedy(load_oracle(target), prompt, NUM_TOKENS)
+    assert calls == 5
+    assert 0 < loops.decode_counters.drafted_tokens < NUM_TOKENS // 2
+    loops.assert_free()
+
+
 @pytest.mark.parametrize("case", ["llama", "deepseek_v2"])
 def test_in_graphs_as_on_a_gpu(checkpoints: Callable[[str], Path], case: str) -> None:
     """Several rows, whose drafts have unlike lengths; what would be a graph is run anew."""
@@ -154,7 +180,7 @@ def test_in_graphs_as_on_a_gpu(checkpoints: Callable[[str], Path], case: str) ->
         runner.capture_steps(8, run_in_place)
         runner.capture_prompts(32, run_in_place)
         runner.capture_verification(32, run_in_place)
-        runner.capture_drafts(8, run_in_place)
+        runner.capture_drafts(8, 4, run_in_place)
     assert loops.runners[1].overlaps == (case == "llama"), "latents have no graphs on a CPU"
     oracle = load_oracle(target)
     prompts = {str(length): random_prompt(length, seed=length) for length in (3, 17, 29)}

@@ -7,26 +7,29 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
-from tests.support.oracle import random_prompt
+from tests.support.oracle import load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
 from tests.workers.loop_pair import DECODE, NO_SPECULATION, LoopPair
 
 OUTPUT = 40
+NOISE = 0.1  # of a drafter's parameters, in their standard deviations
 NUM_PAGES = 120
 
 
-def pair_of(folder: Path, *, follows: bool, sharing: bool) -> tuple[LoopPair, list[bool]]:
+def pair_of(folder: Path, speculation: SpeculationSettings, *, sharing: bool) -> tuple[LoopPair, list[bool]]:
     """And of each verify step that the decode worker launches whether it follows."""
-    speculation = SpeculationSettings("ngram", 4, 24, 2) if follows else NO_SPECULATION
     pair = LoopPair(folder, num_pages=NUM_PAGES, speculation=speculation, kernels=TableKernels, sharing=sharing)
     runner, launched = pair.runners[DECODE], list[bool]()
     runner.capture_steps(8, run_in_place)
-    if follows:
-        runner.capture_verification(speculation.max_step_tokens, run_in_place, speculation.max_ngram)
+    if speculation.tokens:
+        ngram = speculation.max_ngram if speculation.method == "ngram" else 0
+        runner.capture_verification(speculation.max_step_tokens, run_in_place, ngram)
+        runner.capture_drafts(8, speculation.tokens, run_in_place)
         own: Callable[..., Any] = runner.verify
 
         def verify(*arguments: Any, follows: bool = False) -> Any:
@@ -74,15 +77,28 @@ def tokens_of(pair: LoopPair, seed: int) -> dict[str, list[int]]:
     return found
 
 
+def nearly(folder: Path, target: Path) -> SpeculationSettings:
+    """A draft model whose tokens are often those of the target."""
+    model, draws = load_oracle(target), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor += NOISE * tensor.std(correction=0) * torch.randn(tensor.shape, generator=draws)
+    model.save_pretrained(folder)
+    return SpeculationSettings("draft_model", 4, 24, draft=str(folder))
+
+
 @pytest.mark.parametrize("sharing", [False, True])
-def test_tokens_are_those_of_plain_steps(folder: Path, sharing: bool) -> None:
-    followed = waited = accepted = 0
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_tokens_are_those_of_plain_steps(folder: Path, method: str, sharing: bool, tmp_path: Path) -> None:
+    speculation = SpeculationSettings("ngram", 4, 24, 2) if method == "ngram" else nearly(tmp_path, folder)
+    followed = waited = accepted = drafted = 0
     for seed in range(6):
-        plain, _ = pair_of(folder, follows=False, sharing=sharing)
-        ours, launched = pair_of(folder, follows=True, sharing=sharing)
+        plain, _ = pair_of(folder, NO_SPECULATION, sharing=sharing)
+        ours, launched = pair_of(folder, speculation, sharing=sharing)
         assert tokens_of(ours, seed) == tokens_of(plain, seed)
         if not sharing:
             ours.assert_free()
         followed, waited = followed + sum(launched), waited + launched.count(False)
         accepted += ours.decode_counters.accepted_tokens
-    assert min(followed, waited, accepted) > 10
+        drafted += ours.decode_counters.drafted_tokens
+    assert min(followed, waited, accepted, drafted - accepted) > 10

@@ -33,8 +33,8 @@ class TorchDraftKernels:
         for source in sources[sources <= FOLLOWS].unique().tolist():
             sequence = FOLLOWS - source
             (which,) = (sources == source).nonzero(as_tuple=True)
-            history = histories.tokens[sequence, : histories.lengths[sequence]]
-            found = torch.cat((history[-1:], _followed(history, max_ngram))).long()
+            history, behind = histories.tokens[sequence].tensor_split([int(histories.lengths[sequence])])
+            found = torch.cat((history[-1:], _followed(history, max_ngram) if max_ngram else behind)).long()
             found = torch.cat((found.masked_fill(found == NOT_FINITE, 0), torch.zeros(1, dtype=torch.int64)))
             tokens[which] = found[preceding[which].clamp(max=found.shape[0] - 1)]
             shift[which] = histories.surplus[sequence]

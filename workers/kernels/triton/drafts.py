@@ -111,10 +111,12 @@ def _follow(
         history = histories + sequence * capacity
         last = tl.minimum(tl.load(lengths + sequence), capacity) - 1
         before = tl.load(preceding + row)
-        place = last
-        if before > 0:
+        place, end = last, last
+        if MAX_NGRAM == 0:
+            place, end = last + before, capacity - 1
+        elif before > 0:
             place = _first_end(history, last, MAX_NGRAM, BLOCK) + before
-        token = tl.load(history + place, mask=(place >= 0) & (place <= last), other=0)
+        token = tl.load(history + place, mask=(place >= 0) & (place <= end), other=0)
         tl.store(tokens + row, tl.where(token == NOT_FINITE, 0, token).to(tl.int64))
         earlier = tl.load(surplus + sequence)
         tl.store(shift + row, earlier)

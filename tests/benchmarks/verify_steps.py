@@ -23,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.layout import KVLayout, LayerGroup
@@ -34,6 +35,8 @@ from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
+from tandem.workers.runner import model_runner
+from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.draft_length import DraftLength
@@ -133,16 +136,34 @@ class Overruled:
         self._drafter.forget(sequence_id)
 
 
+class OverruledOnDevice(NextDrafts):
+    """As Overruled, for drafts that stay on the device."""
+
+    holds = torch.zeros(())  # on the device, for graphs
+
+    def enter(self, sources: Tensor, positions: Tensor, seeds: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        entered = super().enter(sources, positions, seeds, number)
+        self._right = entered[0] + 1
+        return entered
+
+    def put(self, sources: Tensor, number: int, drafted: Tensor) -> None:
+        is_right = torch.rand(drafted.shape, device=drafted.device) < OverruledOnDevice.holds
+        drafted.copy_(self._right.where(is_right, FIRST_WRONG))
+        super().put(sources, number, drafted)
+
+
 class VerifyBench(Bench):
     def __init__(self, shape: str, rows: Sequence[int], method: str = NGRAM) -> None:
         self._method = method
+        OverruledOnDevice.holds = torch.zeros((), device="cuda")
         num_tokens = 2 * max(rows) * (CONTEXT + 3 * OUTPUT)
         super().__init__(shape, max(rows), num_tokens, speculation=SpeculationSettings(method))
         decoder = cast(Any, self.target)
         following = decoder._lm_head._weights.weight.roll(-1, 0)  # of the next token
         decoder._embedding.copy_(following.float() * SCALE)
         began = time.perf_counter()
-        self.runner.capture_verification(MOST_TOKENS, max_ngram=1 if method == NGRAM else 0)
+        with mock.patch.object(model_runner, "NextDrafts", NextDrafts if method == NGRAM else OverruledOnDevice):
+            self.runner.capture_verification(MOST_TOKENS, max_ngram=1 if method == NGRAM else 0)
         self.runner.capture_drafts(max(rows), MOST_DRAFTED)
         torch.cuda.synchronize()
         self.capture_verification_seconds = time.perf_counter() - began
@@ -157,6 +178,7 @@ class VerifyBench(Bench):
         settings = LoopSettings(lease_seconds=600, sharing=False, max_sequences=rows, speculation=speculation)
         fanout = cast(TokenFanout, Collected(0))
         drafter: Drafter | None = None
+        OverruledOnDevice.holds.fill_(holds)
         if drafted:
             drafter = NgramDrafter(1) if self._method == NGRAM else Overruled(ModelDrafter(self.runner), holds)
         ends = Ends(PushMeter(receiver), fanout, KernelThreads(None, 1), drafter)

@@ -17,6 +17,7 @@ from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.speculation.drafter import DraftAsk
 from tandem.workers.speculation.speculation import Speculation
@@ -58,6 +59,7 @@ class DraftedBatch:
         self._speculation, self._length, self._holds = speculation, length, holds
         self._numbers, self._draws = itertools.count(), random.Random(1)
         self._requests = [self._request() for _ in range(rows)]
+        self.alone = 0  # plain steps without the model that drafts
 
     def propose(self) -> list[int] | None:
         """Tokens drafted for each sequence in the next step, whose tokens before are known; None without drafts."""
@@ -69,11 +71,11 @@ class DraftedBatch:
         sizes = drafted or [0] * len(self._requests)
         accepted = [self._accepted(one, size) for one, size in zip(self._requests, sizes, strict=True)]
         runs = [TokenRun([0] * (one + 1), [None] * (one + 1), FinishReason.RUNNING) for one in accepted]
-        if drafted is not None:
-            step = SimpleNamespace(
-                sequence_ids=[], tokens=np.zeros(len(sizes), np.int64), sampling=None, positions=None
-            )
-            rows = cast(DecodeRows, SimpleNamespace(next_step=lambda: step, requests=self._requests))
+        step = DecodeStep((), np.zeros(len(sizes), np.int64), np.zeros(0, np.int64), cast(Any, None), cast(Any, None))
+        rows = cast(DecodeRows, SimpleNamespace(next_step=lambda: step, requests=self._requests))
+        if drafted is None:
+            self.alone += bool(self._speculation.step(rows, step))
+        else:
             drafts = [np.zeros(size, np.int64) for size in drafted]
             self._speculation.settle(self._speculation.launch(rows, drafts, 0), runs, _CACHE)
         for row, run in enumerate(runs):
@@ -93,6 +95,10 @@ class DraftedBatch:
 
 def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False, computes: bool = False) -> Speculation:
     """follows: the device looks drafts up, so that a verify step costs less. computes: the drafter is a model."""
-    next_drafts = SimpleNamespace(takes=lambda num_sequences: True) if follows else None
-    runner = cast(ModelRunner, SimpleNamespace(verify=lambda *step: None, next_drafts=next_drafts, drafts=None))
-    return Speculation(Zeros(computes=computes), runner, most, max_step_tokens, Counters())
+    runner = SimpleNamespace(
+        verify=lambda *step: None,
+        step=lambda *step, alone=False: alone,
+        next_drafts=SimpleNamespace(takes=lambda num_sequences: True) if follows else None,
+        drafts=SimpleNamespace() if computes else None,
+    )
+    return Speculation(Zeros(computes=computes), cast(ModelRunner, runner), most, max_step_tokens, Counters())

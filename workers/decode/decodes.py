@@ -242,7 +242,7 @@ class Decodes:
                 else:
                     steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
             else:
-                launch = forward or (lambda step: self._runner.step(*step))
+                launch = forward or (lambda step: self._speculation.step(self._rows, step))
                 launched = None if step is None else self._launched(step, launch(step))
                 steps.launched(launched, overlaps=self._runner.overlaps)
             self._published.prompts(self._unpublished)  # after the launch, for nobody's next token waits for it

@@ -16,12 +16,13 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.drafters.head import HeadedDecoder
-from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, MIXED_ROWS
-from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
+from tandem.workers.runner.batch_buckets import MIXED_ROWS
+from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.mixed_attention import MixedAttention
 from tandem.workers.runner.mixed_graphs import MixedGraphs
 from tandem.workers.runner.next_drafts import NextDrafts
+from tandem.workers.runner.step_graphs import StepGraphs
 from tandem.workers.runner.step_inputs import (
     ON_HOST,
     StepInputs,
@@ -56,9 +57,11 @@ class DecodeGraphs:
         processor: LogitsProcessor,
         sliding: Sequence[GraphBuffers] = (),
         next_drafts: NextDrafts | None = None,
+        target: Decoder | None = None,
     ) -> None:
         """plain, sharing, sliding: PagedKVCache.graph_buffers of steps with NUM_INPUTS, in ascending order. Captures a
-        graph for each. next_drafts: of verify steps that may follow one another."""
+        graph for each. next_drafts: of verify steps that may follow one another. target: of a model that drafts, too,
+        for steps without the drafter; those have graphs of their own."""
         self._model = model
         self._cache = cache
         self._processor = processor
@@ -71,18 +74,20 @@ class DecodeGraphs:
         self._late: LateSamples | None = None  # of the last step
         self._mixed: MixedGraphs | None = None
         self.outputs: Tensor | None = None  # what the head of a HeadedDecoder gave in the last step
-        self._plain = ForwardGraphs(plain, capture, self._compute)
-        self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
-        self._sliding = ForwardGraphs(sliding, capture, self._compute) if sliding else None
+        buffers = plain, sharing, sliding
+        self._graphs = StepGraphs(cache, partial(self._compute, model), capture, *buffers)
+        self._of_target = None
+        if target is not None:
+            self._of_target = StepGraphs(cache, partial(self._compute, target), capture, *buffers)
 
     @property
     def largest(self) -> int:
         """The most rows of a step."""
-        return self._plain.largest
+        return self._graphs.plain.largest
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """See ModelRunner.foresee."""
-        (_, buffers), tokens = self._choose(sequence_ids, len(sequence_ids)), np.zeros_like(positions)
+        (_, buffers), tokens = self._graphs.choose(sequence_ids, len(sequence_ids)), np.zeros_like(positions)
         inputs = pack_inputs(tokens, tokens, 0, sampling, positions)
         forward = self._cache.foresee(buffers, sequence_ids, inputs)
         self._foreseen = forward if (sampling.num_logprobs == NO_LOGPROBS).all() else None
@@ -98,7 +103,7 @@ class DecodeGraphs:
         if not self._cache.begin_foreseen(forward, inputs):
             return None
         self._late = None
-        self._plain.replay(forward.buffers)
+        self._graphs.plain.replay(forward.buffers)
         self._cache.commit(forward)
         return self._posts.expect(ticket, tokens.size)
 
@@ -114,18 +119,21 @@ class DecodeGraphs:
         scratch: int = 0,
         *,
         follows: bool = False,
+        alone: bool = False,
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step. appends: int64 [n], the tokens of each sequence, of a verify step;
-        the other arrays have an element a token. scratch: see Batch. follows: see ModelRunner.verify."""
+        the other arrays have an element a token. scratch: see Batch. follows: see ModelRunner.verify. alone: without
+        what drafts, if the model has it."""
         rows = tokens.size
         self._sample_late()
         self._foreseen = None  # its buffers are filled with something else
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, None if follows else positions)
         slides = self._cache.any_slides(sequence_ids)
-        if slides and (self._sliding is None or rows > self._sliding.largest):
+        of = self._of_target if alone and self._of_target is not None else self._graphs
+        if not of.takes(rows, slides=slides):
             return self._pending(ticket, self._step_eagerly(sequence_ids, inputs), sampling, positions)
-        graphs, buffers = self._choose(sequence_ids, rows, slides=slides)
+        graphs, buffers = of.choose(sequence_ids, rows, slides=slides)
         forward = self._cache.begin(Batch(sequence_ids, appends, scratch=scratch), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
@@ -148,8 +156,8 @@ class DecodeGraphs:
 
     def capture_with_prompts(self, prompts: Sequence[GraphBuffers], capture: Capture) -> None:
         """Captures steps of some sizes with prompt chunks in each of `prompts`, ascending buffers of prompts."""
-        largest = self._plain.largest
-        steps = [one for one in self._plain.buffers if one.size in MIXED_ROWS or one.size == largest]
+        largest = self._graphs.plain.largest
+        steps = [one for one in self._graphs.plain.buffers if one.size in MIXED_ROWS or one.size == largest]
         self._mixed = MixedGraphs(steps, prompts, capture, self._compute_with_prompts)
 
     def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
@@ -239,28 +247,17 @@ class DecodeGraphs:
         self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
         self._processor.count(processed, self._last)
 
-    def _choose(
-        self, sequence_ids: Sequence[int] | Int64Array, rows: int, *, slides: bool = False
-    ) -> tuple[ForwardGraphs, GraphBuffers]:
-        if slides and self._sliding is not None:
-            return self._sliding, self._sliding.choose(rows)
-        if self._sharing is not None and LEAST_TO_SHARE <= rows <= self._sharing.largest:
-            buffers = self._sharing.choose(rows)
-            if self._cache.pays_to_share(buffers, sequence_ids):
-                return self._sharing, buffers
-        return self._plain, self._plain.choose(rows)
-
-    def _compute(self, buffers: GraphBuffers) -> Tensor:
+    def _compute(self, model: Decoder, buffers: GraphBuffers) -> Tensor:
         drafts = self._next_drafts
         attention = buffers.attention(shift=None if drafts is None else partial(drafts.follow, buffers))
         tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
         inputs = self._sampler.inputs(tokens, sources, self._last)
-        logits = self._model.forward(inputs, attention, None)
+        logits = model.forward(inputs, attention, None)
         self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)
         if drafts is not None:
             drafts.accept(buffers, self._last)
-        if isinstance(self._model, HeadedDecoder):
-            outputs = self._model.follow(self._last[: buffers.size], attention)
+        if isinstance(model, HeadedDecoder):
+            outputs = model.follow(self._last[: buffers.size], attention)
             if self.outputs is None:  # the largest comes first
                 self.outputs = torch.empty_like(outputs)
             self.outputs[: buffers.size].copy_(outputs)

@@ -98,7 +98,9 @@ class ModelRunner:
         )
         if plain:
             capture = capture or GraphCapture()
-            self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, capture, self._processor, sliding)
+            target = None if isinstance(self._model, DenseDecoder) else self._model.target
+            rest = capture, self._processor, sliding, None, target
+            self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, *rest)
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
         """From now on launch() replays CUDA graphs for short forwards of up to max_tokens that push nothing, as
@@ -151,15 +153,18 @@ class ModelRunner:
         sources: Int64Array,
         sampling: SampleBatch,
         positions: Int64Array,
+        *,
+        alone: bool = False,
     ) -> PendingSamples:
         """One more token for each of n sequences.
 
         Arrays are int64 [n]. sources[i]: the row of the step before that samples the input of row i, or -1 where it is
-        tokens[i], as it must be unless overlaps. positions: as for sample().
+        tokens[i], as it must be unless overlaps. positions: as for sample(). alone: a graph may leave out what drafts,
+        whose KV then lacks these positions: of no sequence a draft is wanted any more.
         """
         if self._graphs is not None:
-            pending = self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
-            self._note(self._graphs.outputs, sequence_ids, positions)
+            pending = self._graphs.step(sequence_ids, tokens, sources, sampling, positions, alone=alone)
+            self._note(None if alone else self._graphs.outputs, sequence_ids, positions)
             return pending
         return self._sampled(Batch(sequence_ids), tokens, self._eager_sampler, sampling, positions, positions)
 

@@ -6,6 +6,11 @@ LEAST_HELD = 0.25  # of the tokens tried: with fewer a sequence gets no drafts f
 LONGEST_PAUSE = 64  # tokens
 
 
+def likely_to_hold(share: float, drafted: int) -> float:
+    """How many of so many drafted tokens hold on average, where this share of tried ones does."""
+    return float(drafted) if share == 1 else share * (1 - share**drafted) / (1 - share)
+
+
 class Acceptance:
     """What a worker's drafts of late have come to: of a new sequence they are likely to do the same."""
 
@@ -13,16 +18,18 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._held, self._tried = 10 * FIRST_HELD, 10 * FIRST_TRIED
+        self.num_drafts = 0
 
     def verified(self, drafted: int, accepted: int) -> None:
         """See DraftLength.verified."""
+        self.num_drafts += 1
         self._held = self.MEMORY * self._held + accepted
         self._tried = self.MEMORY * self._tried + min(accepted + 1, drafted)
 
     @property
     def share(self) -> float:
-        """Of tried tokens those that held, at most what a first draft is worth."""
-        return min(self._held / self._tried, FIRST_HELD / FIRST_TRIED)
+        """Of tried tokens those that held."""
+        return self._held / self._tried
 
 
 class DraftLength:
@@ -34,9 +41,10 @@ class DraftLength:
     """
 
     def __init__(self, most: int, share: float = FIRST_HELD / FIRST_TRIED) -> None:
-        """share: of tokens that are likely to hold, before the first was tried; less than 1."""
+        """share: of tokens that are likely to hold, before the first was tried; more than of a first draft count as
+        that."""
         self._most = most
-        self._held = FIRST_TRIED * share
+        self._held = FIRST_TRIED * min(share, FIRST_HELD / FIRST_TRIED)
         self._tried = FIRST_TRIED
         self._pause = 1
         self._resumes = 0  # the number of output tokens from which drafts are made again
@@ -44,9 +52,7 @@ class DraftLength:
     def worth(self, drafted: int) -> float:
         """How many of so many drafted tokens are likely to hold; 0 where a draft is no more than an attempt."""
         share = self._held / self._tried
-        if share < LEAST_HELD or not drafted:
-            return 0.0
-        return drafted * 1.0 if share == 1 else share * (1 - share**drafted) / (1 - share)
+        return 0.0 if share < LEAST_HELD else likely_to_hold(share, drafted)
 
     def next(self, num_output: int) -> int:
         """Tokens to draft behind so many output tokens."""

@@ -16,11 +16,14 @@ from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.scheduling.decode_rows import DecodeRows, DecodeStep
-from tandem.workers.speculation.draft_length import Acceptance, DraftLength
+from tandem.workers.speculation.draft_length import Acceptance, DraftLength, likely_to_hold
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.verification import Verification
 
 log = logging.getLogger(__name__)
+TRIED = 16  # of so many sequences one gets drafts, while those of a model seldom hold
+LIKELY = 6  # tokens that a share counts for, before the first was tried
+FEW = 16  # drafts, after which it is known how many of a worker's hold
 MOST_PLAIN_STEPS = 48  # behind which drafts of sequences that seldom hold are tried again, where there are many
 NO_DRAFT = np.empty(0, np.int64)
 
@@ -47,13 +50,28 @@ FOLLOWING_CHAIN = Cost(0.1, 0.006, 0.12)  # the same, and the drafter computes b
 class Drafted:
     """One request with drafts: its tokens as one array, and how long its next draft should be."""
 
-    def __init__(self, request: DecodeRequest, length: DraftLength) -> None:
-        self.length = length
+    def __init__(self, request: DecodeRequest, most: int, share: float) -> None:
+        """most: tokens of a draft. share: of drafted tokens that are likely to hold."""
+        self.length = DraftLength(most, share)
+        self.gave_up = False  # for good: what drafts may lack its last positions
+        self.is_trial = False  # its next draft is made whatever it costs
+        self._held, self._tried = LIKELY * share, LIKELY  # of all its drafts
         self._request = request
         self._num_prompt = len(request.prompt)
         self._tokens = np.empty(self._num_prompt + request.max_tokens, np.int64)
         self._tokens[: self._num_prompt] = request.prompt
         self._size = self._num_prompt
+
+    @property
+    def share(self) -> float:
+        """Of all tokens that were tried for it, those that held."""
+        return self._held / self._tried
+
+    def verified(self, drafted: int, accepted: int, num_output: int) -> None:
+        """See DraftLength.verified."""
+        self.length.verified(drafted, accepted, num_output)
+        self.is_trial = False
+        self._held, self._tried = self._held + accepted, self._tried + min(accepted + 1, drafted)
 
     def context(self) -> Int64Array:
         """Prompt and output so far, [n]; not to be written to."""
@@ -73,6 +91,10 @@ class Speculation:
     One row with a draft makes the step one that verifies, for all of them. So drafts that seldom hold wait for others,
     and sequences of which nobody knows begin as the worker's others do.
 
+    A model that drafts takes part in each step, so it costs where nothing holds, too. So a sequence of which few drafts
+    hold gives them up for good, and steps of such sequences alone are the target's alone. While most give up, most new
+    sequences begin like that.
+
     Where drafts stay on the device (ModelRunner.next_drafts), a verify step of the same rows is launched before the one
     before is read. Drafts that are looked up the host looks up, too, once it has read the step before: both sides have
     the same tokens then. Those of a model come to the host as samples do.
@@ -91,6 +113,7 @@ class Speculation:
         self._requests: dict[DecodeRequest, Drafted] = {}
         self._acceptance = Acceptance()
         self._plain_steps = 0  # since the last one with drafts
+        self._untried = 0  # sequences since the last one with drafts, while they seldom hold
         self._found = False  # whether the last step that was read had any drafts
         self._last: Verification | None = None  # that was launched
 
@@ -147,17 +170,47 @@ class Speculation:
 
     def _pays(self, requests: Sequence[DecodeRequest], drafted: Mapping[int, int]) -> bool:
         """Whether a step of these rows is to have so many drafted tokens, by the index of their row."""
-        most_plain = min(4 * len(requests), MOST_PLAIN_STEPS)
-        if not any(drafted.values()) or self._plain_steps >= most_plain:
+        is_trial = any(size and self._requests[requests[index]].is_trial for index, size in drafted.items())
+        if not any(drafted.values()) or is_trial or self._plain_steps >= self._most_plain(requests):
             return any(drafted.values())
         worth = sum(self._requests[requests[index]].length.worth(tokens) for index, tokens in drafted.items())
         return worth >= self._cost(requests).of(drafted.values()) * len(requests)
+
+    def _most_plain(self, requests: Sequence[DecodeRequest]) -> int:
+        return min(4 * len(requests), MOST_PLAIN_STEPS)
+
+    def _is_hopeless(self, shares: Sequence[float], requests: Sequence[DecodeRequest]) -> bool:
+        """Whether a model had better not draft for sequences of whose drafted tokens these shares hold: the longest
+        drafts would not pay in a step of these requests."""
+        if self._runner.drafts is None:
+            return False
+        worth = sum(likely_to_hold(share, self._tokens) for share in shares)
+        return worth < self._cost(requests).of([self._tokens] * len(shares)) * len(requests)
 
     def _cost(self, requests: Sequence[DecodeRequest]) -> Cost:
         computes, follows = self._drafter is not None and self._drafter.computes, self._can_follow(requests)
         if computes:
             return FOLLOWING_CHAIN if follows else COMPUTING
         return FOLLOWING if follows else WAITING
+
+    def step(self, rows: DecodeRows, step: DecodeStep) -> PendingSamples:
+        """Launches a plain step of all rows."""
+        if self._runner.drafts is None:
+            return self._runner.step(*step)
+        return self._runner.step(*step, alone=self._drafter is None or self._give_up(rows.requests))
+
+    def _give_up(self, requests: Sequence[DecodeRequest]) -> bool:
+        """Whether no draft is wanted for any of these, from now on."""
+        if any(one.sliding is not None for one in requests):
+            return False
+        drafted = [self._drafted(one) for one in requests if one.params is not None and not one.params.changes_logits]
+        shares = [one.share for one in drafted if not one.gave_up]
+        waited = self._acceptance.num_drafts > FEW and self._plain_steps >= self._most_plain(requests) // 2
+        if shares and not (waited and self._is_hopeless(shares, requests)):
+            return False
+        for one in drafted:
+            one.gave_up = True
+        return True
 
     def launch(self, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int) -> Verification:
         """A verify step of all rows, whose last tokens are known; draft i is of row i. prompt_tokens: see
@@ -250,8 +303,9 @@ class Speculation:
                 surplus[request.sequence_id] = size + 1 - len(run.token_ids)
             if not drafted:
                 continue
-            accepted = min(len(run.token_ids) - 1, drafted)
-            self._requests[request].length.verified(drafted, accepted, len(request.output) + len(run.token_ids))
+            accepted, own = min(len(run.token_ids) - 1, drafted), self._requests[request]
+            own.verified(drafted, accepted, len(request.output) + len(run.token_ids))
+            own.gave_up = self._is_hopeless([own.share], [request])
             self._acceptance.verified(drafted, accepted)
             self._counters.drafted_tokens += drafted
             self._counters.accepted_tokens += accepted
@@ -275,11 +329,16 @@ class Speculation:
         left = _most_output(request) - num_output - 1
         if left <= 0 or request.params.changes_logits:
             return 0
-        return min(self._drafted(request).length.next(num_output), left)
+        drafted = self._drafted(request)
+        return 0 if drafted.gave_up else min(drafted.length.next(num_output), left)
 
     def _drafted(self, request: DecodeRequest) -> Drafted:
         if request not in self._requests:
-            self._requests[request] = Drafted(request, DraftLength(self._tokens, self._acceptance.share))
+            self._requests[request] = drafted = Drafted(request, self._tokens, self._acceptance.share)
+            if self._is_hopeless([self._acceptance.share], [request]):
+                self._untried = (self._untried + 1) % TRIED
+                drafted.is_trial = self._untried == 0
+                drafted.gave_up = not drafted.is_trial
         return self._requests[request]
 
     def _can_follow(self, requests: Sequence[DecodeRequest]) -> bool:

@@ -131,7 +131,7 @@ def test_a_chain_of_steps_equals_plain_forwards() -> None:
             actual = run(attention.attend, padded(inputs, batch.size))
             for ours, theirs in zip(actual, expected, strict=True):
                 torch.testing.assert_close(ours[rows], theirs)
-        for sequence, count, too_many in zip(sequences, counts.tolist(), surplus.tolist(), strict=True):
+        for sequence, too_many in zip(sequences, surplus.tolist(), strict=True):
             fixed.pop(sequence, 1 + too_many)
             plain.pop(sequence, 1)
     for ours, theirs in zip(contents(fixed), contents(plain), strict=True):

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import SpeculationSettings
+from tandem.workers.models.drafters.head import HeadedDecoder
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.speculation.draft_length import DraftLength
 from tandem.workers.speculation.drafter import DraftAsk
@@ -29,7 +30,7 @@ from tests.support.checkpoints import make_model
 from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
-from tests.workers.loop_pair import LoopPair
+from tests.workers.loop_pair import DECODE, LoopPair
 
 LENGTH, NUM_TOKENS = 3, 16
 Naive = Callable[[Sequence[int], int], list[int]]
@@ -130,7 +131,10 @@ def with_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def always_drafting() -> Iterator[None]:
-    with mock.patch.object(DraftLength, "next", lambda self, num_output: self._most):
+    with (
+        mock.patch.object(DraftLength, "next", lambda self, num_output: self._most),
+        mock.patch.object(Speculation, "_is_hopeless", return_value=False),
+    ):
         yield
 
 
@@ -238,3 +242,41 @@ def test_eagle3_drafts_what_its_head_says(tmp_path: Path, whole_vocab: bool, in_
     naive = partial(draft_eagle3, load_oracle(target), tensors)
     speculation = SpeculationSettings("eagle3", LENGTH, 32, draft=str(tmp_path / "head"))
     check(target, speculation, naive, in_graphs=in_graphs, follows=follows)
+
+
+def test_a_head_that_is_always_wrong_leaves_steps_to_the_target(tmp_path: Path) -> None:
+    """Its KV has holes then; what is drafted behind a prefix with such is wrong, too, and changes nothing."""
+    target = tmp_path / "target"
+    make_model("llama", num_hidden_layers=8).save_pretrained(target)
+    save_eagle3(tmp_path / "head", whole_vocab=True)
+    speculation = SpeculationSettings("eagle3", LENGTH, 32, draft=str(tmp_path / "head"))
+    loops = LoopPair(target, num_pages=64, speculation=speculation, sharing=True, kernels=TableKernels)
+    runner = loops.runners[DECODE]
+    runner.capture_steps(8, run_in_place)
+    runner.capture_verification(32, run_in_place)
+    runner.capture_drafts(8, LENGTH, run_in_place)
+    stepped, steps = runner.step, list[tuple[bool, int]]()  # whether alone, and calls of the head until then
+    headed, calls = HeadedDecoder.forward, 0
+
+    def step(*arguments: Any, alone: bool) -> Any:
+        steps.append((alone, calls))
+        return stepped(*arguments, alone=alone)
+
+    def counted(self: HeadedDecoder, *arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += self is cast(Any, runner)._model
+        return headed(self, *arguments)
+
+    with mock.patch.object(runner, "step", step), mock.patch.object(HeadedDecoder, "forward", counted):
+        prompt, oracle = random_prompt(9, seed=9), load_oracle(target)
+        output = loops.complete("first", prompt, 80)
+        assert output == greedy(oracle, prompt, 80)
+        alone = [calls for is_alone, calls in steps if is_alone]
+        assert len(alone) > 10
+        assert min(alone) == max(alone), "the head takes no part"
+        longer = [*prompt, *output, 5]
+        reservation = loops.prepare("second", longer, 30)
+        assert reservation.matched_tokens > 60
+        assert loops.finish("second", longer, reservation, 30) == greedy(oracle, longer, 30)
+    counters = loops.decode_counters
+    assert 0 < counters.drafted_tokens < 40

@@ -18,6 +18,7 @@ from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.model_drafter import ModelDrafter
+from tandem.workers.speculation.speculation import Speculation
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle, random_prompt
@@ -130,7 +131,10 @@ class FailsInTheMiddle:
 
 
 @pytest.mark.parametrize("grown", [True, False])
-def test_a_drafter_that_fails_leaves_and_takes_no_position(checkpoints: Callable[[str], Path], grown: bool) -> None:
+def test_a_drafter_that_fails_leaves_and_takes_no_position(
+    checkpoints: Callable[[str], Path], grown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speculation, "_is_hopeless", lambda *_: False)
     target = checkpoints("llama")
     made: list[FailsInTheMiddle] = []
 

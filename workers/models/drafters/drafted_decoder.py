@@ -48,22 +48,22 @@ class DraftedDecoder:
     def __init__(self, target: DenseDecoder, drafter: DenseDecoder) -> None:
         self.config = target.config
         self.draft_steps = DraftSteps(drafter, target.config)
-        self._target = target
+        self.target = target
 
     @property
     def device(self) -> torch.device:
-        return self._target.device
+        return self.target.device
 
     def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
         """The target's logits, see DenseDecoder.forward."""
         self.draft_steps.store(token_ids, cached)
-        return self._target.forward(token_ids, cached, last_rows)
+        return self.target.forward(token_ids, cached, last_rows)
 
     def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor) -> Tensor:
         """See DenseDecoder.hidden."""
         self.draft_steps.store(token_ids, cached)
-        return self._target.hidden(token_ids, cached, rows)
+        return self.target.hidden(token_ids, cached, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See DenseDecoder.logits."""
-        return self._target.logits(hidden)
+        return self.target.logits(hidden)

@@ -45,17 +45,17 @@ class HeadedDecoder:
         self.config = target.config
         self.head = head
         self.layers = range(target.config.num_layers, target.config.num_layers + 1)
-        self._target = target
+        self.target = target
         self._features: Tensor | None = None  # of the step that follow() ends
 
     @property
     def device(self) -> torch.device:
-        return self._target.device
+        return self.target.device
 
     def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
         """The target's logits, see DenseDecoder.forward. last_rows None: of a step, which follow() ends."""
         hidden, features = self._compute(token_ids, cached, last_rows)
-        logits = self._target.logits(hidden)
+        logits = self.target.logits(hidden)
         if last_rows is None:
             self._features = features
         else:
@@ -70,7 +70,7 @@ class HeadedDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See DenseDecoder.logits."""
-        return self._target.logits(hidden)
+        return self.target.logits(hidden)
 
     def follow(self, next_ids: Tensor, cached: CachedAttention) -> Tensor:
         """What the head gives [T, H] for each row of the forward of a step. next_ids: int64 [T], sampled behind it; one
@@ -92,9 +92,9 @@ class HeadedDecoder:
     def _compute(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the target's head takes of `rows`, and features of all rows."""
         if self.head.taps:
-            hidden, tapped = self._target.tapped(token_ids, cached, rows, self.head.taps)
+            hidden, tapped = self.target.tapped(token_ids, cached, rows, self.head.taps)
             return hidden, torch.cat(tapped, 1)
-        hidden, _ = self._target.tapped(token_ids, cached, None, ())
+        hidden, _ = self.target.tapped(token_ids, cached, None, ())
         return hidden if rows is None else hidden.index_select(0, rows), hidden
 
 

@@ -32,8 +32,8 @@ class ForwardCalls(Parts):
         buffers: are filled with the forward; it pushes nothing, takes no token trees, and sequences that slide only
         where limits.sliding.
         Those of a verify step take several new positions of a sequence, as rows of their own, and those of a chain the
-        last of several. inputs: the first elements of those of the buffers, int64. What the forward before sees of a decode step's
-        sequences stays, for that forward may still run.
+        last of several. inputs: the first elements of those of the buffers, int64. What the forward before sees of a
+        decode step's sequences stays, for that forward may still run.
         """
         sequences, given = ids_of(batch.seq_ids), batch.append_lengths
         appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)

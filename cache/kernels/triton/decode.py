@@ -15,14 +15,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.decode_merge import LOG2E, leave
-from tandem.cache.kernels.triton.decode_plan import ENTRY, DecodePlan, choose_tiling
+from tandem.cache.kernels.triton.decode_plan import ENTRY, DecodePlan, choose_tiling, tile_rows
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.fp8 import quantise, widen_pairs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.rope import Rotation
-
-LEAST_ROWS = 16  # of a tensor core's tile
-
 
 MAX_WARPS = 8
 SUMS_OF_A_WARP = 1024  # of V: more do not fit into its registers
@@ -59,7 +56,8 @@ def decode(
     tables = plan.tables
     tiling = choose_tiling(plan, head_dim, fp8)
     on_gpu = pool.device.type == "cuda"
-    tile_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
+    of_tile = tile_rows(group)
+    pack = 1 if scoring.window else plan.pack
     entries = plan.schedule.shape[0]
     kernel: Any = _decode[(entries * num_kv_heads,)]
     kernel(
@@ -93,8 +91,9 @@ def decode(
         entries=entries,
         KV_HEADS=num_kv_heads,
         GROUP=group,
-        ROWS=tile_rows,
-        FEW_ROWS=triton.next_power_of_2(group),
+        PACK=pack,
+        ROWS=of_tile,
+        FEW_ROWS=triton.next_power_of_2(group * pack),
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         PAGE_SIZE=page_size,
@@ -111,7 +110,7 @@ def decode(
         FP8=fp8 is not None,
         PTX=on_gpu,
         TWO=tiling.two and on_gpu,
-        num_warps=max(tiling.warps, min(tile_rows * head_dim // SUMS_OF_A_WARP, MAX_WARPS)),
+        num_warps=max(tiling.warps, min(of_tile * head_dim // SUMS_OF_A_WARP, MAX_WARPS)),
         num_stages=tiling.stages,
         **launch_options(pool.device),
     )
@@ -123,7 +122,7 @@ def _decode(
     q, k, v, norm, cos, sin, pool, slots, kv_indices, schedule, sinks,
     factors, inverse, partial, counters, preceding, output,
     q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps, entries,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr, RUNS: tl.constexpr,
     WINDOW: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr, ROTATE: tl.constexpr, FP8: tl.constexpr,
@@ -133,8 +132,9 @@ def _decode(
 
     Schedule, tables and stored positions are older than the step's products: only the new token waits for earlier
     kernels. The first program of a KV head stores it, and begins its softmax with it, so that no program reads what
-    is being written. Where rows are of one sequence (RUNS), it goes on with the new tokens of the rows before. Where an
-    earlier kernel has stored the new tokens (READ), it takes them from there.
+    is being written. Where rows are of one sequence (RUNS), it goes on with the new tokens of the rows before: a tile
+    has the q heads of up to PACK of them, one token behind the other. Where an earlier kernel has stored the new tokens
+    (READ), it takes them from there.
     """
     if PDL:
         gdc_launch_dependents()
@@ -150,16 +150,25 @@ def _decode(
     first = tl.load(entry + 5)
     first_page = tl.load(entry + 6)
     token = tl.maximum(owner, 0).to(tl.int64)
-    slot = tl.load(slots + token)
+    count, before = 1, 0  # tokens of the tile, and before the last one
+    if RUNS:
+        before = tl.load(preceding + token)
+    if PACK > 1:
+        count = before % PACK + 1
+        of_tile = tl.minimum(tl.arange(0, ROWS) // GROUP, count - 1)  # which token each row is of
+        tokens = token - count + 1 + of_tile[:, None]
+    else:
+        tokens = token
+    slot = tl.load(slots + tokens)
     if owner >= 0:  # others end at once, also before earlier kernels do
         if PDL:
             gdc_wait()
         row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
         one = tl.arange(0, 1)[:, None]
-        q_head = head * GROUP + row
+        q_head = head * GROUP + (row % GROUP if PACK > 1 else row)
         query = _prepare(
-            q + token * q_token + q_head * HEAD_DIM, norm + q_head * HEAD_DIM,
-            cos + token * cos_token, sin + token * sin_token, row < GROUP, column,
+            q + tokens * q_token + q_head * HEAD_DIM, norm + q_head * HEAD_DIM,
+            cos + tokens * cos_token, sin + tokens * sin_token, row < count * GROUP, column,
             eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
         )  # fmt: skip
         new_k = k + (head + one) * HEAD_DIM
@@ -171,15 +180,21 @@ def _decode(
             key, value = _stored_entry(head_rows, slot, page_elements, to_values, one, column, HEAD_DIM, PAGE_SIZE)
         else:
             key, value = _new_entry(
-                *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, token, one, column),
+                *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, tokens, one, column),
                 *(k_token, v_token, cos_token, sin_token, eps, KV_HEADS, HEAD_DIM, HALF, NORM, ROUND, ROTATE, FP8),
             )
         if FP8:
             # What products with entries lack is made up for in the scores' scale and in the sums.
             query = query.to(tl.float16)
             scale *= tl.load(factors + head)
-        if not READ:  # noqa: SIM102  # a choice of the compiler around one of the program
-            if (split == 0) & (slot >= 0):
+        if not READ:  # a choice of the compiler around one of the program
+            if PACK > 1:
+                if split == 0:
+                    own = head_rows + (slot // PAGE_SIZE).to(tl.int64) * page_elements + slot % PAGE_SIZE * HEAD_DIM
+                    of_one = (slot >= 0) & (row < count * GROUP) & (row % GROUP == 0)  # a row for each token
+                    tl.store(own + column, key, mask=of_one)
+                    tl.store(own + to_values + column, value, mask=of_one)
+            elif (split == 0) & (slot >= 0):
                 own = head_rows + (slot // PAGE_SIZE).to(tl.int64) * page_elements + slot % PAGE_SIZE * HEAD_DIM
                 tl.store(own + one + column, key)
                 tl.store(own + to_values + one + column, value)
@@ -189,23 +204,26 @@ def _decode(
         row_sum = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
         acc = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
         if RUNS:
-            before = tl.load(preceding + token)
             if WINDOW > 0:
                 before = tl.minimum(before, WINDOW - 1)
             for age in range(1, tl.where(split == 0, before, 0) + 1):
+                own_row = tokens - age
+                if PACK > 1:
+                    own_row = tl.maximum(own_row, token - before)  # of an early token there may be none
                 if READ:
-                    earlier = tl.load(slots + token - age)
+                    earlier = tl.load(slots + own_row)
                     key, value = _stored_entry(
                         head_rows, earlier, page_elements, to_values, one, column, HEAD_DIM, PAGE_SIZE
                     )
                 else:
-                    own_row = token - age
                     key, value = _new_entry(
                         *(new_k, new_v, gains, cos, sin, inverse + head, pool.dtype.element_ty, own_row, one, column),
                         *(k_token, v_token, cos_token, sin_token, eps),
                         *(KV_HEADS, HEAD_DIM, HALF, NORM, ROUND, ROTATE, FP8),
                     )
                 new = _score(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, CAPPED)
+                if PACK > 1:
+                    new = tl.where(age <= before - count + 1 + of_tile, new, float("-inf"))
                 higher = tl.maximum(row_max, new)
                 kept = tl.exp2(row_max - higher)
                 weight = tl.exp2(new - higher)
@@ -219,9 +237,10 @@ def _decode(
         if FP8:
             acc *= tl.load(factors + KV_HEADS + head)
         counter = counters + token * KV_HEADS + head
+        q_heads = (token - count + 1) * (KV_HEADS * GROUP) + head * GROUP
         leave(
-            *(row_max, row_sum, acc, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
-            *(split, used, first, entries, GROUP, ROWS, FEW_ROWS, HEAD_DIM, MOST_SPLITS, SINKS),
+            *(row_max, row_sum, acc, partial, counter, sinks, output, q_heads, head, count, split, used, first),
+            *(entries, KV_HEADS, GROUP, PACK, ROWS, FEW_ROWS, HEAD_DIM, MOST_SPLITS, SINKS),
         )
 
 

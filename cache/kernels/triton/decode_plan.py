@@ -16,6 +16,7 @@ from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 
+LEAST_ROWS = 16  # of a tensor core's tile
 PROGRAMS = 256  # that a step is shared out over at most, two a multiprocessor: more cost more to merge than they bring
 THREE_EACH = 384  # programs, three a multiprocessor
 MAX_SPLITS = 32  # of one sequence alone
@@ -53,14 +54,18 @@ class DecodePlan:
 
     programs is how many programs like lengths occupy; by it the tiling is chosen. A graph that a megakernel computes
     needs no schedule: the forward that ran before the capture shows which one it is.
+
+    pack: how many new tokens of one sequence a program attends for at once, in a verify step without a window. A tile
+    has room for so many: its sequence is read once for all of them. In other steps 1.
     """
 
     tables: DeviceTables
     programs: int
+    pack: int
     schedule: Tensor
     """int32 [entries, 8]: each entry is one piece of one sequence, as schedule_splits() writes it."""
     partial: Tensor
-    """float32 [Hq, entries, D + 4]: what each piece found, then its row_max, its row_sum and padding to 16 bytes."""
+    """float32 [Hq · pack, entries, D + 4]: what each piece found, then row_max, row_sum and padding to 16 bytes."""
     counters: Tensor
     """int32 [B, Hkv]: pieces that are done; 0 between layers."""
     by_layers: bool = True
@@ -75,11 +80,14 @@ class DecodePlan:
         # Rows of unlike lengths need entries beyond one a row, or the longest could not be cut. Each costs a program,
         # which ends at once where lengths are alike.
         entries = max(min(PROGRAMS // num_kv_heads, MAX_SPLITS * rows), rows + max(SPARE, rows // SHARE))
+        group = num_q_heads // num_kv_heads
+        pack = 1 if tables.preceding is None else tile_rows(group) // group
         return cls(
             tables,
             rows * num_kv_heads * max(1, min(fair, MAX_SPLITS)),
+            pack,
             torch.full((entries, ENTRY.value), -1, dtype=torch.int32, device=device),
-            torch.empty((num_q_heads, entries, head_dim + ENDS.value), dtype=torch.float32, device=device),
+            torch.empty((num_q_heads * pack, entries, head_dim + ENDS.value), dtype=torch.float32, device=device),
             torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device),
         )
 
@@ -87,6 +95,11 @@ class DecodePlan:
     def most_splits(self) -> int:
         """That one sequence can have: each other sequence has one."""
         return self.schedule.shape[0] - self.tables.slots.shape[0] + 1
+
+
+def tile_rows(group: int) -> int:
+    """Of q in a program's tile, for groups of so many q heads."""
+    return max(LEAST_ROWS, triton.next_power_of_2(group))
 
 
 def choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> Tiling:
@@ -123,6 +136,7 @@ def schedule_splits(plan: DecodePlan, pool: Tensor, scoring: Scoring, fp8: Fp8En
         BITS=longest.bit_length(),
         FULL=plan.programs > PROGRAMS,
         RUNS=plan.tables.preceding is not None,
+        PACK=1 if scoring.window else plan.pack,
         num_warps=1,
     )
 
@@ -131,11 +145,12 @@ def schedule_splits(plan: DecodePlan, pool: Tensor, scoring: Scoring, fp8: Fp8En
 def _schedule(
     kv_indptr, kv_last_page_len, preceding, schedule, rows, entries,
     ROWS: tl.constexpr, MOST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr,
+    WINDOW: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the entries of one row; longer pieces come first, so that the last to run are short.
+    """Each program writes the entries of one row; longer pieces come first, so that the last to run are short. Of every
+    PACK rows of one sequence only the last has entries, for all of them.
 
-    A piece has at most `most` blocks of positions: the fewest with which all rows fit into `entries`. Where like
+    A piece has at most `most` blocks of positions: the fewest with which all rows fit into `room`. Where like
     lengths fill the device anyway (FULL), pieces shorter than the mean sequence would only add merges.
     """
     row, mine = tl.arange(0, ROWS), tl.program_id(0)
@@ -147,16 +162,21 @@ def _schedule(
     if RUNS:  # new tokens of the rows before are not read from pages
         stored -= tl.load(preceding + row, mask=here, other=0)
         oldest = tl.minimum(oldest, stored)
+    if PACK > 1:
+        index = tl.load(preceding + row, mask=here, other=0)
+        following = tl.load(preceding + row + 1, mask=row + 1 < rows, other=0)
+        here &= (index % PACK == PACK - 1) | (following == 0)
     blocks = tl.where(here, tl.cdiv(stored - oldest, BLOCK), 0)
     one = tl.where(here, 1, 0)
+    room = entries - rows + tl.sum(one, 0) if PACK > 1 else entries  # see most_splits
     too_few = 0
     for bit in tl.static_range(BITS):  # pyright: ignore[reportGeneralTypeIssues]
         tried = too_few + (1 << (BITS - 1 - bit))
         used = tl.maximum(tl.cdiv(blocks, tried), one)
-        too_few = tl.where(tl.sum(used, 0) > entries, tried, too_few)
+        too_few = tl.where(tl.sum(used, 0) > room, tried, too_few)
     most = too_few + 1
     if FULL:
-        most = tl.maximum(most, tl.cdiv(tl.sum(blocks, 0) * 9, rows * 8))
+        most = tl.maximum(most, tl.cdiv(tl.sum(blocks, 0) * 9, tl.sum(one, 0) * 8))
     used = tl.maximum(tl.cdiv(blocks, most), one)
     piece = tl.maximum(tl.cdiv(blocks, tl.maximum(used, 1)), 1)  # pieces of a row are alike
     used = tl.maximum(tl.cdiv(blocks, piece), one)

@@ -15,20 +15,30 @@ TYPES = dict.fromkeys(("slots", "kv_indices", "schedule", "counters", "preceding
 TYPES |= {"partial": "*fp32", "scale": "fp32", "softcap": "fp32", "eps": "fp32", "entries": "i32"}
 OF_FP8 = {"pool": "*fp8e4nv", "factors": "*fp32", "inverse": "*fp32"}
 FIXED = {"KV_HEADS": 8, "GROUP": 4, "ROWS": 16, "FEW_ROWS": 4, "PAGE_SIZE": 16, "MOST_SPLITS": 32}
-FIXED |= {"READ": False, "RUNS": False, "WINDOW": 0}
+FIXED |= {"READ": False, "RUNS": False, "WINDOW": 0, "PACK": 1}
 FIXED |= {"CAPPED": False, "SINKS": False, "NORM": True, "ROUND": True, "ROTATE": True, "PTX": True, "PDL": True}
+VERIFIES = {"RUNS": True, "PACK": 4, "FEW_ROWS": 16}
 CASES = {
-    "64": (64, FEW[64], False),
-    "128": (128, FEW[128], False),
-    "64, 8 bits": (64, FEW_FP8[64], True),
-    "128, 8 bits": (128, FEW_FP8[128], True),
-    "256, 8 bits": (256, FEW_FP8[256], True),
+    "64": (64, FEW[64], False, {}),
+    "128": (128, FEW[128], False, {}),
+    "64, 8 bits": (64, FEW_FP8[64], True, {}),
+    "128, 8 bits": (128, FEW_FP8[128], True, {}),
+    "256, 8 bits": (256, FEW_FP8[256], True, {}),
+    "128, drafts": (128, FEW[128], False, VERIFIES),
 }
 
 
-def programs(head_dim: int, tiling: Tiling, fp8: bool) -> tuple[int, int]:
+def programs(head_dim: int, tiling: Tiling, fp8: bool, others: dict[str, int]) -> tuple[int, int]:
     """That the shared memory is for, and the registers."""
-    fixed = {**FIXED, "HEAD_DIM": head_dim, "HALF": head_dim // 2, "BLOCK": tiling.block, "FP8": fp8, "TWO": tiling.two}
+    fixed = {
+        **FIXED,
+        **others,
+        "HEAD_DIM": head_dim,
+        "HALF": head_dim // 2,
+        "BLOCK": tiling.block,
+        "FP8": fp8,
+        "TWO": tiling.two,
+    }
     types = TYPES | (OF_FP8 if fp8 else {})
     one: Taken = taken(_decode, fixed, types, num_warps=tiling.warps, num_stages=tiling.stages)
     registers = -(-one.registers // GRANULE) * GRANULE * 32 * tiling.warps

@@ -95,6 +95,12 @@ CASES = {
     ),
     "drafts, a window": Case(lengths=(20, 21, 22, 200, 201), preceding=(0, 1, 2, 0, 1), window=20, softcap=2.0),
     "drafts longer than the window": Case(lengths=(1, 2, 3, 4, 30, 31, 32), preceding=(0, 1, 2, 3, 0, 1, 2), window=2),
+    "drafts, two at a time": Case(
+        lengths=(60, 61, 62, 63, 64, 3, 4, 9), preceding=(0, 1, 2, 3, 4, 0, 1, 0), q_heads=14, sinks=True, entries=12
+    ),
+    "drafts, more than a tile holds": Case(
+        lengths=tuple(range(130, 150)), preceding=tuple(range(20)), q_heads=1, kv_heads=1, entries=25
+    ),
     "drafts, 8 bits": Case(lengths=(90, 91, 92, 7), preceding=(0, 1, 2, 0), fp8=True, entries=5),
 }
 

@@ -42,7 +42,8 @@ class DraftedDecoder:
     """The target, with which each forward computes what the drafter's layers keep of the same tokens.
 
     So a position that is stored is stored in all layers: prefixes, pushes and moves bring the drafter's KV along, and a
-    drafter has nothing to catch up on.
+    drafter has nothing to catch up on. A sequence that gave up drafts may lack some (Speculation.step): behind those a
+    drafter is wrong.
     """
 
     def __init__(self, target: DenseDecoder, drafter: DenseDecoder) -> None:

@@ -100,5 +100,6 @@ def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False, co
         step=lambda *step, alone=False: alone,
         next_drafts=SimpleNamespace(takes=lambda num_sequences: True) if follows else None,
         drafts=SimpleNamespace() if computes else None,
+        overlaps=True,
     )
     return Speculation(Zeros(computes=computes), cast(ModelRunner, runner), most, max_step_tokens, Counters())

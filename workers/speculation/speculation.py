@@ -182,8 +182,8 @@ class Speculation:
     def _is_hopeless(self, shares: Sequence[float], requests: Sequence[DecodeRequest]) -> bool:
         """Whether a model had better not draft for sequences of whose drafted tokens these shares hold: the longest
         drafts would not pay in a step of these requests."""
-        if self._runner.drafts is None:
-            return False
+        if self._runner.drafts is None or not self._runner.overlaps:
+            return False  # without graphs it would take part all the same
         worth = sum(likely_to_hold(share, self._tokens) for share in shares)
         return worth < self._cost(requests).of([self._tokens] * len(shares)) * len(requests)
 

@@ -228,3 +228,11 @@ class DraftKernels(Protocol):
         others. So many positions earlier a row stands.
         """
         ...
+
+    def put(self, sources: Tensor, drafted: Tensor, number: int, histories: Histories) -> None:
+        """Writes draft `number`, from 0, of each sequence behind its history, where follow() with max_ngram 0 finds it.
+
+        sources: int64 [n], as for follow(); other rows are padding. drafted: int64 [at least n]. What would stand from
+        L on is left out.
+        """
+        ...

@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.base import FOLLOWS, FollowingRows, Histories
+from tandem.workers.kernels.base import FollowingRows, Histories
 from tandem.workers.kernels.choice import choose_draft_kernels
 
 HISTORY_BYTES = 256 << 20  # of what memory_budget leaves for graphs and their buffers
@@ -31,9 +31,8 @@ class NextDrafts:
         tokens of a sequence. max_ngram: see NgramDrafter; 0: a DraftChain drafts, and nothing is looked up."""
         num_sequences = max(1, min(num_sequences, HISTORY_BYTES // (4 * length)))
         counts = torch.zeros((2, num_sequences), dtype=torch.int32, device=device)
-        self._padding = num_sequences  # a row of no sequence
-        self._tokens = torch.zeros((num_sequences + 1, length), dtype=torch.int32, device=device)
-        self._histories = Histories(self._tokens[:num_sequences], counts[0], counts[1])
+        tokens = torch.zeros((num_sequences, length), dtype=torch.int32, device=device)
+        self._histories = Histories(tokens, counts[0], counts[1])
         self._kernels = choose_draft_kernels(device)
         self._max_ngram = max_ngram
 
@@ -44,7 +43,7 @@ class NextDrafts:
 
     def takes(self, num_sequences: int) -> bool:
         """Whether a verify step of so many can follow one that is not read yet."""
-        return num_sequences <= self._padding
+        return num_sequences <= self._histories.tokens.shape[0]
 
     @torch.inference_mode()
     def remember(self, contexts: Sequence[Int64Array]) -> None:
@@ -79,8 +78,5 @@ class NextDrafts:
         return rows.tokens, rows.uniforms, shift
 
     def put(self, sources: Tensor, number: int, drafted: Tensor) -> None:
-        """What step `number` of the chain has drafted, int64 [n]."""
-        sequences = torch.where(sources <= FOLLOWS, FOLLOWS - sources, self._padding)
-        lengths = self._histories.lengths[sequences.clamp(max=self._padding - 1)]
-        places = (lengths + number).clamp(max=self._tokens.shape[1] - 1).long()
-        self._tokens[sequences, places] = drafted.int()
+        """What step `number` of the chain has drafted, int64 [n]; see DraftKernels.put."""
+        self._kernels.put(sources, drafted, number, self._histories)

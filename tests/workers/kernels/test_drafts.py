@@ -200,15 +200,20 @@ def test_no_token_without_an_embedding_is_filled_in(backend: Backend) -> None:
 
 
 def test_drafts_that_a_model_has_put_behind_the_histories(backend: Backend) -> None:
-    """Up to the end of the memory."""
-    whole = np.arange(20)
-    whole[7] = NOT_FINITE
-    for length in (1, 6, 18, 20):
-        histories = backend.histories([whole[:length]] * 2, capacity=20)
-        histories.tokens.copy_(backend.tensor([whole.tolist()] * 2, torch.int32))
-        tokens, shift = follow(backend, [FOLLOWS - 1] * 4, list(range(4)), histories, 0)
-        stands = [*whole[length - 1 :].tolist(), 0, 0, 0][:4]
-        assert (tokens, shift) == ([0 if one == NOT_FINITE else one for one in stands], [11] * 4)
+    """Of some sequences, in another order, beside padding; up to the end of the memory."""
+    lengths = [1, 6, 18, 20]
+    histories = backend.histories([np.arange(length) for length in lengths], capacity=20)
+    before = histories.tokens.tolist()
+    drafts = {2: [50, NOT_FINITE, 52], 0: [60, 61, 62], 3: [70, 71, 72]}
+    sources = backend.tensor([*(FOLLOWS - sequence for sequence in drafts), 0, ON_HOST])
+    for number, tokens in enumerate(zip(*drafts.values(), strict=True)):
+        backend.kernels.put(sources, backend.tensor([*tokens, 9, 9, 9]), number, histories)
+    for sequence, draft in drafts.items():
+        before[sequence] = [*before[sequence][: lengths[sequence]], *draft, *before[sequence][lengths[sequence] + 3 :]]
+        stands = [lengths[sequence] - 1, *draft[: 20 - lengths[sequence]], 0, 0, 0][:4]
+        tokens, shift = follow(backend, [FOLLOWS - sequence] * 4, list(range(4)), histories, 0)
+        assert (tokens, shift) == ([0 if one == NOT_FINITE else one for one in stands], [10 + sequence] * 4)
+    assert histories.tokens.tolist() == [line[:20] for line in before]
 
 
 @pytest.mark.parametrize("right", [0, 0.7, 1])

@@ -43,6 +43,12 @@ class TorchDraftKernels:
             uniforms[which] = torch.from_numpy(drawn.view(np.int64))
         return shift
 
+    def put(self, sources: Tensor, drafted: Tensor, number: int, histories: Histories) -> None:
+        for source, token in zip(sources.tolist(), drafted.tolist(), strict=False):
+            sequence = FOLLOWS - source
+            if sequence >= 0 and histories.lengths[sequence] + number < histories.tokens.shape[1]:
+                histories.tokens[sequence, histories.lengths[sequence] + number] = token
+
 
 def _followed(history: Tensor, max_ngram: int) -> Tensor:
     """All that stands behind the first place of the longest n-gram that ends the history [n], as look_up() finds it."""

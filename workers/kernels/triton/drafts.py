@@ -60,6 +60,21 @@ class TritonDraftKernels:
         )
         return shift
 
+    def put(self, sources: Tensor, drafted: Tensor, number: int, histories: Histories) -> None:
+        rows = sources.shape[0]
+        kernel: Any = _put[(1,)]
+        kernel(
+            sources=sources,
+            drafted=drafted,
+            histories=histories.tokens,
+            lengths=histories.lengths,
+            number=number,
+            rows=rows,
+            capacity=histories.tokens.shape[1],
+            FOLLOWS=FOLLOWS,
+            BLOCK=triton.next_power_of_2(rows),
+        )
+
 
 @triton.jit
 def _accept(
@@ -122,6 +137,18 @@ def _follow(
         tl.store(shift + row, earlier)
         drawn = _uniform(tl.load(uniforms + row), tl.load(positions + row) - earlier + 1)
         tl.store(uniforms + row, drawn.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _put(
+    sources, drafted, histories, lengths, number, rows, capacity, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program."""
+    row = tl.arange(0, BLOCK)
+    sequence = FOLLOWS - tl.load(sources + row, mask=row < rows, other=0)
+    place = tl.load(lengths + sequence, mask=sequence >= 0, other=0) + number
+    token = tl.load(drafted + row, mask=row < rows, other=0).to(tl.int32)
+    tl.store(histories + sequence * capacity + place, token, mask=(sequence >= 0) & (place < capacity))
 
 
 @triton.jit

@@ -256,13 +256,13 @@ class Attention:
 
     def step_pages(self, layers: range) -> StepPages | None:
         """For a decode megakernel, which then computes these layers; None where each layer must call attend(), as where
-        they are not all those of one group."""
-        group = self.layers.places[layers[0]][0]
+        they do not stand one behind the other in one group."""
+        group, first = self.layers.places[layers[0]]
         if self.layers.readers or not self.plans[group].captured:
             return None
-        if [layer for layer, (its_group, _) in self.layers.places.items() if its_group == group] != list(layers):
+        if any(self.layers.places[layer] != (group, place) for place, layer in enumerate(layers, first)):
             return None
-        return self.groups[group].backend.step_pages(self.plans[group])
+        return self.groups[group].backend.step_pages(self.plans[group], range(first, first + len(layers)))
 
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention; a model has one rule."""

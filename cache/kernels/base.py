@@ -257,7 +257,7 @@ PeerPool = Callable[[int], Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class StepPages:
-    """Where a decode megakernel finds the KV of all layers of a step.
+    """Where a decode megakernel finds the KV of its layers of a step.
 
     rotation: of the step's tokens. scale: of the scores. scales: of a pool of 8-bit entries, as Fp8Entries has them;
     None: K and V are stored as they are.
@@ -342,8 +342,9 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         """As read(), of q as it is, which is rotated. own: of plan_read()."""
         raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
 
-    def step_pages(self, plan: GroupPlan) -> StepPages | None:
-        """For a decode megakernel in place of run(); None where run() does more than causal attention."""
+    def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
+        """For a decode megakernel in place of run() of these layers; None where run() does more than causal
+        attention."""
         return None
 
 

@@ -124,9 +124,9 @@ class DenseDecoder:
         """
         x = self.embed(token_ids)
         if self._small_batch_decoder is not None and last_rows is None:
-            logits = self._small_batch_decoder.forward(x, cached)
-            if logits is not None:
-                return self._cap(logits)
+            found = self._small_batch_decoder.forward(x, cached)
+            if found is not None:
+                return self._cap(found[0])
         return self.logits(self._hidden(token_ids, x, cached, last_rows))
 
     def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor | None) -> Tensor:
@@ -136,11 +136,21 @@ class DenseDecoder:
 
     def tapped(
         self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None, taps: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """hidden() of last_rows, and for each of the layers `taps` what it takes from those before, [T, hidden]."""
+    ) -> tuple[Tensor, Tensor]:
+        """hidden() of last_rows, and what the layers `taps`, ascending and at least one, take from those before,
+        [T, taps · hidden], one behind the other."""
         found: dict[int, Tensor | None] = dict.fromkeys(taps)
         hidden = self._hidden(token_ids, self.embed(token_ids), cached, last_rows, found)
-        return hidden, [one for one in found.values() if one is not None]
+        return hidden, torch.cat([one for one in found.values() if one is not None], 1)
+
+    def tapped_step(self, token_ids: Tensor, cached: CachedAttention, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """forward() of a step, and what the layers `taps`, not the first, take: see tapped()."""
+        if self._small_batch_decoder is not None:
+            found = self._small_batch_decoder.forward(self.embed(token_ids), cached, taps)
+            if found is not None and found[1] is not None:
+                return self._cap(found[0]), found[1]
+        hidden, features = self.tapped(token_ids, cached, None, taps)
+        return self.logits(hidden), features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab_size] behind hidden [n, hidden_size], as forward() gives them."""

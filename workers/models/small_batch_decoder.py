@@ -1,5 +1,6 @@
 """The decoder for few rows: reading the weights takes nearly all of its time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -74,25 +75,33 @@ class SmallBatchDecoder:
         )
         self._layers.append(FusedLayer(before, layer.attention, block.qk_norm, behind, layer.feed_forward))
 
-    def forward(self, x: Tensor, cached: CachedAttention) -> Tensor | None:
-        """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
-        and x as it was, where the decoder of any number of rows is to be taken."""
+    def forward(
+        self, x: Tensor, cached: CachedAttention, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. And
+        what the layers `taps`, not the first, take from those before, [n, taps · H], one behind the other. None, and x
+        as it was, where the decoder of any number of rows is to be taken."""
         rows, pages = x.shape[0], cached.step_pages(range(self._config.num_layers))
         megakernel = None if pages is None else self._megakernels(pages.pool.dtype).get(rows)
         if pages is not None and megakernel is not None and megakernel.takes(pages):
-            return megakernel(x, pages)
+            return megakernel(x, pages, taps)
         kernels = self._kernels if rows == 1 else self._resident if rows <= MAX_ROWS else None
-        return None if kernels is None else self._forward_layers(kernels, x, cached)
+        return None if kernels is None else self._forward_layers(kernels, x, cached, taps)
 
-    def _forward_layers(self, kernels: FusedGemms, x: Tensor, cached: CachedAttention) -> Tensor:
+    def _forward_layers(
+        self, kernels: FusedGemms, x: Tensor, cached: CachedAttention, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        tapped = []
         for index, layer in enumerate(self._layers):
+            if index in taps:
+                tapped.append(x.clone())
             qkv = kernels.linear(x, layer.attention.qkv, layer.input_norm)
             q, k, v = split_heads(qkv, self._config.head_dim, self._config.qkv_heads(index))
             o = cached.attend(index, q, k, v, layer.attention.sinks, layer.qk_norm)
             kernels.add_linear(x, o.flatten(1), layer.attention.o)
             intermediate = kernels.linear_silu_mul(x, layer.feed_forward.gate_up, layer.post_norm)
             kernels.add_linear(x, intermediate, layer.feed_forward.down)
-        return kernels.linear(x, self._lm_head, self._final_norm)
+        return kernels.linear(x, self._lm_head, self._final_norm), torch.cat(tapped, 1) if tapped else None
 
     def _make_megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
         """By number of rows; may compile."""

@@ -31,6 +31,7 @@ class TritonSteps(AppendThenAttend):
     def begin_captured(self, buffers: Any, by_layers: bool = False) -> None:
         if isinstance(buffers, DecodePlan):
             buffers.scheduled = by_layers or buffers.by_layers
+            buffers.by_layers = False  # unless run() or read() is called again
             if buffers.scheduled:
                 schedule_splits(buffers, self._pool, self.scoring, self._fp8)
 
@@ -55,15 +56,16 @@ class TritonSteps(AppendThenAttend):
         if not isinstance(own, DecodePlan):
             return super().read(plan, layer, x)
         assert own.scheduled, "begin_captured() has queued no schedule for this step"
+        own.by_layers = True
         return decode(self._pool, layer, x.q, None, None, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
 
-    def step_pages(self, plan: GroupPlan) -> StepPages | None:
+    def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
         plain = self.scoring == Scoring(self.scoring.scale)
         if not plain or plan.rotation is None or not isinstance(plan.own, DecodePlan):
             return None
-        plan.own.by_layers = False  # unless run() is called all the same
-        scales = None if self._fp8 is None else self._fp8.scales
-        return StepPages(self._pool, plan.own.tables, plan.rotation, self.scoring.scale, scales)
+        pool, scales = self._pool[:, layers.start : layers.stop], None if self._fp8 is None else self._fp8.scales
+        scales = scales if scales is None else scales[layers.start : layers.stop]
+        return StepPages(pool, plan.own.tables, plan.rotation, self.scoring.scale, scales)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, own: Any

@@ -154,7 +154,7 @@ def _decode(
     if RUNS:
         before = tl.load(preceding + token)
     if PACK > 1:
-        count = before % PACK + 1
+        count = before % PACK + 1  # pyright: ignore[reportOperatorIssue]
         of_tile = tl.minimum(tl.arange(0, ROWS) // GROUP, count - 1)  # which token each row is of
         tokens = token - count + 1 + of_tile[:, None]
     else:
@@ -223,7 +223,8 @@ def _decode(
                     )
                 new = _score(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, CAPPED)
                 if PACK > 1:
-                    new = tl.where(age <= before - count + 1 + of_tile, new, float("-inf"))
+                    sees = before - count + 1 + of_tile  # pyright: ignore[reportPossiblyUnboundVariable]
+                    new = tl.where(age <= sees, new, float("-inf"))
                 higher = tl.maximum(row_max, new)
                 kept = tl.exp2(row_max - higher)
                 weight = tl.exp2(new - higher)

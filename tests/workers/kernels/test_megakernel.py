@@ -104,10 +104,10 @@ class OpenKernels(TorchKernels):
         assert not plan.captured, f"layer {layer} is attended to by itself"
         return super().run(plan, layer, x, appended)
 
-    def step_pages(self, plan: GroupPlan) -> StepPages | None:
+    def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
         assert plan.rotation is not None
-        scales = None if self._fp8 is None else self._fp8.scales
-        return StepPages(self._pool, plan.own, plan.rotation, self.scoring.scale, scales)
+        scales = None if self._fp8 is None else self._fp8.scales[layers.start : layers.stop]
+        return StepPages(self._pool[:, layers.start : layers.stop], plan.own, plan.rotation, self.scoring.scale, scales)
 
 
 Build = Callable[[tuple[str, ...]], ctypes.CDLL]
@@ -216,9 +216,13 @@ def test_verify_steps_equal_plain_forwards(
         sequences, counts = list(appends), list(appends.values())
         tokens = 3 + step + np.arange(sum(counts))
         plan = plain.begin_forward(sequences, counts)
-        expected = model.forward(torch.from_numpy(tokens), plan.attention, torch.arange(tokens.size))
+        taps = range(1, model.config.num_layers)  # none where each step takes the same way
+        ids, every = torch.from_numpy(tokens), torch.arange(tokens.size)
+        hidden, features = model.tapped(ids, plan.attention, every, taps)
         fixed.begin(Batch(sequences, counts, push=False), batch, [tokens])
-        assert_near(model.forward(batch.inputs[0], batch.attention(), None)[: tokens.size], expected, case)
+        logits, tapped = model.tapped_step(batch.inputs[0], batch.attention(), taps)
+        assert_near(logits[: tokens.size], model.logits(hidden), case)
+        assert_near(tapped[: tokens.size], features, case)
         both.assert_same_finite()
         for sequence, count in appends.items():
             rejected = int(random.integers(0, count)) if step else count - 1

@@ -78,6 +78,13 @@ __device__ void warm_up(const Arguments& args, int layer) {
     }
 }
 
+// The place in `tapped` for what a layer takes; negative: it is not wanted.
+__device__ int tap_of(const Arguments& args, int layer) {
+    for (int tap = 0; tap < MAX_TAPS; tap++)
+        if (args.taps[tap] == layer) return tap;
+    return -1;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_megakernel(const __grid_constant__ Arguments args) {
     SHARED_MEMORY(shared);
     Block& block = *reinterpret_cast<Block*>(shared);
@@ -96,13 +103,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_megakernel(const
         const Number* const* of_layer = args.layers + layer * POINTERS;
         unsigned buffer = (layers_before + layer) % 2 * PUBLISHED_WORDS;
         unsigned *published = args.published + buffer, *earlier = args.published + (PUBLISHED_WORDS - buffer);
-        auto add_to_residual = [&](int to, int phase) {
-            return [&, to, phase](int row, int pair, const float* sums) {
+        auto add_to_residual = [&](int to, int phase, int tap) {
+            return [&, to, phase, tap](int row, int pair, const float* sums) {
                 float* both = block.state.residual[row] + 2 * pair;
                 float2 sum = rounded({sums[0], sums[1]});
                 unsigned bits = pack(both[0] + sum.x, both[1] + sum.y);
                 both[0] = unpack(bits).x, both[1] = unpack(bits).y;
-                write_word(published + to + row * (HIDDEN / 2) + block.state.begins[phase] * (TILE / 2) + pair, bits);
+                int index = block.state.begins[phase] * (TILE / 2) + pair;
+                write_word(published + to + row * (HIDDEN / 2) + index, bits);
+                if (tap >= 0) args.tapped[(row * MAX_TAPS + tap) * (HIDDEN / 2) + index] = bits;
             };
         };
         Held held;
@@ -119,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_megakernel(const
         warm_up(args, layer + 1);
         hold(warp, held, O);
         gather<HEADS_WIDTH>(args, block, published + HEADS_AT, HEADS_WIDTH / 2, nullptr);
-        multiply<O, HEADS_WIDTH>(warp, held, add_to_residual(MID_AT, O));
+        multiply<O, HEADS_WIDTH>(warp, held, add_to_residual(MID_AT, O, -1));
         hold(warp, held, GATE_UP);
         gather<HIDDEN>(args, block, published + MID_AT, HIDDEN / 2, of_layer[POST_NORM]);
         clear(earlier);
@@ -130,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_megakernel(const
             write_word(published + index, pack(active.x * up.x, active.y * up.y));
         });
         hold(warp, held, DOWN);
-        multiply_down(warp, held, published + INTERMEDIATE_AT, add_to_residual(X_AT, DOWN));
+        int tap = tap_of(args, layer + 1);
+        multiply_down(warp, held, published + INTERMEDIATE_AT, add_to_residual(X_AT, DOWN, tap));
         x = published + X_AT;
     }
     Held held;

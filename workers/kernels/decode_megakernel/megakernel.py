@@ -27,6 +27,7 @@ MAX_GROUP = 8  # q heads of a KV head: their accumulators must fit into register
 STATS = 4  # words beside a head's accumulator: row_max, then row_sum thrice
 MAX_SPLITS = 16  # of a KV head's positions
 ROW_COUNTS = (1, 2, 4, 8)
+MAX_TAPS = 3
 INPUT_LIMIT = 64 * 1024  # bytes that a block gathers of several rows for a product; other kernels are faster beyond
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
@@ -103,6 +104,7 @@ class MegakernelShape:
             INPUT_LIMIT=INPUT_LIMIT,
             ITEM_POSITIONS=self.item_positions(rows),
             MAX_SPLITS=MAX_SPLITS,
+            MAX_TAPS=MAX_TAPS,
             STATS=STATS,
             HOST_WORDS=self.num_words(rows),
             HOST_ARGUMENT_BYTES=ctypes.sizeof(MegakernelArguments),
@@ -133,9 +135,10 @@ class MegakernelArguments(ctypes.Structure):
         *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin", "scales", "logits")),
         *((name, POINTER) for name in ("pool", "slots", "kv_indptr", "kv_indices", "kv_last_page_len")),
         ("preceding", POINTER),
-        *((name, POINTER) for name in ("published", "epoch")),
+        *((name, POINTER) for name in ("published", "epoch", "tapped")),
         *(("page_elements", INT64), ("layer_elements", INT64)),
         *(("num_layers", INT32), ("vocab", INT32), ("page_size", INT32)),
+        ("taps", INT32 * MAX_TAPS),
         *(("eps", FLOAT), ("head_eps", FLOAT), ("scale", FLOAT)),
     )
 
@@ -174,12 +177,16 @@ class DecodeMegakernel:
         self._published = torch.full((shape.num_words(rows),), -1, dtype=torch.int32, device=device)  # NONE
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # layers before; blocks done
 
-    def __call__(self, x: Tensor, pages: StepPages) -> Tensor:
+    def __call__(self, x: Tensor, pages: StepPages, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits [rows, vocab] that follow the tokens with embeddings x [rows, hidden]. Stores their K and V.
 
-        pages: of as many sequences, a pool of all layers and a rotation of whole heads; see takes().
+        pages: of as many sequences, a pool of all layers and a rotation of whole heads; see takes(). taps: layers but
+        the first, up to MAX_TAPS, whose inputs are wanted, too: [rows, taps · hidden], one behind the other.
         """
         logits = torch.empty((self._rows, self._shape.vocab), dtype=x.dtype, device=x.device)
+        tapped = None
+        if taps:
+            tapped = torch.empty((self._rows, MAX_TAPS, self._shape.hidden), dtype=x.dtype, device=x.device)
         tables, rotation, pool = pages.tables, pages.rotation, pages.pool
         eps, (page_elements, layer_elements, *_) = self._final_norm.eps, pool.stride()
         tensors = {
@@ -191,6 +198,7 @@ class DecodeMegakernel:
                 "preceding": tables.preceding,
                 "published": self._published,
                 "epoch": self._epoch,
+                "tapped": tapped,
             },
         }
         sizes = {
@@ -198,8 +206,9 @@ class DecodeMegakernel:
             **{"num_layers": len(self._layers), "vocab": self._shape.vocab},
         }
         addresses = {name: _address(tensor) for name, tensor in tensors.items()}
-        self._launch(MegakernelArguments(**addresses, **sizes, eps=eps, head_eps=eps, scale=pages.scale))
-        return logits
+        places = (INT32 * MAX_TAPS)(*taps)
+        self._launch(MegakernelArguments(**addresses, **sizes, taps=places, eps=eps, head_eps=eps, scale=pages.scale))
+        return logits, None if tapped is None else tapped[:, : len(taps)].flatten(1)
 
     def takes(self, pages: StepPages) -> bool:
         """Whether it attends to such pages."""

@@ -88,8 +88,10 @@ struct Arguments {
     const int* preceding;  // of each row, how many of those right before are of its sequence; null: none
     unsigned* published;  // [2][PUBLISHED_WORDS]
     unsigned* epoch;      // the layers before; how many blocks are done
+    unsigned* tapped;     // [ROWS][MAX_TAPS][HIDDEN / 2]: what the layers `taps` take
     long long page_elements, layer_elements;
     int num_layers, vocab, page_size;
+    int taps[MAX_TAPS];  // 0: none
     float eps, head_eps, scale;
 };
 static_assert(sizeof(Arguments) == HOST_ARGUMENT_BYTES);

@@ -54,6 +54,9 @@ class HeadedDecoder:
 
     def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
         """The target's logits, see DenseDecoder.forward. last_rows None: of a step, which follow() ends."""
+        if last_rows is None and self.head.taps:
+            logits, self._features = self.target.tapped_step(token_ids, cached, self.head.taps)
+            return logits
         hidden, features = self._compute(token_ids, cached, last_rows)
         logits = self.target.logits(hidden)
         if last_rows is None:
@@ -92,9 +95,8 @@ class HeadedDecoder:
     def _compute(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the target's head takes of `rows`, and features of all rows."""
         if self.head.taps:
-            hidden, tapped = self.target.tapped(token_ids, cached, rows, self.head.taps)
-            return hidden, torch.cat(tapped, 1)
-        hidden, _ = self.target.tapped(token_ids, cached, None, ())
+            return self.target.tapped(token_ids, cached, rows, self.head.taps)
+        hidden = self.target.hidden(token_ids, cached, None)
         return hidden if rows is None else hidden.index_select(0, rows), hidden
 
 

@@ -171,5 +171,6 @@ def test_how_many_rows_fit(change: dict[str, int], most: int) -> None:
 def test_host_and_device_pass_the_same_fields_in_the_same_order(header: Path, arguments: type[Structure]) -> None:
     struct = header.read_text().split("struct Arguments {")[1].split("};")[0]
     declarations = [line.partition("//")[0].strip().rstrip(";") for line in struct.splitlines()]
-    fields = [re.split(r"[ *]", name.partition("[")[0].strip())[-1] for line in declarations if line for name in line.split(",")]
+    names = [name.partition("[")[0].strip() for line in declarations if line for name in line.split(",")]
+    fields = [re.split(r"[ *]", name)[-1] for name in names]
     assert fields == [field[0] for field in arguments._fields_]

@@ -40,10 +40,10 @@ from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.draft_length import DraftLength
+from tandem.workers.speculation.draft_policy import DraftPolicy
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.model_drafter import ModelDrafter
 from tandem.workers.speculation.ngram import NgramDrafter
-from tandem.workers.speculation.speculation import Speculation
 from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.step_thread import StepThread
 from tests.benchmarks.counting_prompts import (
@@ -239,7 +239,7 @@ class VerifyBench(Bench):
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(mock.patch.object(DraftLength, "next", return_value=drafted))
-            enter(mock.patch.object(Speculation, "_pays", lambda self, requests, counts: bool(counts)))
+            enter(mock.patch.object(DraftPolicy, "pays", lambda self, requests, counts: bool(counts)))
             if not follows:
                 enter(mock.patch.object(self.runner, "next_drafts", None))
             made = enter(self.loop(rows, drafted))

@@ -196,7 +196,7 @@ def test_what_cannot_follow(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert step is not None
     drafts = [np.zeros(4, np.int64)] * len(rows)
     before = Verification(rows.requests, [4] * len(rows), drafts, cast(PendingSamples, None))
-    speculation._plain_steps = 100  # so that any draft pays
+    speculation._policy._plain_steps = 100  # so that any draft pays
     speculation._found = True
     if case == "many rows":
         monkeypatch.setattr(bench.runner.next_drafts, "takes", lambda num_sequences: False)
@@ -271,4 +271,4 @@ def test_requests_come_stop_and_go(seed: int, follows: bool) -> None:
         else:
             assert (given, bench.collector.ends[stream]) == (tokens, reason)
     assert bench.cache.num_free_pages == NUM_PAGES
-    assert not bench.decodes._speculation._requests
+    assert not bench.decodes._speculation._policy._requests

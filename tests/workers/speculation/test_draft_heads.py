@@ -21,6 +21,7 @@ from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.drafters.head import HeadedDecoder
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.speculation.draft_length import DraftLength
+from tandem.workers.speculation.draft_policy import DraftPolicy
 from tandem.workers.speculation.drafter import DraftAsk
 from tandem.workers.speculation.model_drafter import ModelDrafter
 from tandem.workers.speculation.speculation import Speculation
@@ -133,7 +134,7 @@ def with_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
 def always_drafting() -> Iterator[None]:
     with (
         mock.patch.object(DraftLength, "next", lambda self, num_output: self._most),
-        mock.patch.object(Speculation, "_is_hopeless", return_value=False),
+        mock.patch.object(DraftPolicy, "_is_hopeless", return_value=False),
     ):
         yield
 

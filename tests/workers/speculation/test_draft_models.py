@@ -16,9 +16,9 @@ from tandem.workers.models.attention import CachedAttention
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.speculation.draft_policy import DraftPolicy
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.model_drafter import ModelDrafter
-from tandem.workers.speculation.speculation import Speculation
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle, random_prompt
@@ -134,7 +134,7 @@ class FailsInTheMiddle:
 def test_a_drafter_that_fails_leaves_and_takes_no_position(
     checkpoints: Callable[[str], Path], grown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Speculation, "_is_hopeless", lambda *_: False)
+    monkeypatch.setattr(DraftPolicy, "_is_hopeless", lambda *_: False)
     target = checkpoints("llama")
     made: list[FailsInTheMiddle] = []
 

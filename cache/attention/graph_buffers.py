@@ -12,8 +12,8 @@ from tandem.cache.attention.compressed_tokens import TokenForward, has_shared_pl
 from tandem.cache.attention.forward import Attention, LayerIndex
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.attention.rotations import Rotations
-from tandem.cache.attention.row_shift import shift_rows
 from tandem.cache.kernels.base import NO_TABLES, DeviceTables, GroupPlan, Limits
+from tandem.cache.kernels.choice import choose_row_shift
 from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, Staging
 from tandem.cache.kernels.torch.sliding import SlidingRows
@@ -54,6 +54,7 @@ class GraphBuffers:
         sizes = _sizes(limits, [group.chunk for group in groups], max_pages)
         self._arrays = FixedArrays(staging, sizes)
         self._fetch = partial(staging.fetch, FixedArrays.num_bytes(sizes))
+        self._shift_rows = choose_row_shift(self._arrays.tensors[0].device)
         end = 1 + len(limits.inputs)
         self.positions, *self.inputs = self._arrays.tensors[:end]  # int64, those that the caller fills along
         count = 4 if limits.one_each and not (limits.runs or limits.sliding) else 5
@@ -103,7 +104,7 @@ class GraphBuffers:
             by = shift()
             self.positions.sub_(by)
             for tables in self._tables:
-                shift_rows(tables, by, self._page_size)
+                self._shift_rows(tables, by, self._page_size)
         for group, buffers in zip(self._groups, self._buffers, strict=True):
             group.backend.begin_captured(buffers, by_layers)
         noted = [None if self.limits.one_each else group.stored for group in self._groups]

@@ -1,10 +1,12 @@
 """Which kernels serve a pool."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, IndexBackend, LatentBackend
+from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, DeviceTables, IndexBackend, LatentBackend
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes, index_sizes
@@ -14,6 +16,7 @@ from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.index import TorchIndexKernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.kernels.torch.latent import TorchLatentKernels
+from tandem.cache.kernels.torch.row_shift import shift_rows
 from tandem.cache.plan.latent import LatentHeads
 
 
@@ -62,3 +65,12 @@ def choose_index_kernels(pool: Tensor, rank: int, top_k: int) -> IndexBackend:
         check_sizes(pool.dtype, pool.shape[4], index_sizes(pool.shape[5], rank))
         return TritonIndexKernels(pool, rank, top_k)
     return TorchIndexKernels(pool, rank, top_k)
+
+
+def choose_row_shift(device: torch.device) -> Callable[[DeviceTables, Tensor, int], None]:
+    """Triton's on a GPU, else torch's: see tandem.cache.kernels.torch.row_shift."""
+    if device.type == "cuda":
+        from tandem.cache.kernels.triton import row_shift
+
+        return row_shift.shift_rows
+    return shift_rows

@@ -29,7 +29,7 @@ GPU_MODULES = (
     *MODULES,
     "tandem.transfer.nvshmem.transport",
     "tandem.cache.kernels.flashinfer.preload:preload_flashinfer",
-    "tandem.cache.kernels.triton.preload:preload_triton",
+    "tandem.cache.kernels.preload:preload_triton",
     "triton.compiler.code_generator",  # the first launch imports it
 )
 

@@ -135,7 +135,7 @@ def measure_steps(rows: int, common: int) -> dict[str, float]:
         graphs = bench.runner._graphs
         assert graphs is not None
         if way == "plain":
-            graphs._sharing = None
+            graphs._graphs._sharing = None
         seconds[way] = step_seconds(bench, sequences, common)
         for sequence in sequences.tolist():
             cache.remove_sequence(sequence)

@@ -11,6 +11,7 @@ with p      tokens a second of rows whose drafts hold with probability p for eac
             worker's policy decides who gets drafts, and when. p = 0: what a drafter that is always wrong costs. The
             second of two batches; the worker's first has to find p out, and warms up.
 eagle3      the same with an EAGLE-3 head of random weights, whose tokens others replace that hold with probability p
+    no draft    a step in which the head takes part, ÷ one of the target alone
 """
 
 import argparse
@@ -33,6 +34,7 @@ from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
+from tandem.workers.kernels.base import Entered, EnteringRows
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner import model_runner
@@ -139,16 +141,16 @@ class Overruled:
 class OverruledOnDevice(NextDrafts):
     """As Overruled, for drafts that stay on the device."""
 
-    holds = torch.zeros(())  # on the device, for graphs
+    holds = wrong = torch.zeros(())  # on the device, for graphs
 
-    def enter(self, sources: Tensor, positions: Tensor, seeds: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        entered = super().enter(sources, positions, seeds, number)
-        self._right = entered[0] + 1
+    def enter(self, rows: EnteringRows, number: int, ahead: int) -> Entered:
+        entered = super().enter(rows, number, ahead)
+        self._right = entered.tokens + 1
         return entered
 
     def put(self, sources: Tensor, number: int, drafted: Tensor) -> None:
         is_right = torch.rand(drafted.shape, device=drafted.device) < OverruledOnDevice.holds
-        drafted.copy_(self._right.where(is_right, FIRST_WRONG))
+        torch.where(is_right, self._right, OverruledOnDevice.wrong, out=drafted)
         super().put(sources, number, drafted)
 
 
@@ -156,6 +158,7 @@ class VerifyBench(Bench):
     def __init__(self, shape: str, rows: Sequence[int], method: str = NGRAM) -> None:
         self._method = method
         OverruledOnDevice.holds = torch.zeros((), device="cuda")
+        OverruledOnDevice.wrong = torch.tensor(FIRST_WRONG, device="cuda")
         num_tokens = 2 * max(rows) * (CONTEXT + 3 * OUTPUT)
         super().__init__(shape, max(rows), num_tokens, speculation=SpeculationSettings(method))
         decoder = cast(Any, self.target)
@@ -245,6 +248,14 @@ class VerifyBench(Bench):
             made = enter(self.loop(rows, drafted))
             return [self.generate(made, rows, 0.0, drafted) for _ in range(2)][1].ms
 
+    def undrafted(self, rows: int) -> Measured:
+        """Milliseconds of a step in which a head takes part, and no row has a draft."""
+        with ExitStack() as stack:
+            for asked in ("pays", "gives_up"):
+                stack.enter_context(mock.patch.object(DraftPolicy, asked, return_value=False))
+            made = stack.enter_context(self.loop(rows, MOST_DRAFTED))
+            return [self.generate(made, rows, 0.0, MOST_DRAFTED) for _ in range(2)][1].ms
+
     def on_device(self, rows: int, drafted: int) -> float:
         """Seconds that the device works for a step."""
         ids, tokens = tuple(range(rows)), [np.arange(1, drafted + 2)] * rows
@@ -283,10 +294,11 @@ def measure_eagle3(
     """plain: by rows, of steps without the head."""
     result: dict[str, Any] = {}
     for rows in budget.within(plain):
+        result[title(rows)] = {"no draft, to_plain": rounded(bench.undrafted(rows) / plain[rows].ms)}
         for holds in options.holds:
             with bench.loop(rows, MOST_DRAFTED, holds) as made:
                 drafting = [bench.generate(made, rows, 0.0, MOST_DRAFTED) for _ in range(2)][1]
-            result[title(rows)] = result.get(title(rows), {}) | numbers_of(drafting, plain[rows], holds)
+            result[title(rows)] |= numbers_of(drafting, plain[rows], holds)
     return result
 
 

@@ -193,6 +193,26 @@ class FollowingRows(NamedTuple):
     preceding: Tensor  # int32, see DraftKernels
 
 
+class EnteringRows(NamedTuple):
+    """The n rows of a chain of steps that draft, behind a verify step that is not read. Tensors [n].
+
+    The host plans the chain's last step, as if all drafts of the verify step held.
+    """
+
+    sources: Tensor  # int64, of sequence i FOLLOWS - i; of padding more
+    positions: Tensor  # int64, where the input of the chain's first step would stand then
+    seeds: Tensor  # int64, their bits
+    steps: Tensor  # int64, planned between the first and the last that move the row
+
+
+class Entered(NamedTuple):
+    """For the n rows of one step of a chain. Tensors [n]."""
+
+    tokens: Tensor  # int64, inputs; 0 for padding
+    uniforms: Tensor  # int64, the bits of float64 to sample with; the seeds of padding
+    shift: Tensor  # int32, how many positions earlier the row stands than it did; 0 for padding
+
+
 class DraftKernels(Protocol):
     """Drafts by prompt lookup for a verify step that is launched before the host reads the tokens of the one before.
 
@@ -226,6 +246,16 @@ class DraftKernels(Protocol):
 
         i = FOLLOWS - source is below S. Returns shift, int32 [T]: the sequence's surplus for these rows, 0 for all
         others. So many positions earlier a row stands.
+        """
+        ...
+
+    def enter(self, rows: EnteringRows, number: int, ahead: int, histories: Histories) -> Entered:
+        """What goes into step `number` of a chain, from 0.
+
+        A token is the last of the sequence's history, or what stands `number` behind it, as follow() with max_ngram 0
+        finds it. It is at its row's position + number - surplus; the token behind it is sampled with the number for
+        that. ahead: so many steps before the first that moves rows; until then the shift is the surplus. The first one
+        moves them back by surplus + steps, and then the first `steps` ones each by a position on.
         """
         ...
 

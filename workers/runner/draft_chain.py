@@ -13,7 +13,7 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.base import FOLLOWS
+from tandem.workers.kernels.base import FOLLOWS, EnteringRows
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.drafters.drafted_decoder import DraftSteps
 from tandem.workers.models.drafters.head import HeadSteps
@@ -81,7 +81,7 @@ class DraftChain:
         inputs = pack_inputs(rows.last_rows, FOLLOWS - rows.places, 0, rows.sampling, None)
         graphs = self._graphs[longest]
         buffers = graphs.choose(planned.size)
-        forward = self._cache.begin(Batch(rows.ids, planned, push=False), buffers, [*inputs, planned])
+        forward = self._cache.begin(Batch(rows.ids, planned, push=False), buffers, [*inputs, planned - 1])
         try:
             graphs.replay(buffers)
             self._cache.commit(forward, self._steps.layers)
@@ -91,23 +91,18 @@ class DraftChain:
 
     def _compute(self, count: int, buffers: GraphBuffers) -> Tensor:
         buffers.fetch()
-        *_, planned = buffers.inputs
         last_rows, sources, tickets, sampling = unpack_inputs(buffers.inputs[:NUM_INPUTS])
-        seeds = sampling.uniforms.view(torch.int64)
-        begins = buffers.positions - (planned - 1).clamp(min=0)  # where the first position stands
+        steps = buffers.inputs[-1]
+        rows = EnteringRows(sources, buffers.positions - steps, sampling.uniforms.view(torch.int64), steps)
         drafted = self._drafted[:, : buffers.size]
         for number in range(count):
-            tokens, numbers, shift = self._next_drafts.enter(sources, begins + number, seeds, number)
-            own = number - self._ahead
-            if own < 0:
-                logits = self._ahead_of_all(last_rows - shift)
+            entered = self._next_drafts.enter(rows, number, self._ahead)
+            if number < self._ahead:
+                logits = self._ahead_of_all(last_rows - entered.shift)
             else:
-                on = (planned > own).int()  # a position on, of those with steps left
-                by = shift + (planned - 1).int() if own == 0 else -on
-                moved = by.where(sources <= FOLLOWS, 0)
-                attention = buffers.attention(shift=lambda moved=moved: moved, fetched=True)
-                logits = self._steps.forward(tokens, attention, None)
-            sampling = replace(sampling, uniforms=numbers.view(torch.float64))
+                attention = buffers.attention(shift=lambda shift=entered.shift: shift, fetched=True)
+                logits = self._steps.forward(entered.tokens, attention, None)
+            sampling = replace(sampling, uniforms=entered.uniforms.view(torch.float64))
             self._sampler.sample(logits, sampling, drafted[number], tickets, self._words)
             self._next_drafts.put(sources, number, drafted[number])
         return drafted

@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.base import FollowingRows, Histories
+from tandem.workers.kernels.base import Entered, EnteringRows, FollowingRows, Histories
 from tandem.workers.kernels.choice import choose_draft_kernels
 
 HISTORY_BYTES = 256 << 20  # of what memory_budget leaves for graphs and their buffers
@@ -65,17 +65,9 @@ class NextDrafts:
         tokens = buffers.inputs[0]
         self._kernels.accept(tokens, sampled, buffers.positions, buffers.preceding, self._histories)
 
-    def enter(self, sources: Tensor, positions: Tensor, seeds: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What goes into step `number` of a chain, from 0: the draft before, or the last token known, and the number to
-        sample the next draft with, as bits; int64 [n]. And how much earlier rows stand than was planned, int32 [n].
-
-        int64 [n]: sources, of rows of sequence i FOLLOWS - i, others are padding; positions, as was planned, where what
-        goes in stands; seeds, their bits.
-        """
-        preceding = torch.full(sources.shape, number, dtype=torch.int32, device=sources.device)
-        rows = FollowingRows(torch.zeros_like(sources), sources, positions, seeds.clone(), preceding)
-        shift = self._kernels.follow(rows, self._histories, 0)
-        return rows.tokens, rows.uniforms, shift
+    def enter(self, rows: EnteringRows, number: int, ahead: int) -> Entered:
+        """What goes into step `number` of a chain; see DraftKernels.enter."""
+        return self._kernels.enter(rows, number, ahead, self._histories)
 
     def put(self, sources: Tensor, number: int, drafted: Tensor) -> None:
         """What step `number` of the chain has drafted, int64 [n]; see DraftKernels.put."""

@@ -31,8 +31,8 @@ class Cost(NamedTuple):
 
 WAITING = Cost(0.25, 0.012)  # for the tokens of the step before
 COMPUTING = Cost(0.25, 0.012, 0.19)  # the same, and then the drafter computes
-FOLLOWING = Cost(0.1, 0.006)  # one that is not read yet
-FOLLOWING_CHAIN = Cost(0.1, 0.006, 0.12)  # the same, and the drafter computes between both
+FOLLOWING = Cost(0.08, 0.004)  # one that is not read yet
+FOLLOWING_CHAIN = Cost(0.09, 0.0025, 0.06)  # the same, and the drafter computes between both
 
 
 class Drafted:

@@ -126,7 +126,7 @@ def test_a_chain_of_steps_equals_plain_forwards() -> None:
             shift = torch.cat((by, torch.zeros(5 - len(sequences), dtype=torch.long))).int()
             attention = batch.attention(shift=lambda shift=shift: shift, fetched=number > 0)
             inputs = draw(len(sequences), seed=20 * seed + number)
-            of_rows = {layer: tuple(one[rows] for one in given) for layer, given in inputs.items()}
+            of_rows = {layer: [one[rows] for one in given] for layer, given in inputs.items()}
             expected = run_forward(plain, [sequences[row] for row in rows], [1] * len(rows), of_rows)
             actual = run(attention.attend, padded(inputs, batch.size))
             for ours, theirs in zip(actual, expected, strict=True):

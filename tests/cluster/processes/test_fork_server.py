@@ -184,7 +184,7 @@ def test_what_touches_a_gpu_is_not_imported(
 
 def test_triton_has_hashed_itself_before_a_fork() -> None:
     pytest.importorskip("triton")
-    server = ForkServer(["tandem.cache.kernels.triton.preload:preload_triton", __name__])
+    server = ForkServer(["tandem.cache.kernels.preload:preload_triton", __name__])
     actor = fork(server)
     assert actor.call("triton_has_hashed_itself").result(SECONDS)
     server.close()

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.base import FOLLOWS, DraftKernels, FollowingRows, Histories
+from tandem.workers.kernels.base import FOLLOWS, DraftKernels, EnteringRows, FollowingRows, Histories
 from tandem.workers.kernels.choice import choose_draft_kernels
 from tandem.workers.kernels.torch.drafts import TorchDraftKernels
 from tandem.workers.kernels.triton.drafts import TritonDraftKernels
@@ -214,6 +214,34 @@ def test_drafts_that_a_model_has_put_behind_the_histories(backend: Backend) -> N
         tokens, shift = follow(backend, [FOLLOWS - sequence] * 4, list(range(4)), histories, 0)
         assert (tokens, shift) == ([0 if one == NOT_FINITE else one for one in stands], [10 + sequence] * 4)
     assert histories.tokens.tolist() == [line[:20] for line in before]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_chain_enters_what_stands_behind_the_histories(backend: Backend, ahead: int) -> None:
+    """Of some sequences, in another order, beside padding; up to the end of the memory."""
+    rng = np.random.default_rng(ahead)
+    contexts = contexts_of(rng, [1, 6, 18, 20], vocab=9)
+    histories = backend.histories(contexts, capacity=20)
+    tokens, surplus = histories.tokens.tolist(), histories.surplus.tolist()
+    sequences, steps = [2, 0, None, 3, None], np.array([3, 0, 0, 1, 0])
+    sources = [0 if sequence is None else FOLLOWS - sequence for sequence in sequences]
+    seeds, positions = rng.integers(0, 1 << 64, len(sources), np.uint64), rng.integers(100, 1 << 20, len(sources))
+    rows = EnteringRows(*map(backend.tensor, (sources, positions, seeds.view(np.int64), steps)))
+    for number in range(4):
+        entered = backend.kernels.enter(rows, number, ahead, histories)
+        assert [one.dtype for one in entered] == [torch.int64, torch.int64, torch.int32]
+        for row, sequence in enumerate(sequences):
+            actual = [int(one[row]) for one in entered]
+            if sequence is None:
+                assert actual == [0, int(seeds.view(np.int64)[row]), 0]
+                continue
+            behind = (tokens[sequence] + [0] * 4)[contexts[sequence].size - 1 + number]
+            at = int(positions[row]) + number - surplus[sequence] + 1
+            shift = surplus[sequence] + (int(steps[row]) if number == ahead else 0)
+            if number > ahead:
+                shift = -1 if steps[row] >= number - ahead else 0
+            drawn = uniform(seeds[row : row + 1], np.array([at])).view(np.int64).tolist()
+            assert actual == [0 if behind == NOT_FINITE else behind, *drawn, shift]
 
 
 @pytest.mark.parametrize("right", [0, 0.7, 1])

@@ -12,14 +12,14 @@ MOST, MOST_STEP_TOKENS = 4, 32
 PLAIN = ([1, 8, 32], [3.80, 4.54, 5.76])
 DRAFTED = {
     False: ([1, 3, 7, 8, 24, 32, 56, 96, 224], [1.00, 0.93, 1.78, 1.73, 2.49, 2.63, 3.63, 5.69, 12.1]),
-    True: ([1, 3, 7, 24, 56, 96, 224], [0.30, 0.37, 0.74, 0.96, 1.99, 3.25, 9.37]),  # of steps that follow one another
+    True: ([1, 3, 7, 24, 56, 96, 224], [0.30, 0.35, 0.79, 0.65, 2.52, 2.00, 4.86]),  # of steps that follow one another
 }
 
 # of a plain step with an EAGLE-3 head, and what a draft of 3 tokens and its verify step add, by rows
-HEADED = ([1, 8, 32], [4.55, 5.12, 6.10])
+HEADED = ([1, 8, 32], [4.00, 4.85, 6.10])
 DRAFTED_BY_HEAD = {
     False: ([1, 8, 32], [3.96, 5.68, 9.03]),
-    True: ([1, 8, 32], [1.10, 1.60, 3.50]),  # of steps that follow one another: an estimate
+    True: ([1, 8, 32], [0.90, 1.25, 2.65]),  # of steps that follow one another
 }
 
 

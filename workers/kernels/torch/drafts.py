@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import FOLLOWS, FollowingRows, Histories
+from tandem.workers.kernels.base import FOLLOWS, Entered, EnteringRows, FollowingRows, Histories
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.random import uniform
 
@@ -42,6 +42,22 @@ class TorchDraftKernels:
             drawn = uniform(uniforms[which].numpy().view(np.uint64), sampled)
             uniforms[which] = torch.from_numpy(drawn.view(np.int64))
         return shift
+
+    def enter(self, rows: EnteringRows, number: int, ahead: int, histories: Histories) -> Entered:
+        tokens, shift = torch.zeros_like(rows.sources), torch.zeros_like(rows.sources, dtype=torch.int32)
+        uniforms, own = rows.seeds.clone(), number - ahead
+        (which,) = (rows.sources <= FOLLOWS).nonzero(as_tuple=True)
+        sequences, steps = FOLLOWS - rows.sources[which], rows.steps[which]
+        capacity, surplus = histories.tokens.shape[1], histories.surplus[sequences]
+        places = histories.lengths[sequences].clamp(max=capacity) - 1 + number
+        found = histories.tokens[sequences, places.clamp(max=capacity - 1)]
+        tokens[which] = found.masked_fill((places >= capacity) | (found == NOT_FINITE), 0).long()
+        sampled = rows.positions[which] + number - surplus + 1
+        drawn = uniform(rows.seeds[which].numpy().view(np.uint64), sampled.numpy())
+        uniforms[which] = torch.from_numpy(drawn.view(np.int64))
+        first = surplus + steps if own == 0 else surplus
+        shift[which] = (first if own <= 0 else -(steps >= own).int()).int()
+        return Entered(tokens, uniforms, shift)
 
     def put(self, sources: Tensor, drafted: Tensor, number: int, histories: Histories) -> None:
         for source, token in zip(sources.tolist(), drafted.tolist(), strict=False):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.workers.kernels.base import FOLLOWS, FollowingRows, Histories
+from tandem.workers.kernels.base import FOLLOWS, Entered, EnteringRows, FollowingRows, Histories
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 
 BLOCK = 4096
@@ -59,6 +59,30 @@ class TritonDraftKernels:
             num_warps=WARPS,
         )
         return shift
+
+    def enter(self, rows: EnteringRows, number: int, ahead: int, histories: Histories) -> Entered:
+        count = rows.sources.shape[0]
+        entered = Entered(
+            torch.empty_like(rows.sources),
+            torch.empty_like(rows.sources),
+            torch.empty_like(rows.sources, dtype=torch.int32),
+        )
+        kernel: Any = _enter[(1,)]
+        kernel(
+            **rows._asdict(),
+            **entered._asdict(),
+            histories=histories.tokens,
+            lengths=histories.lengths,
+            surplus=histories.surplus,
+            number=number,
+            own=number - ahead,
+            rows=count,
+            capacity=histories.tokens.shape[1],
+            FOLLOWS=FOLLOWS,
+            NOT_FINITE=NOT_FINITE,
+            BLOCK=triton.next_power_of_2(count),
+        )
+        return entered
 
     def put(self, sources: Tensor, drafted: Tensor, number: int, histories: Histories) -> None:
         rows = sources.shape[0]
@@ -137,6 +161,32 @@ def _follow(
         tl.store(shift + row, earlier)
         drawn = _uniform(tl.load(uniforms + row), tl.load(positions + row) - earlier + 1)
         tl.store(uniforms + row, drawn.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _enter(
+    sources, positions, seeds, steps, tokens, uniforms, shift, histories, lengths, surplus, number, own, rows, capacity,
+    FOLLOWS: tl.constexpr, NOT_FINITE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program."""
+    row = tl.arange(0, BLOCK)
+    is_row = row < rows
+    source = tl.load(sources + row, mask=is_row, other=FOLLOWS + 1)
+    follows = source <= FOLLOWS
+    sequence = tl.where(follows, FOLLOWS - source, 0)
+    place = tl.minimum(tl.load(lengths + sequence, mask=follows, other=1), capacity) - 1 + number
+    token = tl.load(histories + sequence * capacity + place, mask=follows & (place < capacity), other=0)
+    tl.store(tokens + row, tl.where(token == NOT_FINITE, 0, token).to(tl.int64), mask=is_row)
+
+    earlier = tl.load(surplus + sequence, mask=follows, other=0)
+    seed = tl.load(seeds + row, mask=is_row, other=0)
+    drawn = _uniform(seed, tl.load(positions + row, mask=is_row, other=0) + number - earlier + 1)
+    tl.store(uniforms + row, tl.where(follows, drawn.to(tl.int64, bitcast=True), seed), mask=is_row)
+
+    left = tl.load(steps + row, mask=follows, other=-1)
+    on = (left >= own).to(tl.int32)
+    first = earlier + tl.where(own == 0, left, 0).to(tl.int32)
+    tl.store(shift + row, tl.where(follows, tl.where(own <= 0, first, -on), 0), mask=is_row)
 
 
 @triton.jit

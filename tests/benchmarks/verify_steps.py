@@ -8,8 +8,8 @@ verify k    a step of each row's last token and k drafted ones, none of which ho
     waiting     the same, where each step is read before the next is launched
     device_ms   what all its kernels and copies take, one after another
 with p      tokens a second of rows whose drafts hold with probability p for each token, ÷ those of plain steps. The
-            worker's policy decides who gets drafts, and when. p = 0: what a drafter that is always wrong costs. The
-            second of two batches; the worker's first has to find p out, and warms up.
+            worker's policy decides who gets drafts, and when. p = 0: what a drafter that is always wrong costs.
+            Behind the worker's first batch, which has to find p out, and warms up; of LEAST_ROWS rows or more.
 eagle3      the same with an EAGLE-3 head of random weights, whose tokens others replace that hold with probability p
     no draft    a step in which the head takes part, ÷ one of the target alone
 """
@@ -72,6 +72,7 @@ HOLDS = (0.0, 0.5, 0.7, 0.9)
 NGRAM, EAGLE3 = "ngram", "eagle3"
 MOST_TOKENS = 256  # of a verify step
 SECONDS = 20.0  # that a batch may take
+LEAST_ROWS = 8  # in one batch or several
 VERIFY_LIMITS = {(1, 3): 1.15, (1, 7): 1.30}  # by rows and drafted tokens
 WRONG_LIMIT = 1 / 1.03
 MANY_LIMIT = 1 / 1.02  # of MANY rows
@@ -88,6 +89,12 @@ class Generated(NamedTuple):
     ms: Measured
     tokens_a_step: float
     accepted: float
+
+    @classmethod
+    def mean(cls, batches: Sequence["Generated"]) -> "Generated":
+        ms = Measured.median([one.ms for one in batches]) if len(batches) > 1 else batches[0].ms
+        seconds, _, tokens, accepted = np.mean([(one.seconds, 0, *one[2:]) for one in batches], axis=0).tolist()
+        return cls(seconds, ms, tokens, accepted)
 
 
 class Collected:
@@ -237,6 +244,13 @@ class VerifyBench(Bench):
             accepted / max(drafted, 1),
         )
 
+    def generate_twice(
+        self, made: tuple[StepLoop, StepThread, Any], rows: int, holds: float
+    ) -> tuple[Generated, Generated]:
+        """The worker's first batch, and those behind it."""
+        batches = [self.generate(made, rows, holds, MOST_DRAFTED) for _ in range(1 + -(-LEAST_ROWS // rows))]
+        return batches[0], Generated.mean(batches[1:])
+
     def verify(self, rows: int, drafted: int, *, follows: bool) -> Measured:
         """Milliseconds of a step in which each row has so many drafted tokens, none of which holds."""
         with ExitStack() as stack:
@@ -297,7 +311,7 @@ def measure_eagle3(
         result[title(rows)] = {"no draft, to_plain": rounded(bench.undrafted(rows) / plain[rows].ms)}
         for holds in options.holds:
             with bench.loop(rows, MOST_DRAFTED, holds) as made:
-                drafting = [bench.generate(made, rows, 0.0, MOST_DRAFTED) for _ in range(2)][1]
+                _, drafting = bench.generate_twice(made, rows, 0.0)
             result[title(rows)] |= numbers_of(drafting, plain[rows], holds)
     return result
 
@@ -331,7 +345,7 @@ def measure_ngram(
                     numbers[f"verify {drafted}, {kind}to_plain"] = rounded(ms / plain.ms)
         for holds in options.holds:
             with bench.loop(rows, MOST_DRAFTED) as made:
-                first, drafting = (bench.generate(made, rows, holds, MOST_DRAFTED) for _ in range(2))
+                first, drafting = bench.generate_twice(made, rows, holds)
             numbers[f"with {holds}, first of the worker, to_plain"] = rounded(plain.seconds / first.seconds)
             numbers |= numbers_of(drafting, plain, holds)
     return result, without

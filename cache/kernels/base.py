@@ -33,6 +33,7 @@ class Capabilities:
     step_graphs: bool = False  # decode steps in graph buffers
     sharing_graphs: bool = False  # decode steps whose sequences share pages, in graph buffers
     verify_graphs: bool = False  # verify steps in graph buffers
+    shifts: bool = True  # these, where the device makes rows shorter than they were planned
     sliding_graphs: bool = False  # decode steps in which sequences slide, in graph buffers
     reads: bool = False  # attend to what is stored without appending, see read() and read_part()
 

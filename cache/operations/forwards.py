@@ -251,9 +251,12 @@ class ForwardCalls(Parts):
         """Whether the device may find the sequences of a verify step in graph buffers shorter than they were planned.
         The positions that this leaves over are popped afterwards.
 
-        Not where pages leave a window or a chunk, for these follow from the length, nor with compressed KV.
+        Not where pages leave a window or a chunk, for these follow from the length, nor with compressed KV, nor with
+        kernels that the host plans for the lengths.
         """
         layout = self.layout
+        if not all(group.backend.capabilities.shifts for group in self._groups):
+            return False
         chunks = any(group.chunk is not None for group in self._groups)
         return not (layout.drops_past or layout.has_encoder or layout.compressed or chunks)
 

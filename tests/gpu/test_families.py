@@ -68,6 +68,9 @@ def running_workers(processes: list[PeProcess], model: Path, dtype: str, specula
         together(processes, "stop")
 
 
+DRAFTED = ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4", "llama4"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers_in_float32(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
@@ -90,7 +93,7 @@ def test_logprobs_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
     assert np.median(np.abs(ours - exact)) < ERROR_RATIO * np.median(np.abs(theirs - exact))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v4", "llama4"])
+@pytest.mark.parametrize("family", DRAFTED)
 def test_drafts_change_no_token_in_float32(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
     """Small models repeat themselves, so that drafts by prompt lookup hold."""
     make_model(family).save_pretrained(tmp_path)
@@ -101,7 +104,7 @@ def test_drafts_change_no_token_in_float32(family: str, processes: list[PeProces
     assert accepted_in(answers) > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v4", "llama4"])
+@pytest.mark.parametrize("family", DRAFTED)
 def test_logprobs_of_verified_drafts_in_bfloat16(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
     """Verify steps are CUDA graphs of FlashInfer's kernels, where the family has them."""
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)

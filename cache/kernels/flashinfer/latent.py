@@ -52,8 +52,6 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
     """See LatentBackend. float16 and bfloat16, the sizes of DeepSeek and of GLM, pages of 8 to 64 positions; else
     InvalidArgument."""
 
-    capabilities = Capabilities(pushes=True, step_graphs=True)
-
     def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads, top_k: int | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         check_sizes(pool.dtype, pool.shape[4], latent_sizes(pool.shape[5], rank, heads))
@@ -62,6 +60,8 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         self._heads = heads
         self._scale = scale
         self._top_k = top_k
+        # The host plans for the lengths; which positions are chosen is found on the device.
+        self.capabilities = Capabilities(pushes=True, step_graphs=True, verify_graphs=True, shifts=top_k is not None)
         layers = [pool[:, layer, 0, 0].split_with_sizes((RANK, ROTATED), 2) for layer in range(pool.shape[1])]
         self._layers = [(latents, keys) for latents, keys in layers]
         self._absorbed: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(self._workspace)

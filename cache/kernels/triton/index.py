@@ -36,7 +36,7 @@ class IndexPlan(AppendPlan):
 class TritonIndexKernels(AppendThenChoose):
     """See IndexBackend. In graph buffers all tokens choose, also among few positions."""
 
-    capabilities = Capabilities(trees=False, pushes=True, step_graphs=True)
+    capabilities = Capabilities(trees=False, pushes=True, step_graphs=True, verify_graphs=True)
 
     def __init__(self, pool: Tensor, rank: int, top_k: int) -> None:
         super().__init__(pool)

@@ -1,5 +1,7 @@
 """How many tokens are drafted for one sequence: as many as are likely to hold, none for a while when few do."""
 
+from collections.abc import Sequence
+
 MEMORY = 0.9  # what a draft still counts when the next one is verified
 FIRST_HELD, FIRST_TRIED = 1.5, 2.0  # before the first draft
 LEAST_HELD = 0.25  # of the tokens tried: with fewer a sequence gets no drafts for a while
@@ -33,17 +35,15 @@ class Acceptance:
 
 
 class DraftLength:
-    """Follows how many of a sequence's drafted tokens held, of those that were tried: up to the first that did not.
+    """Follows which share of a sequence's drafted tokens held, of those that were tried: up to the first that did not.
 
-    With a share p of them a draft goes on for p / (1 - p) tokens on average, and one more is drafted. While less than
-    LEAST_HELD hold, each draft of which nothing does doubles a pause, up to LONGEST_PAUSE tokens. So a sequence whose
-    drafts never hold pays for one of LONGEST_PAUSE steps in the end.
+    While less than LEAST_HELD hold, each draft of which nothing does doubles a pause, up to LONGEST_PAUSE tokens. So a
+    sequence whose drafts never hold pays for one of LONGEST_PAUSE steps in the end.
     """
 
-    def __init__(self, most: int, share: float = FIRST_HELD / FIRST_TRIED) -> None:
+    def __init__(self, share: float = FIRST_HELD / FIRST_TRIED) -> None:
         """share: of tokens that are likely to hold, before the first was tried; more than of a first draft count as
         that."""
-        self._most = most
         self._held = FIRST_TRIED * min(share, FIRST_HELD / FIRST_TRIED)
         self._tried = FIRST_TRIED
         self._pause = 1
@@ -54,12 +54,9 @@ class DraftLength:
         share = self._held / self._tried
         return 0.0 if share < LEAST_HELD else likely_to_hold(share, drafted)
 
-    def next(self, num_output: int) -> int:
-        """Tokens to draft behind so many output tokens."""
-        if num_output < self._resumes:
-            return 0
-        failed = self._tried - self._held
-        return self._most if self._held >= self._most * failed else 1 + int(self._held / failed)
+    def next(self, num_output: int, best: Sequence[int]) -> int:
+        """Tokens to draft behind so many output tokens. best: by the share that holds, in hundredths from 0 to 100."""
+        return 0 if num_output < self._resumes else best[int(100 * self._held / self._tried)]
 
     def verified(self, drafted: int, accepted: int, num_output: int) -> None:
         """Of a draft, at least one token, so many were accepted; the output now has num_output tokens."""

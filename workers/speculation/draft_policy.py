@@ -1,6 +1,7 @@
 """Which rows of a step get drafts, and how long ones: by what drafts cost and how many of late have held."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,12 +36,23 @@ FOLLOWING = Cost(0.08, 0.004)  # one that is not read yet
 FOLLOWING_CHAIN = Cost(0.09, 0.0025, 0.06)  # the same, and the drafter computes between both
 
 
+@lru_cache(1024)
+def best_lengths(cost: Cost, rows: int, most: int) -> tuple[int, ...]:
+    """How many tokens, 1 to `most`, to draft for each of so many sequences, by the share that holds, in hundredths from
+    0 to 100: then a step gives the most output per time."""
+
+    def gain(share: float, drafted: int) -> float:
+        return (1 + likely_to_hold(share, drafted)) / (1 + cost.of([drafted] * rows))
+
+    return tuple(max(range(1, most + 1), key=partial(gain, share / 100)) for share in range(101))
+
+
 class Drafted:
     """One request with drafts: its tokens as one array, and how long its next draft should be."""
 
-    def __init__(self, request: DecodeRequest, most: int, share: float) -> None:
-        """most: tokens of a draft. share: of drafted tokens that are likely to hold."""
-        self.length = DraftLength(most, share)
+    def __init__(self, request: DecodeRequest, share: float) -> None:
+        """share: of drafted tokens that are likely to hold."""
+        self.length = DraftLength(share)
         self.gave_up = False  # for good: what drafts may lack its last positions
         self.is_trial = False  # its next draft is made whatever it costs
         self._held, self._tried = LIKELY * share, LIKELY  # of all its drafts
@@ -92,7 +104,7 @@ class DraftPolicy:
     def of(self, request: DecodeRequest) -> Drafted:
         """What is known of it, from its first draft to forget()."""
         if request not in self._requests:
-            self._requests[request] = drafted = Drafted(request, self._tokens, self._acceptance.share)
+            self._requests[request] = drafted = Drafted(request, self._acceptance.share)
             if self._is_hopeless([self._acceptance.share], [request]):
                 self._untried = (self._untried + 1) % TRIED
                 drafted.is_trial = self._untried == 0
@@ -106,7 +118,8 @@ class DraftPolicy:
     def sizes(self, requests: Sequence[DecodeRequest], num_output: Sequence[int]) -> dict[int, int]:
         """Tokens to draft behind so many output tokens of each, by the index of their row: fewer, or none, where the
         step has room for no more; nothing where that does not pay."""
-        wanted = [self._wanted(request, count) for request, count in zip(requests, num_output, strict=True)]
+        best = best_lengths(self._cost(requests), len(requests), self._tokens)
+        wanted = [self._wanted(request, count, best) for request, count in zip(requests, num_output, strict=True)]
         room = self._max_step_tokens - len(requests)
         indices = [index for index, most in enumerate(wanted) if most > 0]
         share = max(room // max(len(indices), 1), 1)
@@ -152,14 +165,14 @@ class DraftPolicy:
             return False
         return not any(one.params is not None and one.params.changes_logits for one in requests)
 
-    def _wanted(self, request: DecodeRequest, num_output: int) -> int:
-        """Tokens to draft for it: beside those the step gives one, which may be the last."""
+    def _wanted(self, request: DecodeRequest, num_output: int, best: Sequence[int]) -> int:
+        """Tokens to draft for it: beside those the step gives one, which may be the last. best: best_lengths()."""
         assert request.params is not None
         left = most_output(request) - num_output - 1
         if left <= 0 or request.params.changes_logits:
             return 0
         drafted = self.of(request)
-        return 0 if drafted.gave_up else min(drafted.length.next(num_output), left)
+        return 0 if drafted.gave_up else min(drafted.length.next(num_output, best), left)
 
     def _is_hopeless(self, shares: Sequence[float], requests: Sequence[DecodeRequest]) -> bool:
         """Whether a model had better not draft for sequences of whose drafted tokens these shares hold: the longest

@@ -133,7 +133,7 @@ def with_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def always_drafting() -> Iterator[None]:
     with (
-        mock.patch.object(DraftLength, "next", lambda self, num_output: self._most),
+        mock.patch.object(DraftLength, "next", lambda self, num_output, best: best[100]),
         mock.patch.object(DraftPolicy, "_is_hopeless", return_value=False),
     ):
         yield

@@ -19,7 +19,7 @@ MOST_PLAIN_STEPS = 48  # behind which drafts of sequences that seldom hold are t
 
 class Cost(NamedTuple):
     """In plain steps, what a verify step takes beyond one, for each drafted token, and for each token of the longest
-    draft, which a model computes in a step of its own (decisions 0107, 0111 and 0112)."""
+    draft, which a model computes in a step of its own (decisions 0107 and 0111 to 0113)."""
 
     verify: float
     token: float

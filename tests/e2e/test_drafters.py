@@ -165,7 +165,7 @@ FEATURES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: "-".join(feature))
 def test_each_feature_is_as_without_speculation(drafted: Drafted, served: str, feature: dict[str, Any]) -> None:
-    body = {"prompt": PROMPTS[1], "max_tokens": 40, "return_token_ids": True, **feature}
+    body = {"prompt": PROMPTS[1], "max_tokens": 60, "return_token_ids": True, **feature}
     given, due = (answer(one, COMPLETIONS, **body) for one in (info(served).http_address, drafted.plain.http))
     for choice, wanted in zip(given["choices"], due["choices"], strict=True):
         for name in ("token_ids", "text", "finish_reason"):
@@ -181,11 +181,13 @@ def test_each_feature_is_as_without_speculation(drafted: Drafted, served: str, f
 @pytest.mark.parametrize("kind", ["stop", "stop_token_ids"])
 def test_a_stop_within_an_accepted_draft_ends_the_answer(drafted: Drafted, served: str, kind: str) -> None:
     """Wherever it is: each token behind the fifth, whose text is new, is the end of one answer."""
-    body: dict[str, Any] = {"prompt": PROMPTS[1], "max_tokens": 40, "return_token_ids": True, **DRAWN}
+    body: dict[str, Any] = {"prompt": PROMPTS[1], "max_tokens": 60, "return_token_ids": True, **DRAWN}
     tokens = drafted.due(DRAWN)[1]
     http, saved = info(served).http_address, 0
     tokenizer = Tokenizer.from_file(str(drafted.model / "tokenizer.json"))
-    for place in range(5, 12):
+    for place in range(5, 60):
+        if place >= 12 and (saved or kind == "stop"):
+            break  # else a worker whose drafts of late were wrong has made none so far
         if tokens.index(tokens[place]) < place:
             continue
         stop = {"stop": [tokenizer.decode([tokens[place]])]} if kind == "stop" else {"stop_token_ids": [tokens[place]]}

@@ -64,7 +64,7 @@ def test_tokens_equal_transformers(small_model: Path, outputs: list[list[int]], 
         assert (usage.drafted_tokens, usage.accepted_tokens) == (31, 31)
     elif right == 0:
         assert usage.accepted_tokens == 0
-        assert 2 <= usage.drafted_tokens < 12, "drafts that never hold become rare"
+        assert 2 <= usage.drafted_tokens <= 20, "drafts that never hold become rare: five of 4 tokens"
     else:
         assert 0 < usage.accepted_tokens < usage.drafted_tokens
 

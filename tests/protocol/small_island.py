@@ -109,6 +109,8 @@ class CountingModel:
     that are pushed are computed when they are launched, behind all others.
     """
 
+    drafts = None  # no model drafts
+
     def __init__(self, cache: PagedKVCache, shape: Shape, findings: list[str]) -> None:
         self._cache = cache
         self._findings = findings

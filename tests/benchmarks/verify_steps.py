@@ -80,6 +80,7 @@ MANY = 32
 SPEEDUPS = {1: 2.0, 8: 1.5}  # with drafts of which 0.7 hold
 VERIFIED = 0.7
 MAILBOX = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4),), 16, torch.float32)  # of a fabric for signals
+Made = tuple[StepLoop, StepThread, Any]  # see VerifyBench.loop
 
 
 class Generated(NamedTuple):
@@ -93,7 +94,7 @@ class Generated(NamedTuple):
     @classmethod
     def mean(cls, batches: Sequence["Generated"]) -> "Generated":
         ms = Measured.median([one.ms for one in batches]) if len(batches) > 1 else batches[0].ms
-        seconds, _, tokens, accepted = np.mean([(one.seconds, 0, *one[2:]) for one in batches], axis=0).tolist()
+        seconds, tokens, accepted = (np.mean([one[field] for one in batches]).item() for field in (0, 2, 3))
         return cls(seconds, ms, tokens, accepted)
 
 
@@ -179,7 +180,7 @@ class VerifyBench(Bench):
         self.capture_verification_seconds = time.perf_counter() - began
 
     @contextmanager
-    def loop(self, rows: int, drafted: int, holds: float = 0.0) -> Iterator[tuple[StepLoop, StepThread, Any]]:
+    def loop(self, rows: int, drafted: int, holds: float = 0.0) -> Iterator[Made]:
         """Of a decode worker, and who signals that KV is there. drafted: most tokens of a draft; 0: no drafter. holds:
         see Overruled; prompt lookup's follows from the prompts."""
         fabric = FakeFabric(2, MAILBOX, num_pages=1, num_signals=mailbox_rows(rows, 2))
@@ -201,7 +202,7 @@ class VerifyBench(Bench):
             thread.stop()
             torch.cuda.synchronize()
 
-    def generate(self, made: tuple[StepLoop, StepThread, Any], rows: int, holds: float, most: int) -> Generated:
+    def generate(self, made: Made, rows: int, holds: float, most: int) -> Generated:
         """Until `rows` have OUTPUT tokens on average. holds: the probability of a drafted token to be the target's."""
         loop, thread, sender = made
         collected = Collected(rows * OUTPUT)
@@ -244,9 +245,7 @@ class VerifyBench(Bench):
             accepted / max(drafted, 1),
         )
 
-    def generate_twice(
-        self, made: tuple[StepLoop, StepThread, Any], rows: int, holds: float
-    ) -> tuple[Generated, Generated]:
+    def generate_batches(self, made: Made, rows: int, holds: float) -> tuple[Generated, Generated]:
         """The worker's first batch, and those behind it."""
         batches = [self.generate(made, rows, holds, MOST_DRAFTED) for _ in range(1 + -(-LEAST_ROWS // rows))]
         return batches[0], Generated.mean(batches[1:])
@@ -311,7 +310,7 @@ def measure_eagle3(
         result[title(rows)] = {"no draft, to_plain": rounded(bench.undrafted(rows) / plain[rows].ms)}
         for holds in options.holds:
             with bench.loop(rows, MOST_DRAFTED, holds) as made:
-                _, drafting = bench.generate_twice(made, rows, 0.0)
+                _, drafting = bench.generate_batches(made, rows, 0.0)
             result[title(rows)] |= numbers_of(drafting, plain[rows], holds)
     return result
 
@@ -345,7 +344,7 @@ def measure_ngram(
                     numbers[f"verify {drafted}, {kind}to_plain"] = rounded(ms / plain.ms)
         for holds in options.holds:
             with bench.loop(rows, MOST_DRAFTED) as made:
-                first, drafting = bench.generate_twice(made, rows, holds)
+                first, drafting = bench.generate_batches(made, rows, holds)
             numbers[f"with {holds}, first of the worker, to_plain"] = rounded(plain.seconds / first.seconds)
             numbers |= numbers_of(drafting, plain, holds)
     return result, without

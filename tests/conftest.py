@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tandem.cluster.processes.forks.fork_server import new_address
 from tests.support import triton_interpreter
-from tests.support.local_processes import ADDRESS
+from tests.support.shared_forks import share_fork_server
 
 gc.disable()  # until tests are collected: modules that are imported stay
 
@@ -86,7 +85,7 @@ settings.load_profile("tandem")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault(ADDRESS, new_address())  # processes of this run share a fork server
+    share_fork_server()
     gone = [name for name in (*SLOW, *RAY, *LONG) if not (config.rootpath / name).exists()]
     assert not gone, f"{gone} are named here and are not there"
 

@@ -126,18 +126,20 @@ class _ForkLoop:
     def _accept(self) -> None:
         asked, _ = self._listener.accept()
         asked.settimeout(ORDER_SECONDS)
+        descriptors: list[int] = []
         try:
             if not is_ours(asked):
                 raise EOFError("a process of another user")
             order, descriptors = receive_order(asked)
             self._import(order.modules)
-            if order.name:
-                self._fork(asked, order, descriptors)
-            else:
+            if not order.name:
                 self._keep(asked)
                 return
+            self._fork(asked, order, descriptors)
         except (EOFError, OSError):
-            pass  # it is gone: what it has asked for ends with it
+            pass  # it is gone, and what it has asked for ends with it; or there is no memory for a process
+        finally:
+            close_all(descriptors)
         asked.close()
 
     def _keep(self, asked: socket.socket) -> None:
@@ -160,17 +162,22 @@ class _ForkLoop:
     def _fork(self, asked: socket.socket, order: ForkOrder, descriptors: Sequence[int]) -> None:
         status, end = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # a process must not be reaped before its pidfd
-        pid = os.fork()
-        if pid == 0:
-            asked.close()
-            close_all([status, end])
-            self._drop_all()
-            gc.enable()
-            become_actor(order, descriptors, self._address)
-        close_all(descriptors)
-        self._ends[pid] = end
-        handle = os.pidfd_open(pid)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        try:
+            pid = os.fork()
+            if pid == 0:
+                asked.close()
+                close_all([status, end])
+                self._drop_all()
+                gc.enable()
+                become_actor(order, descriptors, self._address)
+            self._ends[pid] = os.dup(end)
+            handle = os.pidfd_open(pid)
+        except OSError:
+            close_all([status])
+            raise
+        finally:
+            close_all([end])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         try:
             send_answer(asked, pid, [handle, status])
         finally:
@@ -180,7 +187,13 @@ class _ForkLoop:
         """Returns in the server. In the spare it returns once the server has ended: then that one is the server."""
         while True:
             ours, theirs = socket.socketpair()
-            if os.fork():
+            try:
+                is_server = os.fork() != 0
+            except OSError:  # no memory for a process: the next look at orders tries again
+                ours.close()
+                theirs.close()
+                return
+            if is_server:
                 theirs.close()
                 self._spare = ours
                 return

@@ -136,6 +136,8 @@ class ForkServer:
                 return asked
             if self._closed:
                 raise EOFError("closed")
+            if time.monotonic() >= deadline:
+                raise TimeoutError
             self._start()
 
     def _await_answer(self, asked: socket.socket, deadline: float) -> None:
@@ -161,10 +163,11 @@ class ForkServer:
             if self._stay is not None:
                 with suppress(OSError):
                     self._stay.shutdown(socket.SHUT_WR if self._server is not None else socket.SHUT_RDWR)
-            if self._started is not None and self._server is None:
-                _kill(self._started)  # it imports; other clients start it again
+            if self._server is None:
+                self._end_started()
             self._changed.notify_all()
         self._keeper.join(2 * END_SECONDS)
+        self._end_started()
         self._reap()
 
     def _keep(self) -> None:
@@ -231,6 +234,14 @@ class ForkServer:
         with self._lock, suppress(OSError, ValueError):  # it has ended
             self._forget_started()
             self._started = os.pidfd_open(int(started.stdout))
+
+    def _end_started(self) -> None:
+        """Kills a server that was started here and still imports. Other clients start it again."""
+        if self._started is not None:
+            _kill(self._started)
+        if self._child is not None and self._server is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
 
     def _forget_started(self) -> None:
         if self._started is not None:

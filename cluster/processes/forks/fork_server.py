@@ -35,6 +35,7 @@ STARTS = 3  # by one order, of servers that end before they answer
 RETRY_SECONDS = 0.05
 ANSWER_SECONDS = 30.0  # a fork takes milliseconds, once the imports are done; those for another client may come between
 END_SECONDS = 10.0
+REAP_SECONDS = 1.0
 # Threads that spin while idle would take the cores from other processes. They are made by the imports.
 THREADS: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -207,10 +208,10 @@ class ForkServer:
             lives_on = bool(asked.recv(1))
         with self._lock:
             self._server, self._stay = None, None
-        if self._closed and not lives_on:
+        if not lives_on:  # it ends, which takes a moment
             ended = select.poll()
             ended.register(pidfd, select.POLLIN)
-            ended.poll(1000 * END_SECONDS)
+            ended.poll(1000 * (END_SECONDS if self._closed else REAP_SECONDS))
         os.close(pidfd)
 
     def _start(self) -> None:

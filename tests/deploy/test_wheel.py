@@ -57,10 +57,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
+@pytest.mark.long
 def test_it_is_for_any_machine(wheel: Path) -> None:
     assert wheel.name == f"tandem-{VERSION}-py3-none-any.whl"
 
 
+@pytest.mark.long
 def test_everything_is_inside(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     wanted = {f"tandem/{name}" for name in tracked() if name.startswith(tuple(f"{folder}/" for folder in FOLDERS))}
@@ -73,6 +75,7 @@ def test_everything_is_inside(wheel: Path) -> None:
     assert "tandem/deploy/grafana/tandem.json" in inside
 
 
+@pytest.mark.long
 def test_the_command_runs_from_it(installed: Path) -> None:
     tandem = str(installed / "tandem")
     environ = {"PATH": os.environ["PATH"], "HOME": str(installed)}
@@ -80,6 +83,7 @@ def test_the_command_runs_from_it(installed: Path) -> None:
     assert "--max-tokens" in run(tandem, "generate", "--help", **environ)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_kernels_compile_from_it(installed: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "HOME": str(installed), "TANDEM_KERNEL_CACHE": str(installed / "kernels")}

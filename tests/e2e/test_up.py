@@ -121,6 +121,7 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
     assert len(wrong.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> None:
     """Which asks for a token that only its user can read. Each cluster has its own end."""
     assert running.process.stderr is not None

@@ -1,0 +1,63 @@
+"""Keeps the unit tier what it is: a test that starts a process, compiles or loads transformers fails with words."""
+
+import sys
+from collections.abc import Generator
+from multiprocessing import util
+from typing import Any
+
+import pytest
+
+STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"})
+
+
+class UnitGuard:
+    """A plugin of pytest. Python tells it of all that is started or imported, in all threads, by audit events."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._test = ""
+        sys.addaudithook(self.audit)  # there is no way to remove one
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self._test:
+            return
+        if event in STARTS:
+            self._refuse(f"starts a process ({event})")
+        elif event == "import" and str(args[0]).partition(".")[0] == "transformers":
+            self._refuse("imports transformers")
+
+    def _refuse(self, what: str) -> None:
+        self._done.append(what)
+        pytest.fail(
+            f"{self._test} {what}, so it is no unit test: add its file to NOT_UNIT in tests/tiers.py", pytrace=False
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._test = item.nodeid
+        try:
+            return (yield)
+        finally:
+            self._test = ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        """Fails, too, where the code under test caught what _refuse raised, or another thread had it."""
+        self._done.clear()
+        result = yield
+        if self._done:
+            self._refuse(self._done[0])
+        return result
+
+
+def install(config: pytest.Config) -> None:
+    """Also multiprocessing's own start of a process, which has no audit event."""
+    guard = UnitGuard()
+    config.pluginmanager.register(guard, "unit guard")
+    start = util.spawnv_passfds  # type: ignore[attr-defined]
+
+    def spawn(*args: Any) -> int:
+        guard.audit("os.posix_spawn", ())
+        return start(*args)
+
+    util.spawnv_passfds = spawn  # type: ignore[attr-defined]

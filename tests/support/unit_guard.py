@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from tandem.cache.kernels.build.native_build import load_library
+
+PRODUCT = ("cache", "transfer", "workers")
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"})
 
 
@@ -51,10 +54,12 @@ class UnitGuard:
 
 
 def install(config: pytest.Config) -> None:
-    """Also multiprocessing's own start of a process, which has no audit event."""
+    """Loads our C libraries first: a machine compiles them once, and each process asks the compiler for its version."""
+    for source in sorted(path for folder in PRODUCT for path in (config.rootpath / folder).rglob("*.c")):
+        load_library(source)
     guard = UnitGuard()
     config.pluginmanager.register(guard, "unit guard")
-    start = util.spawnv_passfds  # type: ignore[attr-defined]
+    start = util.spawnv_passfds  # type: ignore[attr-defined]  # it has no audit event
 
     def spawn(*args: Any) -> int:
         guard.audit("os.posix_spawn", ())

@@ -67,6 +67,7 @@ NOT_UNIT = (
     "tests/test_docs.py",
     "tests/test_layering.py",
     "tests/test_prose.py",
+    "tests/test_tiers.py",
     "tests/transfer/nvshmem/test_device_build.py",
     "tests/transfer/test_shared_memory.py",
     "tests/transfer/test_tcp.py",

@@ -1,7 +1,8 @@
 """Keeps the unit tier what it is: a test that starts a process, compiles or loads transformers fails with words."""
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from multiprocessing import util
 from typing import Any
 
@@ -17,7 +18,7 @@ class UnitGuard:
     """A plugin of pytest. Python tells it of all that is started or imported, in all threads, by audit events."""
 
     def __init__(self) -> None:
-        self._done: list[str] = []
+        self.done: list[str] = []  # by the test at work
         self._test = ""
         sys.addaudithook(self.audit)  # there is no way to remove one
 
@@ -30,26 +31,30 @@ class UnitGuard:
             self._refuse("imports transformers")
 
     def _refuse(self, what: str) -> None:
-        self._done.append(what)
+        self.done.append(what)
         pytest.fail(
             f"{self._test} {what}, so it is no unit test: add its file to NOT_UNIT in tests/tiers.py", pytrace=False
         )
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._test = item.nodeid
+    @contextmanager
+    def watch(self, test: str) -> Iterator[None]:
+        self._test, self.done = test, []
         try:
-            return (yield)
+            yield
         finally:
             self._test = ""
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        with self.watch(item.nodeid):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:
         """Fails, too, where the code under test caught what _refuse raised, or another thread had it."""
-        self._done.clear()
         result = yield
-        if self._done:
-            self._refuse(self._done[0])
+        if self.done:
+            self._refuse(self.done[0])
         return result
 
 

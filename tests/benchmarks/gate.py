@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -36,17 +37,22 @@ def run_gate(junit: Path) -> dict[str, float]:
 
 def read_junit(path: Path) -> dict[str, Any]:
     """How many tests there are, and the seconds of the slowest ones and of the slowest files."""
-    tests: Counter[str] = Counter()
-    files: Counter[str] = Counter()
+    tests: defaultdict[str, float] = defaultdict(float)
+    files: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(path).iter("testcase"):
         seconds, file = float(case.get("time", "0")), file_of(case.get("classname", ""))
         tests[f"{file}::{case.get('name')}"] += seconds
         files[file] += seconds
     return {
         "tests": len(tests),
-        "slowest_tests": [[rounded(seconds), name] for name, seconds in tests.most_common(SHOWN)],
-        "slowest_files": [[rounded(seconds), name] for name, seconds in files.most_common(SHOWN)],
+        "slowest_tests": slowest(tests),
+        "slowest_files": slowest(files),
     }
+
+
+def slowest(seconds: Mapping[str, float]) -> list[tuple[float, str]]:
+    found = sorted(((took, name) for name, took in seconds.items()), reverse=True)
+    return [(rounded(took), name) for took, name in found[:SHOWN]]
 
 
 def file_of(classname: str) -> str:

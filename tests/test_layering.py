@@ -83,6 +83,7 @@ HOMES = {
     "cryptography": {"cluster/supervision/authority.py"},
     "ray": {
         "cluster/processes/own_ray.py",
+        "cluster/processes/ray_group.py",
         "cluster/processes/ray_nodes.py",
         "cluster/processes/ray_processes.py",
     },

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = set(os.listdir("/dev/shm"))
     console.print("[bold]tandem demo[/]: a Llama of 3 million parameters, 1 prefill and 1 decode worker")
     began = time.perf_counter()
-    with embedded_cluster("demo", MODEL, SPECULATION.get(speculate, {})) as address:
+    with embedded_cluster("demo", MODEL, SPECULATION.get(speculate, {}), is_fresh=True) as address:
         console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s")
         rows = [Row(prompt) for prompt in PROMPTS]
         seconds = asyncio.run(_run(address, rows, console))

@@ -8,24 +8,32 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tandem.cluster.cli.forking import fork_beside
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
+from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster
 
 
 @contextmanager
 def embedded_cluster(
-    name: str = "bench", model: Path | None = None, settings: Mapping[str, Any] = MappingProxyType({})
+    name: str = "bench",
+    model: Path | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    is_fresh: bool = False,
 ) -> Iterator[str]:
     """HOST:PORT of its gateway, until the context ends. model: None makes a tiny Llama of random weights. settings:
-    further keys of the configuration."""
+    further keys of the configuration. is_fresh: this process has no threads and has computed nothing, so that it can be
+    forked."""
     with tempfile.TemporaryDirectory(prefix=f"tandem-{name}-") as folder:
         if model is None:
             model = Path(folder) / "model"
             make_checkpoint(model, arch="llama", size="tiny", seed=0)
         keys = {"name": f"{name}-{os.getpid()}", "gateway.port": 0, "model.path": str(model)}
         config = load_config(None, keys | dict(settings))
-        cluster = Cluster(config)
+        processes = RayProcesses(forks=fork_beside(config)) if is_fresh else None
+        cluster = Cluster(config, processes)
         try:
             yield cluster.start()
         finally:

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
+from tandem.cluster.cli.forking import fork_beside
 from tandem.cluster.cli.preflight import check_host
 from tandem.cluster.cli.runtime_dir import ClusterLock
 from tandem.cluster.cli.start_report import StartReport
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.processes.actor_server import set_title
+from tandem.cluster.processes.forks.actor_server import set_title
 from tandem.cluster.supervision.offer import Offer
 from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.start_clock import StartClock, phase_lines, process_age
@@ -66,13 +67,14 @@ def _serve(
 ) -> None:
     with clock.phase("imports"):
         gc.disable()  # all that is imported stays
+        forks = fork_beside(config)
         from tandem.cluster.cli.kernels.builds import prepare_start
         from tandem.cluster.processes.ray_processes import RayProcesses
         from tandem.cluster.supervision.launcher import Cluster
 
         gc.enable()
         gc.freeze()
-        processes = RayProcesses(ray_address, beside=predecessor is not None)
+        processes = RayProcesses(ray_address, beside=predecessor is not None, forks=forks)
         cluster = Cluster(config, processes, clock, predecessor)
     offer: Offer | None = None
     try:

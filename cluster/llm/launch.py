@@ -69,8 +69,10 @@ class Launch:
             from tandem.cluster.cli.kernels.builds import prepare_start
             from tandem.cluster.processes.ray_processes import RayProcesses
             from tandem.cluster.supervision.launcher import Cluster
+            from tandem.cluster.supervision.process_modules import process_modules
 
-            cluster = Cluster(self.config, RayProcesses(self._ray_address))
+            processes = RayProcesses(self._ray_address, modules=process_modules(self.config))
+            cluster = Cluster(self.config, processes)
             stack.callback(cluster.stop)
             address = cluster.start(None, lambda: prepare_start(self.config, log.info))
             lock.publish(address, cluster.clock.seconds)

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from tandem.cluster.errors import ProcessEnded
-from tandem.cluster.processes.fork_server import ForkServer
-from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.fork_server import ForkServer
+from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.leases import Lease
 from tandem.cluster.processes.lifeline import wait_until_cut
 from tandem.cluster.processes.process_tree import Process, children, kill, runs, started_at
@@ -30,16 +30,23 @@ class ProcessHost:
     """
 
     def __init__(
-        self, modules: Sequence[str], name: str, start: bytes, lifeline: str, lease_seconds: float | None = None
+        self,
+        modules: Sequence[str],
+        name: str,
+        start: bytes,
+        lifeline: str,
+        forks: str,
+        lease_seconds: float | None = None,
     ) -> None:
-        """lifeline: the path of the launcher's. When it is cut, this process ends, and what it has forked.
+        """lifeline: the path of the launcher's. When it is cut, this process ends, and what it has forked. forks: the
+        address of the cluster's fork server on this host, which this process starts if nobody has.
 
         lease_seconds: of a process host on another host than the launcher's, whose lifeline it cannot see. It ends when
         its lease does, see leases.py.
         """
         self._raylet: Process = (os.getppid(), started_at(os.getppid()))
         self._agents = {process for process in children(os.getppid()) if _is_agent(process[0])}
-        self._server = ForkServer(modules, f"{cluster_of(name)}/fork server")
+        self._server = ForkServer(modules, cluster_of(name), forks)
         if lease_seconds is None:
             threading.Thread(target=self._end_with, args=(lifeline,), name="lifeline", daemon=True).start()
         self._actor: ForkedActor = self._server.fork(name, start, IMPORT_SECONDS)
@@ -87,7 +94,6 @@ class ProcessHost:
     def _end_all(self) -> None:
         with suppress(Exception):  # there may be no actor yet
             self._actor.call("abandon").result(LAST_SECONDS)
-        self._server.close()
         if not runs(self._raylet):  # its agents would wait for a GCS that is gone, too, for a minute
             kill(self._agents)
         os._exit(0)

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest, ProcessEnded, ServerError, StartFailed
-from tandem.cluster.processes.actor_server import pack
-from tandem.cluster.processes.fork_server import ForkServer
-from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.actor_server import pack
+from tandem.cluster.processes.forks.fork_server import ForkServer
+from tandem.cluster.processes.forks.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.forked_process import forked_by
 from tandem.cluster.requests.reader import Reader
 from tandem.proto import inference_pb2
 from tandem.workers.event_loop import unwatched
@@ -47,7 +48,7 @@ class Readers:
     def prepare(self) -> None:
         """Lets what forks them import. Returns at once."""
         if self._server is None:
-            self._server = ForkServer(self._modules)
+            self._server = ForkServer(self._modules, address=forked_by())
 
     async def tokens(self, client: str, message: inference_pb2.GenerateRequest, most: int | None = None) -> Int64Array:
         """As prompt_tokens(), and as run(). Of more than `most` tokens the last."""

@@ -27,12 +27,12 @@ from tandem.cluster.supervision.gateways.host_share import (
     ShareOwner,
 )
 from tandem.cluster.supervision.liveness import Liveness
+from tandem.cluster.supervision.process_modules import gateway_modules
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.supervisor import RETRY_SECONDS, Supervisor
 
 SERVE_SECONDS = 120.0
 STOP_SECONDS = 30.0
-HTTP_SERVER = "tandem.cluster.frontends.http.server"
 log = logging.getLogger(__name__)
 
 
@@ -58,8 +58,8 @@ class _Gateway:
         settings = self.settings
         number = f"{settings.number}-" if settings.number else ""
         name = f"{settings.config.name}/gateway.{number}{settings.process}.{settings.incarnation}"
-        modules = () if settings.http_port is None and settings.metrics_port is None else (HTTP_SERVER,)
-        return ActorSpec(name, GatewayActor, settings, modules)
+        has_http = settings.http_port is not None or settings.metrics_port is not None
+        return ActorSpec(name, GatewayActor, settings, gateway_modules(has_http))
 
 
 class GatewaySupervisor(Supervisor):

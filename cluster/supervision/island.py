@@ -14,6 +14,7 @@ from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.cluster.scaling import Shape, keep_members
 from tandem.cluster.supervision.liveness import Liveness
 from tandem.cluster.supervision.network import Network
+from tandem.cluster.supervision.process_modules import worker_modules
 from tandem.cluster.supervision.process_settings import agreed_pages, utilization_to_fill, worker_configs
 from tandem.cluster.supervision.start_clock import StartClock
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
@@ -24,23 +25,14 @@ START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 RELEASE_SECONDS = 30.0
 PROGRESS_SECONDS = 2.0
-MODULES = ("numpy.ma",)  # np.unique imports it when it is first called
-GPU_MODULES = (
-    *MODULES,
-    "tandem.transfer.nvshmem.transport",
-    "tandem.cache.kernels.flashinfer.preload:preload_flashinfer",
-    "tandem.cache.kernels.preload:preload_triton",
-    "triton.compiler.code_generator",  # the first launch imports it
-)
-
-
 LoadState = tuple[str, str, int, int]  # worker, phase of its start, bytes loaded, bytes in all
 
 
 class Island:
     """An island's processes in one epoch: launch() → load() → form() → wait_for() → end(), all from one thread.
 
-    A lost member ends the epoch, and the next epoch is another Island:
+    Before form() a lost member can be replaced alone: its peers keep their imports and weights. After that a lost
+    member ends the epoch, and the next epoch is another Island:
     - succeed() → launch() → … starts its processes in the places of the old ones;
     - extend() → take_over() → wait_for() → … keeps the old processes that the new shape needs.
     Waits raise Stopping after the stop signal. StartFailed and ProcessEnded: the island was not formed.
@@ -64,6 +56,8 @@ class Island:
         self._workers = [replace(worker, silent_seconds=self._network.silent_seconds) for worker in workers]
         self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
         self._members: list[ActorProcess] = []  # in the order of their PEs
+        self._loads: dict[ActorProcess, Future[Any]] = {}
+        self._replaced = 0
         self.shape = Shape(config.island.num_prefill, config.island.num_decode)
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
@@ -93,7 +87,29 @@ class Island:
     def load(self) -> None:
         """Reads the weights; see progress()."""
         with self.clock.phase("weights"):
-            self._all("load")
+            for member in self._members:
+                if member not in self._loads:
+                    self._loads[member] = member.call("load")
+            self._results(list(self._loads.values()))
+
+    def replace(self, lost: ProcessEnded) -> None:
+        """Between launch() and form(): starts another process for the member that has ended. load() comes next.
+
+        Raises `lost` if it is no member's. StartFailed: the island cannot be formed.
+        """
+        pes = [pe for pe, member in enumerate(self._members) if member.name == lost.name]
+        if not pes or self._group is None:
+            raise lost
+        member, spec = self._members[pes[0]], self._spec(self._workers[pes[0]])
+        self._replaced += 1
+        self._liveness.forget([member])
+        self._loads.pop(member, None)
+        with self.clock.phase("processes, imports"):
+            named = replace(spec, name=f"{spec.name} {self._replaced + 1}")
+            started = self._group.replace_anywhere(member, named, threads=self._threads)
+            self._members[pes[0]] = started
+            self._liveness.add([started])
+            self._results([started.call("progress")])
 
     def form(self, num_pages: int | None = None) -> tuple[WorkerAddress, ...]:
         """Every PE opens its memory, then every PE maps all the others'. Handles travel by way of this process.
@@ -202,7 +218,7 @@ class Island:
 
     def _spec(self, worker: WorkerConfig) -> ActorSpec:
         name = f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"
-        return ActorSpec(name, WorkerActor, worker, GPU_MODULES if worker.device == "cuda" else MODULES)
+        return ActorSpec(name, WorkerActor, worker, worker_modules(worker.device))
 
     def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
         """Pages in every pool, by these members' room. StartFailed for fewer than num_pages."""

@@ -73,12 +73,26 @@ class IslandSupervisor(Supervisor):
         self._membership.remove(self.island_name)
 
     def _begin(self) -> None:
-        self.island.launch(self._stop)
-        self.island.load()
+        self._bring_up()
         workers = self.island.form(self._num_pages)
         self._num_pages = self.island.num_pages
         self._membership.update(self.island_name, self._epoch, self._budget.used, workers, self.island.host)
         log.info("island %s serves in epoch %d; seconds: %s", self.island_name, self._epoch, self.island.clock.seconds)
+
+    def _bring_up(self) -> None:
+        """launch() and load(). Of a later start a member that is lost meanwhile is replaced alone, as long as the
+        budget of restarts has something left; the first start fails with it."""
+        bring_up = partial(self.island.launch, self._stop)
+        while True:
+            try:
+                bring_up()
+                self.island.load()
+                return
+            except ProcessEnded as lost:
+                if not self.ready.done() or not self._budget.take(time.monotonic()):
+                    raise
+                log.warning("a worker of island %s is started again: %s", self.island_name, lost)
+                bring_up = partial(self.island.replace, lost)
 
     def _watch(self) -> NoReturn:
         while True:

@@ -30,6 +30,7 @@ from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
 from tandem.cluster.supervision.network import Network, wait_for_hosts
 from tandem.cluster.supervision.predecessor import Predecessor
+from tandem.cluster.supervision.process_modules import process_modules
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
     agreed_pages,
@@ -80,7 +81,7 @@ class Cluster:
         self._config = config if predecessor is None else predecessor.with_ports(config)
         self._predecessor = predecessor
         self._beside = frozenset[int]() if predecessor is None else predecessor.ports
-        self._processes = processes or RayProcesses()
+        self._processes = processes or RayProcesses(modules=process_modules(config))
         self._membership = Membership()
         self._islands: IslandSet | None = None
         self._gateways: GatewaySet | None = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.cluster.processes.actor_server import set_title
+from tandem.cluster.processes.forks.actor_server import set_title
 from tandem.cluster.processes.gpus import VARIABLE, GpuClaim, with_peers
 from tandem.cluster.supervision.heartbeat import MEETING
 from tandem.transfer.endpoint import LOOPBACK, Endpoint

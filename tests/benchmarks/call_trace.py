@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.routing.prefill_hints import PrefillHints

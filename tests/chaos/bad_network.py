@@ -16,12 +16,12 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.gateway import GatewaySettings
-from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.supervision.gateway_actor import GatewayActor
-from tandem.cluster.supervision.island import GPU_MODULES
+from tandem.cluster.supervision.process_modules import GPU_MODULES
 from tandem.cluster.supervision.worker_actor import WorkerActor
 from tests.support.local_processes import LocalGroup, LocalProcesses
 

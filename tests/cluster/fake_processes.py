@@ -35,6 +35,7 @@ class FakeProcess(ActorProcess):
         self.silent: set[str] = {"wait", "next_order"}
         self.fails: dict[str, Exception] = {}
         self.killed = False
+        self.ends_at = ""
         self._pending: list[tuple[str, Future[Any]]] = []
 
     def there(self) -> Future[None]:
@@ -47,6 +48,8 @@ class FakeProcess(ActorProcess):
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
         self.calls.append((method, arguments))
+        if method == self.ends_at:
+            self.kill()
         if self.killed:
             answer.set_exception(ProcessEnded(self.name, "killed"))
         elif method in self.fails:
@@ -97,6 +100,8 @@ class FakeProcesses(Processes):
     answers: Callable[[str], Any] = no_answer
     room: int = 100  # the most that can be started at once
     keeps_places: bool = False  # whether a group can start others in its members' places
+    silent: set[str] = field(default_factory=set)  # methods that processes started from now on do not answer
+    ends_at: str = ""  # the method at which they end
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         pass
@@ -117,6 +122,8 @@ class FakeProcesses(Processes):
         for member in members:
             if member.name in self.fails:
                 member.fails["load"] = self.fails[member.name]
+            member.silent |= self.silent
+            member.ends_at = self.ends_at
         self.specs.append(list(specs))
         return members
 

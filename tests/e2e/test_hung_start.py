@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ProcessEnded
-from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.supervision import heartbeat
 from tandem.cluster.supervision.island import LoadState

@@ -16,7 +16,7 @@ from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import WorkerLost
-from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from tandem.cluster.processes.actor_server import pack
-from tandem.cluster.processes.fork_server import ForkServer
-from tandem.cluster.supervision.island import GPU_MODULES
+from tandem.cluster.processes.forks.actor_server import pack
+from tandem.cluster.processes.forks.fork_server import ForkServer
+from tandem.cluster.supervision.process_modules import GPU_MODULES
 
 pytest.importorskip("flashinfer")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

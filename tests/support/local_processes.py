@@ -4,27 +4,30 @@ What supervises them, and what runs in them, is what runs under Ray.
 """
 
 import atexit
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tandem.cluster.processes.actor_server import pack
-from tandem.cluster.processes.fork_server import ForkServer
-from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.actor_server import pack
+from tandem.cluster.processes.forks.fork_server import ForkServer
+from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 
 FORK_SECONDS = 120.0
+ADDRESS = "TANDEM_TESTS_FORKED_BY"  # tests/conftest.py sets it
 ACTORS = ("tandem.cluster.supervision.worker_actor", "tandem.cluster.supervision.gateway_actor")
-LAZY = "tests.support.lazy_readers:make_lazy"
+READERS = "tandem.cluster.requests.reader"
 Member = TypeVar("Member", bound=ActorProcess)
 
 
 @cache
 def fork_server(*modules: str) -> ForkServer:
-    """One for all tests of this process, for its imports take seconds. modules: to be imported beside."""
-    server = ForkServer([*ACTORS, LAZY, *modules])
+    """One for all tests of a run, for its imports take seconds; with further modules, which may change what is there,
+    one for this process."""
+    server = ForkServer([*ACTORS, READERS, *modules], address=None if modules else os.environ.get(ADDRESS))
     atexit.register(server.close)
     return server
 

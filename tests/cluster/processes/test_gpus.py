@@ -8,7 +8,7 @@ import pytest
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError
-from tandem.cluster.processes.actor_server import pack
+from tandem.cluster.processes.forks.actor_server import pack
 from tandem.cluster.processes.gpus import GpuClaim
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.cluster.supervision.worker_actor import WorkerActor

@@ -304,6 +304,41 @@ class TestIsland:
         cluster.supervisor.stop()
         cluster.supervisor.join()
 
+    @pytest.mark.parametrize("keeps_places", [False, True])
+    @pytest.mark.parametrize("at", ["progress", "load"])
+    def test_a_worker_that_dies_while_its_island_starts_is_replaced_alone(self, keeps_places: bool, at: str) -> None:
+        """Its peers have imported and read weights, and do neither again."""
+        processes = FakeProcesses(keeps_places=keeps_places)
+        cluster = Cluster(processes)
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        processes.silent = {at}
+        cluster.last.members[0].kill()
+        until(lambda: all(at in [method for method, _ in member.calls] for member in cluster.last.members))
+        until(lambda: not any(member.killed for member in cluster.last.members))
+        peer, lost = cluster.last.members
+        processes.silent = set()
+        lost.kill()
+        peer.answer_pending(at, ANSWERS.get(at))
+        until(lambda: len(cluster.updates) == 3)
+        assert cluster.updates[-1] == (2, 2, 2)
+        assert [member is peer for member in cluster.last.members] == [True, False]
+        assert cluster.last.members[1].name == "c/i.2/decode (PE 1) 2"
+        assert [method for method, _ in peer.calls].count("load") == 1
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
+    def test_a_start_in_which_workers_die_again_and_again_comes_to_an_end(self) -> None:
+        processes = FakeProcesses()
+        cluster = Cluster(processes)
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        processes.ends_at = "load"
+        cluster.last.members[0].kill()
+        assert "recovery.max_restarts" in str(cluster.failure.result(30))
+        cluster.supervisor.join()
+        assert all(member.killed for group in processes.groups for member in group.members)
+
     def test_survivors_are_left_until_the_gateway_says_so(self) -> None:
         cluster = Cluster(FakeProcesses(), RECOVERY.model_copy(update={"drain_seconds": 60.0}))
         cluster.supervisor.start()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.errors import ProcessEnded
-from tandem.cluster.processes.actor_server import CONSTRUCTOR, pack, read, unpack, write
+from tandem.cluster.processes.forks.actor_server import CONSTRUCTOR, pack, read, unpack, write
 from tandem.cluster.processes.processes import ActorProcess
 
 STATUS_BYTES = 4
@@ -22,10 +22,13 @@ STATUS_SECONDS = 1.0
 class ForkedActor(ActorProcess):
     """The actor's end of a pipe. The pipe breaks when the process ends; `ended` is then set."""
 
-    def __init__(self, name: str, pid: int, pidfd: int, status: int, pipe: Connection, start: bytes) -> None:
-        """Owns pidfd, status and pipe. start: pack((kind, argument)).
+    def __init__(
+        self, name: str, pid: int, pidfd: int, status: int, pipe: Connection, start: bytes, lifeline: int
+    ) -> None:
+        """Owns pidfd, status, pipe and lifeline. start: pack((kind, argument)).
 
-        status: a pipe that gets waitpid()'s STATUS_BYTES once the process is reaped.
+        status: a pipe that gets waitpid()'s STATUS_BYTES once the process is reaped. lifeline: the writing end of a
+        pipe; the process ends when it is closed, see forked_process.end_with().
         """
         self.name = name
         self.pid = pid
@@ -33,6 +36,8 @@ class ForkedActor(ActorProcess):
         self._pidfd: int | None = pidfd
         self._status = status
         self._pipe = pipe
+        self._lifeline = lifeline
+        self._killed_for_memory = _killed_for_memory()
         self._lock = threading.Lock()
         self._numbers = count(CONSTRUCTOR + 1)
         self._answers: dict[int, Future[bytes]] = {}
@@ -99,12 +104,13 @@ class ForkedActor(ActorProcess):
         except OSError:  # its server has reaped it, and writes its status next
             received = select.select([self._status], [], [], STATUS_SECONDS)[0] and os.read(self._status, STATUS_BYTES)
             if not received:
-                return "its process ended"  # and so did the server
+                return "its process ended; so did the fork server, which alone would know how"
             status = int.from_bytes(received, "little")
         code = os.waitstatus_to_exitcode(status)
         if code >= 0:
             return f"its process ended with exit code {code}"
-        hint = "; the kernel sends it when memory runs out" if code == -signal.SIGKILL else ""
+        killed = _killed_for_memory() - self._killed_for_memory if code == -signal.SIGKILL else 0
+        hint = f"; meanwhile the kernel ended {killed} on this machine for want of memory" if killed > 0 else ""
         return f"its process was ended by {_signal_name(-code)}{hint}"
 
     def _wait_for_end(self) -> None:
@@ -117,6 +123,16 @@ class ForkedActor(ActorProcess):
             os.close(self._pidfd)
             self._pidfd = None
         os.close(self._status)
+        os.close(self._lifeline)
+
+
+def _killed_for_memory() -> int:
+    """How many processes of this machine the kernel has ended for want of memory; 0 where it does not count them."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,34 @@
+"""What the processes of a cluster import: their fork server has it before it forks them."""
+
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.gateway import READ_BY
+
+WORKER = "tandem.cluster.supervision.worker_actor"
+GATEWAY = "tandem.cluster.supervision.gateway_actor"
+WORKER_MODULES = ("numpy.ma",)  # np.unique imports it when it is first called
+GPU_MODULES = (
+    *WORKER_MODULES,
+    "tandem.transfer.nvshmem.transport",
+    "tandem.cache.kernels.flashinfer.preload:preload_flashinfer",
+    "tandem.cache.kernels.preload:preload_triton",
+    "triton.compiler.code_generator",  # the first launch imports it
+)
+GATEWAY_MODULES = ("tandem.cluster.requests.reader", *READ_BY)
+HTTP_MODULES = (*GATEWAY_MODULES, "tandem.cluster.frontends.http.server")
+
+
+def worker_modules(device: str) -> tuple[str, ...]:
+    """Beside a worker's own."""
+    return GPU_MODULES if device == "cuda" else WORKER_MODULES
+
+
+def gateway_modules(has_http: bool) -> tuple[str, ...]:
+    """Beside a gateway's own, with those of the processes that read long requests for it. has_http: whether it has an
+    HTTP server, be it one of metrics."""
+    return HTTP_MODULES if has_http else GATEWAY_MODULES
+
+
+def process_modules(config: ClusterConfig) -> tuple[str, ...]:
+    """Of all processes on the launcher's host."""
+    has_http = config.gateway.http_port is not None or config.metrics.port is not None
+    return GATEWAY, *gateway_modules(has_http), WORKER, *worker_modules(config.island.device)

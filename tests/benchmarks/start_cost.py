@@ -1,0 +1,101 @@
+"""CPU seconds from `tandem up` to ready on a CPU, against those of one import of what its processes need. Prints JSON.
+
+Ray's own processes do not count, and the process hosts count as such: they import nothing of ours. What the launcher
+spends in Ray counts. The checkpoint is tiny, so that reading it costs nothing. Runs alternate; medians count.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.config import load_config
+from tandem.cluster.supervision.process_modules import process_modules
+from tests.benchmarks.options import benchmark_parser
+from tests.benchmarks.pair import DEPLOY
+from tests.benchmarks.results import at_most, print_result, rounded
+
+TITLE = "tandem: "
+TARGET_RATIO = 1.4
+TARGET_SECONDS = 12.0
+STOP_SECONDS = 60.0
+
+
+def seconds_of(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def cost_of_start(model: Path, settings: dict[str, object]) -> dict[str, Any]:
+    """settings: of the cluster, beside deploy/local.yaml."""
+    name = f"bench-start-{os.getpid()}-{secrets.token_hex(2)}"
+    command = [sys.executable, "-m", "tandem.cluster.cli", "up", str(DEPLOY / "local.yaml"), "--model", str(model)]
+    command += ["--grpc-port", "0", "--http-port", "0"]
+    for key, value in {"name": name, **settings}.items():
+        command += ["--set", f"{key}={value}"]
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        seconds = time.monotonic() - began
+        if not line.startswith("ready grpc="):
+            raise SystemExit(f"no ready line but {line!r}")
+        found: dict[str, float] = {}
+        for one in psutil.process_iter():
+            title = " ".join(one.cmdline()).strip()
+            if title.startswith(f"{TITLE}{name}/"):
+                found[title.removeprefix(f"{TITLE}{name}/")] = rounded(seconds_of(one))
+        return {"ready_seconds": rounded(seconds), "cpu_seconds": rounded(sum(found.values())), "processes": found}
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=STOP_SECONDS)
+
+
+def cost_of_import() -> float:
+    """CPU seconds of a process that imports all that a cluster's processes import."""
+    modules = [entry.partition(":")[0] for entry in process_modules(load_config(None, {"gateway.http_port": 0}))]
+    program = (
+        f"import {', '.join(modules)}, tandem.cluster.supervision.launcher; import resource; "
+        "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    return float(done.stdout)
+
+
+def main() -> None:
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the cluster")
+    options = parser.parse_args()
+    settings: dict[str, object] = dict(entry.split("=", 1) for entry in options.set)
+    with tempfile.TemporaryDirectory(prefix="tandem-start-") as folder:
+        model = Path(folder) / "model"
+        make_checkpoint(model, arch="llama", size="tiny", seed=0)
+        cost_of_start(model, settings)  # compiles what is compiled once
+        runs = [(cost_of_import(), cost_of_start(model, settings)) for _ in range(options.repeats)]
+    imports = median(seconds for seconds, _ in runs)
+    starts = sorted((start for _, start in runs), key=lambda start: start["cpu_seconds"])
+    start = starts[len(starts) // 2]
+    ratio = start["cpu_seconds"] / imports
+    ready = median(start["ready_seconds"] for start in starts)
+    targets = [
+        at_most("CPU seconds of a start / of one import", rounded(ratio), TARGET_RATIO),
+        at_most("tandem up to ready, s", ready, TARGET_SECONDS),
+    ]
+    result = {"import_cpu_seconds": rounded(imports), "start": start, "starts": starts, "settings": settings}
+    print_result(result | {"targets": targets}, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -162,6 +162,7 @@ def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.Cap
     assert str(running.process.pid) in error
 
 
+@pytest.mark.long
 def test_what_dies_is_started_again_until_it_has_died_too_often(running: Up, small_model: Path) -> None:
     """The last one that uses it."""
     with Client(running.address) as client:

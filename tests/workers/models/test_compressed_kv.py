@@ -49,6 +49,7 @@ def test_the_groups(case: str, model: CachedModel) -> None:
     ]
 
 
+@pytest.mark.gate("deepseek_v4-128")
 @torch.inference_mode()
 def test_tokens_at_any_split(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Chunks that end before, at and behind entries, from where on entries are chosen, and of one token."""

@@ -4,8 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -55,6 +56,23 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     beside = next(path for path in sys.path if (Path(path) / "torch").is_dir())
     (site / "beside.pth").write_text(f"{beside}\n")
     return folder / "bin"
+
+
+def test_each_file_is_declared_by_its_package() -> None:
+    """What is not is missing in the wheel. This needs no build."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = {name.removeprefix("tandem.").replace(".", "/"): name for name in declared["packages"]}
+    packages |= {folder: name for name, folder in declared["package-dir"].items()}
+    undeclared = set()
+    for path in map(PurePosixPath, tracked()):
+        package = next((folder for folder in map(str, path.parents) if folder in packages), None)
+        if package is None:
+            continue
+        name, patterns = str(path.relative_to(package)), declared["package-data"].get(packages[package], ())
+        is_module = path.suffix == ".py" and "/" not in name
+        if not is_module and not any(PurePosixPath(name).match(pattern) for pattern in patterns):
+            undeclared.add(str(path))
+    assert undeclared == set()
 
 
 @pytest.mark.long

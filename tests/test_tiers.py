@@ -1,6 +1,5 @@
 """The guard of the unit tier, and which cases of a test are long."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -33,7 +32,7 @@ def fork() -> None:
 def import_transformers() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "transformers", raising=False)
-        importlib.import_module("transformers")
+        import transformers  # noqa: F401
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tandem.cluster.processes.forks.fork_server import new_address
 from tests import tiers
 from tests.support import triton_interpreter, unit_guard
-from tests.support.local_processes import ADDRESS
+from tests.support.shared_forks import share_fork_server
 
 gc.disable()  # until tests are collected: modules that are imported stay
 
@@ -32,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault(ADDRESS, new_address())  # processes of this run share a fork server
+    share_fork_server()
     gone = tiers.missing(config.rootpath)
     assert not gone, f"{gone} are named in tests/tiers.py and are not there"
     if config.getoption("--unit"):

@@ -57,7 +57,7 @@ class Island:
         self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
         self._members: list[ActorProcess] = []  # in the order of their PEs
         self._loads: dict[ActorProcess, Future[Any]] = {}
-        self._replaced = 0
+        self._replacements: set[str] = set()  # names
         self.shape = Shape(config.island.num_prefill, config.island.num_decode)
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
@@ -92,22 +92,23 @@ class Island:
                     self._loads[member] = member.call("load")
             self._results(list(self._loads.values()))
 
-    def replace(self, lost: ProcessEnded) -> None:
-        """Between launch() and form(): starts another process for the member that has ended. load() comes next.
+    def may_replace(self, lost: ProcessEnded) -> bool:
+        """Whether it was a member's end, and not that of one which had replaced another: its place may be why."""
+        return any(member.name == lost.name for member in self._members) and lost.name not in self._replacements
 
-        Raises `lost` if it is no member's. StartFailed: the island cannot be formed.
-        """
-        pes = [pe for pe, member in enumerate(self._members) if member.name == lost.name]
-        if not pes or self._group is None:
-            raise lost
-        member, spec = self._members[pes[0]], self._spec(self._workers[pes[0]])
-        self._replaced += 1
+    def replace(self, lost: ProcessEnded) -> None:
+        """Between launch() and form(), if it may be: starts another process for the member that has ended. load() comes
+        next. StartFailed: the island cannot be formed."""
+        assert self._group is not None, "launch() comes first"
+        pe = next(pe for pe, member in enumerate(self._members) if member.name == lost.name)
+        member, spec = self._members[pe], self._spec(self._workers[pe])
         self._liveness.forget([member])
         self._loads.pop(member, None)
         with self.clock.phase("processes, imports"):
-            named = replace(spec, name=f"{spec.name} {self._replaced + 1}")
+            named = replace(spec, name=f"{spec.name} again")
+            self._replacements.add(named.name)
             started = self._group.replace_anywhere(member, named, threads=self._threads)
-            self._members[pes[0]] = started
+            self._members[pe] = started
             self._liveness.add([started])
             self._results([started.call("progress")])
 

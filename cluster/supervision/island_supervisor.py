@@ -80,8 +80,8 @@ class IslandSupervisor(Supervisor):
         log.info("island %s serves in epoch %d; seconds: %s", self.island_name, self._epoch, self.island.clock.seconds)
 
     def _bring_up(self) -> None:
-        """launch() and load(). Of a later start a member that is lost meanwhile is replaced alone, as long as the
-        budget of restarts has something left; the first start fails with it."""
+        """launch() and load(). Of a later start a lost member is replaced alone, once, if the budget of
+        restarts has something left; the first start fails with it."""
         bring_up = partial(self.island.launch, self._stop)
         while True:
             try:
@@ -89,7 +89,8 @@ class IslandSupervisor(Supervisor):
                 self.island.load()
                 return
             except ProcessEnded as lost:
-                if not self.ready.done() or not self._budget.take(time.monotonic()):
+                alone = self.ready.done() and self.island.may_replace(lost)
+                if not alone or not self._budget.take(time.monotonic()):
                     raise
                 log.warning("a worker of island %s is started again: %s", self.island_name, lost)
                 bring_up = partial(self.island.replace, lost)

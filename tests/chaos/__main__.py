@@ -2,7 +2,8 @@
 
 python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--attacker]
     [--roles split|adaptive|colocated] [--arch NAME] [--speculate ngram|draft_model|mtp|eagle3]
-python -m tests.chaos --ray [--blows N] [--seed N]: over `tandem up`; its Ray and its launcher are killed, too
+python -m tests.chaos --ray [--blows N] [--seed N] [--clients N] [--every SECONDS] [--survived]: over `tandem up`
+    its Ray and its launcher are killed, too, unless --survived asks for what a cluster survives
 python -m tests.chaos --hosts [--blows N] [--seed N]: over three hosts, which are network namespaces; links go down, too
 """
 
@@ -11,6 +12,7 @@ import json
 import logging
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -18,9 +20,7 @@ def main() -> None:
     from torch import cuda
 
     from tandem.cluster.cli.random_checkpoint import ARCHITECTURES
-    from tests.chaos.host_storm import HostStorm, plan_host_blows
-    from tests.chaos.ray_storm import RayStorm, plan_ray_blows
-    from tests.chaos.storm import ROLES, Storm
+    from tests.chaos.storm import ROLES
     from tests.chaos.targets import DRAFTED, make_target
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--arch", choices=[*ARCHITECTURES], default="llama", help="of the random model")
     parser.add_argument("--speculate", choices=[*DRAFTED], help="with a model that its drafts suit, not that of --arch")
     parser.add_argument("--ray", action="store_true", help="over `tandem up`, with a real Ray")
+    parser.add_argument("--every", type=float, default=0.0, help="seconds between blows, of --ray")
+    parser.add_argument("--survived", action="store_true", help="only blows that a cluster survives, of --ray")
     parser.add_argument("--hosts", action="store_true", help="over three hosts of this machine; needs root")
     options = parser.parse_args()
     if options.gpus and not cuda.is_available():
@@ -39,28 +41,32 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model, settings = make_target(Path(folder), options.arch, options.speculate)
-        if options.hosts:
-            blows = plan_host_blows(options.seed, options.blows)
-            outcome: object = HostStorm(model, options.seed, Path(folder)).run(blows)
-            print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
-            return
-        if options.ray:
-            outcome = RayStorm(model, options.seed).run(plan_ray_blows(options.seed, options.blows))
-            print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
-            return
-        faults = Path(folder) / "faults"
-        storm = Storm(
-            model,
-            faults,
-            options.seed,
-            options.clients,
-            gpus=options.gpus,
-            roles=options.roles,
-            attacked=options.attacker,
-            settings=settings,
-        )
-        outcome = storm.run(options.blows, options.requests)
+        outcome = _storm(options, model, settings, Path(folder))
     print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
+
+
+def _storm(options: argparse.Namespace, model: Path, settings: dict[str, Any], folder: Path) -> object:
+    """What came of it."""
+    from tests.chaos.host_storm import HostStorm, plan_host_blows
+    from tests.chaos.ray_storm import SURVIVED, TARGETS, RayStorm, plan_ray_blows
+    from tests.chaos.storm import Storm
+
+    if options.hosts:
+        return HostStorm(model, options.seed, folder).run(plan_host_blows(options.seed, options.blows))
+    if options.ray:
+        blows = plan_ray_blows(options.seed, options.blows, SURVIVED if options.survived else TARGETS)
+        return RayStorm(model, options.seed, options.clients, options.every).run(blows)
+    storm = Storm(
+        model,
+        folder / "faults",
+        options.seed,
+        options.clients,
+        gpus=options.gpus,
+        roles=options.roles,
+        attacked=options.attacker,
+        settings=settings,
+    )
+    return storm.run(options.blows, options.requests)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tandem.cluster.cli.runtime_dir import running_cluster
-from tandem.cluster.processes.process_tree import Process, children, descendants, runs
+from tandem.cluster.processes.process_tree import Process, children, descendants, runs, started_at
 from tests.support.shm import lasting_names
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
@@ -24,6 +24,8 @@ PARTS: dict[str, Callable[[str], bool]] = {
     "process host": lambda name: name.startswith("ray::ProcessHos"),
     "raylet": lambda name: name == "raylet",
     "GCS": lambda name: name == "gcs_server",
+    "fork server": lambda name: name == "fork server",
+    "spare": lambda name: name == "spare fork serv",
 }
 """The processes of a part, by the name that the kernel keeps, which has at most 15 characters."""
 
@@ -50,7 +52,7 @@ class Launched:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("ready "), f"{line!r}: {self.log.read_text()[-2000:]}"
-        self._seen = descendants(self.process.pid)
+        self._seen = self._now()
         return self
 
     def reach(self, part: str) -> None:
@@ -65,7 +67,7 @@ class Launched:
         """Those that run now."""
         if part == "launcher":
             return [self.process.pid]
-        now = descendants(self.process.pid)
+        now = self._now()
         self._seen |= now
         return sorted(pid for pid, _ in now if PARTS[part](_name(pid)))
 
@@ -91,7 +93,7 @@ class Launched:
 
     def stop(self) -> int:
         """Its exit code after a SIGTERM."""
-        self._seen |= descendants(self.process.pid)
+        self._seen |= self._now()
         self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
@@ -112,8 +114,29 @@ class Launched:
     def _left(self) -> list[str]:
         """Names of processes that still run: seen ones, and what they have started since."""
         below = {process for parent in list(self._seen) if runs(parent) for process in children(parent[0])}
-        self._seen |= below
+        self._seen |= below | titled(self.name)
         return [f"{process[0]} {_name(process[0])}" for process in self._seen if _runs_on(process)]
+
+    def _now(self) -> set[Process]:
+        """What runs. What a dead fork server has forked is nobody's child, and known by its title."""
+        return descendants(self.process.pid) | titled(self.name)
+
+
+def titled(cluster: str) -> set[Process]:
+    """The processes whose title has that cluster's name, but for its launcher."""
+    return {
+        (int(entry), started_at(int(entry)))
+        for entry in os.listdir("/proc")
+        if entry.isdecimal() and (title := _title(entry)).startswith(f"tandem: {cluster}/")
+        if not title.startswith(f"tandem: {cluster}/launcher")
+    }
+
+
+def _title(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _name(pid: int) -> str:

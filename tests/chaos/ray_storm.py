@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -36,7 +37,10 @@ RESUME_SECONDS = 600.0  # a launch on a busy machine takes minutes
 QUIET_SECONDS = 3.0  # longest wait for messages to clients before the next blow
 WHOLE = ("raylet", "launcher")  # with one of them the cluster is lost
 TARGETS = {"prefill": 6, "decode": 6, "gateway": 6, "island": 3, "process host": 2}  # and how often
+TARGETS |= {"fork server": 4, "spare": 2}
+SURVIVED = dict(TARGETS)  # by the cluster, as it is
 TARGETS |= dict.fromkeys(("GCS", *WHOLE), 1)
+PROBE_SECONDS = 0.5  # between probes, and the longest wait for an answer
 START_PARTS = ("runtime file", "GCS", "raylet", "process host", "decode", "gateway")  # in the order of a start
 SETTINGS = (
     "island.threads_per_worker=1",
@@ -73,11 +77,14 @@ class Outcome:
     launches: int = 0
     interrupted: Counter[str] = field(default_factory=Counter)  # starts, by SIGTERM, once they had come so far
     seconds: float = 0.0
+    probes: int = 0
+    answered: int = 0  # of the probes, by a gateway, within PROBE_SECONDS
 
 
-def plan_ray_blows(seed: int, number: int) -> list[Blow]:
+def plan_ray_blows(seed: int, number: int, kinds: Mapping[str, int] = MappingProxyType(TARGETS)) -> list[Blow]:
+    """kinds: weights of targets."""
     rng = random.Random(seed)
-    targets, weights = list(TARGETS), list(TARGETS.values())
+    targets, weights = list(kinds), list(kinds.values())
     return [
         Blow(
             messages=rng.randrange(60),
@@ -92,7 +99,9 @@ def plan_ray_blows(seed: int, number: int) -> list[Blow]:
 class RayStorm:
     """One island, two gateway processes; clients that resume, one that does not, and one over HTTP."""
 
-    def __init__(self, model: Path, seed: int, num_clients: int = 3) -> None:
+    def __init__(self, model: Path, seed: int, num_clients: int = 3, every: float = 0.0) -> None:
+        """every: seconds from blow to blow; 0 waits for some messages to clients instead."""
+        self._every = every
         self._model = model
         self._random = random.Random(seed)
         self._seed = seed
@@ -109,9 +118,11 @@ class RayStorm:
         """Until all blows have fallen; then the cluster is stopped, and nothing of it is left."""
         began = time.monotonic()
         blows = threading.Thread(target=self._strike, args=(blows_planned,), name="blows")
+        probes = threading.Thread(target=self._probe, name="probes")
         try:
             cases = asyncio.run(self._cases())
             blows.start()
+            probes.start()
             asyncio.run(self._clients(cases))
         except AssertionError as error:
             raise self._failed or error from None
@@ -120,8 +131,9 @@ class RayStorm:
                 raise self._failed
         finally:
             self._over.set()
-            if blows.ident is not None:
-                blows.join()
+            for thread in (blows, probes):
+                if thread.ident is not None:
+                    thread.join()
             stopped = self._cluster.stop()
         assert stopped == 0
         self._cluster.check_gone()
@@ -224,8 +236,8 @@ class RayStorm:
             for number, blow in enumerate(blows):
                 if number and number % 10 == 0:
                     print(json.dumps({"seed": self._seed, **vars(self.outcome)}), file=sys.stderr, flush=True)
-                until, deadline = self._received + blow.messages, time.monotonic() + QUIET_SECONDS
-                while self._received < until and time.monotonic() < deadline:
+                until, deadline = self._received + blow.messages, time.monotonic() + (self._every or QUIET_SECONDS)
+                while (self._every or self._received < until) and time.monotonic() < deadline:
                     time.sleep(0.005)
                 self._hit(blow)
         except BaseException as error:
@@ -233,6 +245,13 @@ class RayStorm:
             print(f"the blows have ended: {error!r}", file=sys.stderr, flush=True)  # clients may wait for minutes
         finally:
             self._over.set()
+
+    def _probe(self) -> None:
+        while not self._over.wait(PROBE_SECONDS):
+            self.outcome.probes += 1
+            with suppress(httpx.HTTPError):
+                answer = httpx.get(f"http://127.0.0.1:{self._ports[1]}/health", timeout=PROBE_SECONDS, trust_env=False)
+                self.outcome.answered += answer.status_code == httpx.codes.OK
 
     def _hit(self, blow: Blow) -> None:
         target = blow.target

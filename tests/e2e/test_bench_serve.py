@@ -181,7 +181,7 @@ def test_without_a_server_one_is_started(small_model: Path, monkeypatch: pytest.
             yield running
 
     class IslandAsCluster:
-        def __init__(self, config: ClusterConfig) -> None:
+        def __init__(self, config: ClusterConfig, processes: object = None) -> None:
             self._island = cluster(config)
 
         def start(self) -> str:
@@ -191,5 +191,6 @@ def test_without_a_server_one_is_started(small_model: Path, monkeypatch: pytest.
             self._island.__exit__(None, None, None)
 
     monkeypatch.setattr(embedded, "Cluster", IslandAsCluster)
+    monkeypatch.setattr(embedded, "fork_beside", lambda config: None)
     (run,) = results(capsys, "--rate", "20", "--requests", "10", "--warmup-seconds", "0")["runs"]
     assert (run["completed"], run["failed"]) == (10, 0)

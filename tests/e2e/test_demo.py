@@ -14,7 +14,7 @@ from tests.support.island import Island, running_island
 
 
 class IslandAsCluster:
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, processes: object = None) -> None:
         keys = {f"speculation.{key}": value for key, value in config.speculation.model_dump().items()}
         self._island: AbstractContextManager[Island] = running_island(Path(str(config.model.path)), keys)
 
@@ -38,6 +38,7 @@ def test_a_row_for_each_prompt(
     left: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(embedded, "Cluster", IslandAsCluster)
+    monkeypatch.setattr(embedded, "fork_beside", lambda config: None)
     monkeypatch.setenv("COLUMNS", "140")
     assert demo.main([]) == len(left)
     printed = capsys.readouterr().out
@@ -72,6 +73,7 @@ def test_drafts_that_hold_are_counted(
     How many are drafted depends on which rows meet in a step, so the bounds are well below what is usual.
     """
     monkeypatch.setattr(embedded, "Cluster", IslandAsCluster)
+    monkeypatch.setattr(embedded, "fork_beside", lambda config: None)
     monkeypatch.setenv("COLUMNS", "140")
     demo.main(arguments)
     printed = capsys.readouterr().out

@@ -4,7 +4,6 @@ What supervises them, and what runs in them, is what runs under Ray.
 """
 
 import atexit
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,9 +14,9 @@ from tandem.cluster.processes.forks.fork_server import ForkServer
 from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tests.support.shared_forks import shared_address
 
 FORK_SECONDS = 120.0
-ADDRESS = "TANDEM_TESTS_FORKED_BY"  # tests/conftest.py sets it
 ACTORS = ("tandem.cluster.supervision.worker_actor", "tandem.cluster.supervision.gateway_actor")
 READERS = "tandem.cluster.requests.reader"
 Member = TypeVar("Member", bound=ActorProcess)
@@ -27,7 +26,7 @@ Member = TypeVar("Member", bound=ActorProcess)
 def fork_server(*modules: str) -> ForkServer:
     """One for all tests of a run, for its imports take seconds; with further modules, which may change what is there,
     one for this process."""
-    server = ForkServer([*ACTORS, READERS, *modules], address=None if modules else os.environ.get(ADDRESS))
+    server = ForkServer([*ACTORS, READERS, *modules], address=None if modules else shared_address())
     atexit.register(server.close)
     return server
 

@@ -323,7 +323,7 @@ class TestIsland:
         until(lambda: len(cluster.updates) == 3)
         assert cluster.updates[-1] == (2, 2, 2)
         assert [member is peer for member in cluster.last.members] == [True, False]
-        assert cluster.last.members[1].name == "c/i.2/decode (PE 1) 2"
+        assert cluster.last.members[1].name == "c/i.2/decode (PE 1) again"
         assert [method for method, _ in peer.calls].count("load") == 1
         cluster.supervisor.stop()
         cluster.supervisor.join()

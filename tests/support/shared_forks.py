@@ -1,0 +1,16 @@
+"""The address of the fork server that all processes of a test run share: its imports take seconds."""
+
+import os
+import secrets
+
+VARIABLE = "TANDEM_TESTS_FORKED_BY"
+
+
+def share_fork_server() -> None:
+    """For this process, and those that it starts."""
+    os.environ.setdefault(VARIABLE, f"tandem/forks/{secrets.token_hex(16)}")
+
+
+def shared_address() -> str | None:
+    """None outside a test run."""
+    return os.environ.get(VARIABLE)

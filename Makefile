@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cache transfer workers cluster proto
-CHECKS := tests/test_layering.py tests/test_docs.py tests/test_prose.py
 TEST_PROCESSES ?= 3
 SPREAD := -n $(TEST_PROCESSES) --no-loadscope-reorder
 TREE := build/import-root/tandem
@@ -10,12 +9,13 @@ TREE := build/import-root/tandem
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-fast check format proto docs chaos clients explore fuzz bench clean
+.PHONY: help demo test test-unit test-long check format proto docs chaos clients explore fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
-	@echo "make test    the tests that need no GPU"
-	@echo "make test-fast  those of them without processes, clusters and compilers, some ten minutes"
+	@echo "make test    the gate of every change: make check, and beside it the tests of all parts; at most 12 minutes"
+	@echo "make test-unit  tests without processes, clusters, compilers and transformers; less than a minute"
+	@echo "make test-long  the tests that the gate leaves out: all sizes, long storms, partitions, every deployment"
 	@echo "make check   ruff, pyright, layering, documentation, generated files up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
@@ -31,18 +31,16 @@ help:
 demo: .venv/.base
 	@$(BIN)/python -m tandem.cluster.cli.demo $(if $(SPECULATE),--speculate $(filter-out 1,$(SPECULATE)))
 
-# Processes, each with whole files: what a file's tests share is made once. One has all that start a Ray, which wait
-# more than they compute (tests/conftest.py).
-test: .venv/.dev
-	@$(BIN)/pytest -q -m "not gpu" $(SPREAD)
+# What CI runs: it says how long each part took, and fails where one does.
+test:
+	@TEST_PROCESSES=$(TEST_PROCESSES) .ci/run
 
-# Those that `make check` does not run.
-test-rest: .venv/.dev
-	@$(BIN)/pytest -q -m "not gpu" $(SPREAD) $(CHECKS:%=--ignore=%)
+test-unit: .venv/.dev
+	@$(BIN)/pytest --unit -q -m "not gpu and not long" -n 2
 
-# No processes, no clusters, no compilers.
-test-fast: .venv/.dev
-	@$(BIN)/pytest -q -m "not gpu and not slow" $(SPREAD)
+# Processes, each with whole files: what a file's tests share is made once (tests/tiers.py).
+test-long: .venv/.dev
+	@$(BIN)/pytest -q -m "long and not gpu" $(SPREAD)
 
 check: .venv/.dev $(TREE)
 	@$(BIN)/ruff check
@@ -51,7 +49,7 @@ check: .venv/.dev $(TREE)
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python -m tests.benchmarks.report --check
 	@$(BIN)/pyright
-	@$(BIN)/pytest -q $(CHECKS)
+	@$(BIN)/pytest -q -m check tests/test_*.py
 
 format: .venv/.dev
 	@$(BIN)/ruff check --fix

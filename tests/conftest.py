@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support import triton_interpreter
+from tests import tiers
+from tests.support import triton_interpreter, unit_guard
 from tests.support.shared_forks import share_fork_server
 
 gc.disable()  # until tests are collected: modules that are imported stay
@@ -21,95 +22,46 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
-# What `make test-fast` leaves out: clusters, compilers, storms, long random programs. A folder, or a file.
-SLOW = (
-    "tests/chaos",
-    "tests/e2e",
-    "tests/fuzz",
-    "tests/protocol",
-    "tests/cache/kernels/test_append_registers.py",
-    "tests/cache/kernels/test_decode_programs.py",
-    "tests/cache/kernels/test_native_kernels.py",
-    "tests/cache/operations/test_programs.py",
-    "tests/cluster/cli/bench/test_checkout.py",
-    "tests/cluster/cli/bench/test_load.py",
-    "tests/cluster/cli/test_random_checkpoint.py",
-    "tests/cluster/frontends/test_large_requests.py",
-    "tests/cluster/processes",
-    "tests/cluster/requests/test_answers.py",
-    "tests/cluster/requests/test_readers.py",
-    "tests/cluster/requests/test_replay.py",
-    "tests/deploy/test_several_hosts.py",
-    "tests/deploy/test_started.py",
-    "tests/deploy/test_wheel.py",
-    "tests/transfer/nvshmem/test_triton_push.py",
-    "tests/transfer/test_shared_memory.py",
-    "tests/workers/kernels/test_cubin_build.py",
-    "tests/workers/kernels/test_logits_registers.py",
-    "tests/workers/kernels/test_megakernel.py",
-    "tests/workers/kernels/test_resident_gemm.py",
-    "tests/workers/models/test_weights.py",
-    "tests/workers/runner/test_logits_processor.py",
-    "tests/workers/sampling/test_triton_sampling.py",
-    "tests/workers/service/test_hung_gateway.py",
-)
-
-# Whose tests start a Ray, or several: one process has them all, so that no two clusters start at a time. And others
-# that take long. Both begin first.
-RAY = (
-    "tests/e2e/test_hosts.py",
-    "tests/e2e/test_partitions.py",
-    "tests/deploy/test_several_hosts.py",
-    "tests/e2e/test_up.py",
-    "tests/e2e/test_replace.py",
-    "tests/chaos/test_ray_storm.py",
-    "tests/e2e/test_launch.py",
-    "tests/deploy/test_started.py",
-    "tests/e2e/test_interrupted_start.py",
-    "tests/e2e/test_operator.py",
-    "tests/cluster/processes/test_ray_processes.py",
-    "tests/cluster/processes/test_ray_watch.py",
-)
-LONG = (
-    "tests/e2e/test_parity.py",
-    "tests/protocol/test_explorer.py",
-    "tests/cache/operations/test_programs.py",
-    "tests/chaos/test_storm.py",
-    "tests/workers/kernels/test_megakernel.py",
-    "tests/e2e/test_speculation.py",
-    "tests/e2e/test_recovery.py",
-)
-
 settings.register_profile("tandem", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--unit", action="store_true", help="the unit tier: neither imports nor runs other tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     share_fork_server()
-    gone = [name for name in (*SLOW, *RAY, *LONG) if not (config.rootpath / name).exists()]
-    assert not gone, f"{gone} are named here and are not there"
+    gone = tiers.missing(config.rootpath)
+    assert not gone, f"{gone} are named in tests/tiers.py and are not there"
+    if config.getoption("--unit"):
+        unit_guard.install(config)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    left_out = config.getoption("--unit") and not tiers.is_unit(collection_path, config.rootpath)
+    return True if left_out else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    files = {item.path for item in items}
-    slow = {file for file in files for name in SLOW if file.is_relative_to(config.rootpath / name)}
-    for item in items:
-        if item.path in slow:
-            item.add_marker("slow")
+    unused = tiers.mark_long_cases(items)
+    if unused and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"markers `gate` name no case: {'; '.join(unused)}")
     if hasattr(config, "workerinput"):  # a process of several, which get files in this order
-        first = {config.rootpath / name: place for place, name in enumerate((*RAY, *LONG))}
+        first = {config.rootpath / name: place for place, name in enumerate((*tiers.RAY, *tiers.SLOWEST))}
         items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files for each process, and all of RAY for one."""
+    """Whole files for each process, and all of tiers.RAY for one."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "Ray" if file in RAY else file
+            return "Ray" if file in tiers.RAY else file
 
     return Scheduling(config, log)
 

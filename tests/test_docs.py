@@ -9,6 +9,8 @@ import pytest
 
 from tandem.cluster.config import ClusterConfig
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 FOLDERS = ("cache", "transfer", "workers", "cluster", "proto", "tests", "deploy", "docs", ".ci")

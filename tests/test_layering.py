@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.import_graph import floors, imports, rooms, sources
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).resolve().parent.parent
 ORDER: tuple[str, ...] = ("cache", "transfer", "workers", "cluster")  # each may import those before it
 PACKAGES = (*ORDER, "proto")

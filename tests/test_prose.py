@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.prose import LEAST_SHARE, MOST_WORDS, num_words, sentences, share_of_short
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 README_LINES = 150

@@ -2,24 +2,25 @@
 
 from dataclasses import dataclass
 
-from transformers import Gemma3TextConfig, GptOssConfig, Llama4TextConfig, PreTrainedConfig
-
 from tests.benchmarks.compressed_shapes import Fields
 
 
 @dataclass(frozen=True)
 class SpanShape:
-    """sizes: of the model's config, and in `tiny` those that are other ones in a tiny one. cut: what is smaller."""
+    """config: the name of its class in transformers. sizes: of that config, and in `tiny` those that are other ones in
+    a tiny one. cut: what is smaller."""
 
     architecture: str
-    config: type[PreTrainedConfig]
+    config: str
     sizes: Fields
     tiny: Fields
     cut: Fields
 
     def fields(self, *, tiny: bool) -> Fields:
         """A config.json."""
-        made = self.config(**self.sizes | (self.tiny if tiny else {})).to_dict()
+        import transformers
+
+        made = getattr(transformers, self.config)(**self.sizes | (self.tiny if tiny else {})).to_dict()
         return made | {"architectures": [self.architecture]}
 
 
@@ -34,7 +35,7 @@ TINY: Fields = {
 SHAPES = {
     "gemma3-12b": SpanShape(
         "Gemma3ForCausalLM",
-        Gemma3TextConfig,
+        "Gemma3TextConfig",
         {
             "hidden_size": 3840,
             "intermediate_size": 15_360,
@@ -51,7 +52,7 @@ SHAPES = {
     ),
     "gpt-oss-20b": SpanShape(
         "GptOssForCausalLM",
-        GptOssConfig,
+        "GptOssConfig",
         {
             "hidden_size": 2880,
             "intermediate_size": 2880,
@@ -69,7 +70,7 @@ SHAPES = {
     ),
     "llama4-scout": SpanShape(
         "Llama4ForCausalLM",
-        Llama4TextConfig,
+        "Llama4TextConfig",
         {
             "hidden_size": 5120,
             "intermediate_size": 8192,

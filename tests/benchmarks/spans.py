@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from torch import nn
 
 from tandem.cache.plan.spans import Span
@@ -63,6 +62,8 @@ class Weights(NamedTuple):
 
 def count_weights(fields: Fields) -> Weights:
     """fields: config.json."""
+    import transformers
+
     with torch.device("meta"):
         model = getattr(transformers, fields["architectures"][0])(transformers.AutoConfig.for_model(**fields))
     embedding = model.get_input_embeddings()

@@ -53,6 +53,7 @@ def test_all_parts_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert len(result["targets"]) == 4
 
 
+@pytest.mark.long
 def test_a_case_that_fails_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

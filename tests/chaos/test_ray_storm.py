@@ -8,6 +8,8 @@ from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tests.chaos.ray_storm import RayStorm
 from tests.chaos.storm import Blow
 
+pytestmark = pytest.mark.long
+
 TARGETS = ("decode", "gateway", "GCS", "decode", "raylet")
 BLOWS = [Blow(20, target, "kill", 0.0) for target in TARGETS]
 

@@ -1,4 +1,4 @@
-"""The short storm; `make chaos` runs long ones."""
+"""A short storm at the gate, longer ones of each kind; `make chaos` runs long ones."""
 
 from pathlib import Path
 
@@ -8,6 +8,18 @@ from tests.chaos.storm import Storm
 from tests.chaos.targets import make_target
 
 
+@pytest.mark.timeout(300)
+def test_nothing_is_lost_in_a_short_storm(tmp_path: Path) -> None:
+    model, _ = make_target(tmp_path)
+    outcome = Storm(model, tmp_path / "faults", seed=1).run(6, 12)
+    assert not outcome.errors
+    assert outcome.finished >= 8
+    assert outcome.finished_over_http > 0
+    assert outcome.placed_again > 0
+    assert max(outcome.restarts.values()) > 0
+
+
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("roles", "drafter"), [("split", None), ("adaptive", "mtp"), ("colocated", None)])
 def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | None) -> None:
@@ -23,6 +35,7 @@ def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | N
     assert (outcome.accepted > 0) == (drafter is not None)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_while_somebody_attacks(tmp_path: Path) -> None:
     model, _ = make_target(tmp_path)

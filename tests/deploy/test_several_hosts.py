@@ -195,6 +195,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("how", STARTS)
 def test_its_commands_start_a_cluster_of_two_hosts(how: str, tmp_path: Path, model: Path) -> None:

@@ -4,8 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -57,10 +58,29 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
+def test_each_file_is_declared_by_its_package() -> None:
+    """What is not is missing in the wheel. This needs no build."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = {name.removeprefix("tandem.").replace(".", "/"): name for name in declared["packages"]}
+    packages |= {folder: name for name, folder in declared["package-dir"].items()}
+    undeclared = set()
+    for path in map(PurePosixPath, tracked()):
+        package = next((folder for folder in map(str, path.parents) if folder in packages), None)
+        if package is None:
+            continue
+        name, patterns = str(path.relative_to(package)), declared["package-data"].get(packages[package], ())
+        is_module = path.suffix == ".py" and "/" not in name
+        if not is_module and not any(PurePosixPath(name).match(pattern) for pattern in patterns):
+            undeclared.add(str(path))
+    assert undeclared == set()
+
+
+@pytest.mark.long
 def test_it_is_for_any_machine(wheel: Path) -> None:
     assert wheel.name == f"tandem-{VERSION}-py3-none-any.whl"
 
 
+@pytest.mark.long
 def test_everything_is_inside(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
     wanted = {f"tandem/{name}" for name in tracked() if name.startswith(tuple(f"{folder}/" for folder in FOLDERS))}
@@ -73,6 +93,7 @@ def test_everything_is_inside(wheel: Path) -> None:
     assert "tandem/deploy/grafana/tandem.json" in inside
 
 
+@pytest.mark.long
 def test_the_command_runs_from_it(installed: Path) -> None:
     tandem = str(installed / "tandem")
     environ = {"PATH": os.environ["PATH"], "HOME": str(installed)}
@@ -80,6 +101,7 @@ def test_the_command_runs_from_it(installed: Path) -> None:
     assert "--max-tokens" in run(tandem, "generate", "--help", **environ)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_kernels_compile_from_it(installed: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "HOME": str(installed), "TANDEM_KERNEL_CACHE": str(installed / "kernels")}

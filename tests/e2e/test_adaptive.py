@@ -85,6 +85,7 @@ def expected(folder: Path) -> list[list[int]]:
     return [greedy(oracle, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
+@pytest.mark.gate("qwen3", "gemma3")
 def test_tokens_equal_transformers_whoever_serves(folder: Path, expected: list[list[int]]) -> None:
     """Twice, so that the second time prefixes are found where they happen to lie."""
     with adaptive_island(folder) as island:
@@ -95,6 +96,7 @@ def test_tokens_equal_transformers_whoever_serves(folder: Path, expected: list[l
         assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == expected
 
 
+@pytest.mark.gate("qwen3-*", "gemma3-one worker")
 @pytest.mark.parametrize("num_prefill", [0, 1], ids=["one worker", "1P1D"])
 def test_colocated_workers_serve_their_own_requests(folder: Path, expected: list[list[int]], num_prefill: int) -> None:
     """Twice, so that the second time prefixes are found."""
@@ -122,6 +124,7 @@ def in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "make_cache", partial(make_cache, kernels=TableKernels))
 
 
+@pytest.mark.gate("qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.usefixtures("in_graphs")
 def test_steps_with_prompts_in_graphs_give_the_same_tokens(family: str, tmp_path: Path) -> None:
@@ -180,6 +183,7 @@ def long_answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[l
     return folder, [greedy(oracle, prompt, 120) for prompt in PROMPTS[:6]]
 
 
+@pytest.mark.gate("False")
 @pytest.mark.parametrize("sharing", [True, False])
 def test_requests_that_move_lose_no_token(
     long_answers: tuple[Path, list[list[int]]], sharing: bool, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_load_brings_an_island_and_quiet_ends_it(small_model: Path, capsys: pyte
         assert tokens_of(list(client.generate(prompt, timeout=60, max_tokens=OUTPUT, **GREEDY))) == wanted
 
 
+@pytest.mark.long
 def test_waiting_requests_bring_an_island_a_decode_worker_that_goes_when_none_waits(small_model: Path) -> None:
     """Requests are under way at both changes, and have no time to end before them."""
     prompt = random_prompt(12, 2)

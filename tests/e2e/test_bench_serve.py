@@ -59,6 +59,7 @@ def test_both_targets_are_sent_the_same(island: Island, capsys: Capture) -> None
         assert runs[0][name] == runs[1][name]
 
 
+@pytest.mark.gate("grpc")
 @pytest.mark.parametrize("kind", ["grpc", "url"])
 def test_chats_send_what_was_answered(island: Island, capsys: Capture, kind: str) -> None:
     """Else the pages of a history would not be found again."""
@@ -95,12 +96,14 @@ def test_a_trace(island: Island, capsys: Capture, tmp_path: Path) -> None:
     assert run["total_cached_tokens"] <= run["total_reusable_tokens"]
 
 
+@pytest.mark.long
 def test_several_servers_get_requests_in_turns(island: Island, capsys: Capture) -> None:
     urls = ["--url", f"http://{island.http}", "--url", f"http://localhost:{island.http.rpartition(':')[2]}/v1"]
     (run,) = results(capsys, *urls, *QUICK, *LENIENT, "--seed", "21")["runs"]
     assert (run["completed"], run["failed"]) == (20, 0)
 
 
+@pytest.mark.long
 def test_processes_share_a_load(island: Island, capsys: Capture, tmp_path: Path) -> None:
     output = tmp_path / "out" / "serve.json"
     arguments = [*address(island, "grpc"), *QUICK, *LENIENT, "--processes", "2", "--output", str(output)]
@@ -111,6 +114,7 @@ def test_processes_share_a_load(island: Island, capsys: Capture, tmp_path: Path)
     assert "offered /s" in printed
 
 
+@pytest.mark.long
 def test_an_arrival_beyond_the_bound_fails_and_is_not_delayed(island: Island, capsys: Capture) -> None:
     arguments = [*address(island, "grpc"), *QUICK, "--rate", "2000", "--max-concurrency", "2", *LENIENT]
     runs = results(capsys, *arguments)["runs"]
@@ -121,6 +125,7 @@ def test_an_arrival_beyond_the_bound_fails_and_is_not_delayed(island: Island, ca
     assert runs[1]["slo_attainment"] == runs[1]["completed"] / 20
 
 
+@pytest.mark.long
 def test_a_sweep_with_a_plot(island: Island, capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "serve.png"
@@ -154,6 +159,7 @@ def test_bad_options_name_what_is_accepted(capsys: Capture, arguments: list[str]
     assert error.count("\n") == 1
 
 
+@pytest.mark.long
 def test_servers_that_refuse(island: Island, capsys: Capture) -> None:
     code, _, told = serve(capsys, "--url", f"http://{island.http}", *QUICK, "--model-name", "other")
     assert (code, "--model-name is 'other'; ['" in told) == (1, True)

@@ -56,6 +56,7 @@ def test_push_beside_prefill(island: Island) -> None:
     assert push_beside_prefill.result_of(numbers, 1)["targets"][0]["at_most"] == 1.01
 
 
+@pytest.mark.long
 def test_speculation() -> None:
     with ExitStack() as stack:
         addresses = {
@@ -70,6 +71,7 @@ def test_speculation() -> None:
     assert drafted["tokens_per_step"] > 1
 
 
+@pytest.mark.long
 def test_serving(island: Island) -> None:
     arguments = ["--clients", "3", "2", "--requests", "5", "--prompt", "20", "--output", "6"]
     arguments += ["--frontend", "grpc", "http"]

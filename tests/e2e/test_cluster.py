@@ -84,6 +84,7 @@ def test_tokens_equal_transformers_across_processes(cluster: Cluster, small_mode
     assert os.getpid() not in pids
 
 
+@pytest.mark.long
 def test_a_worker_more_and_one_less(cluster: Cluster) -> None:
     """What Ray set aside for the one that left is free again; what it has no room for is refused."""
     before = workers(cluster.grpc_address)

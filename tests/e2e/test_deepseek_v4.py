@@ -91,6 +91,7 @@ def test_prompts_by_token_land_where_they_are_decoded(folder: Path, monkeypatch:
         assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
 
 
+@pytest.mark.gate("9")
 @pytest.mark.parametrize("beyond", [1, 9])
 def test_a_prefix_is_found_again_on_both_sides(folder: Path, beyond: int) -> None:
     """Pages of entries for 32 positions: prefixes of 32, 64, … positions are shared."""

@@ -4,10 +4,9 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import PreTrainedModel
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
@@ -20,6 +19,9 @@ from tests.support.http_client import COMPLETIONS, answer, chunks
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCABULARY, CHUNK, OUTPUT = 512, 48, 24
 BORDER = 128  # positions of the longest entry, and of the coarsest page
@@ -46,7 +48,7 @@ class Served:
 
     address: str
     http: str
-    oracle: PreTrainedModel
+    oracle: "PreTrainedModel"
 
     def island(self) -> inference_pb2.IslandInfo:
         with Client(self.address) as client:
@@ -103,6 +105,7 @@ def test_both_doors_give_the_tokens_of_transformers(served: Served) -> None:
     assert whole["choices"][0]["token_ids"] == expected[1]
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_tokens_twice_through_both_doors(served: Served) -> None:
     prompt = repeating(2)
     sampling: dict[str, Any] = {"max_tokens": OUTPUT, "temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
@@ -113,6 +116,7 @@ def test_a_seed_gives_the_same_tokens_twice_through_both_doors(served: Served) -
     assert first != greedy(served.oracle, prompt, OUTPUT)
 
 
+@pytest.mark.long
 def test_prefixes_are_evicted_under_pressure_and_computed_again(served: Served) -> None:
     """48 pages of 16 positions hold few prompts of this length. What is found again gives the same tokens."""
     prompt = random_prompt(2 * BORDER + 3, 40, VOCABULARY)
@@ -127,6 +131,7 @@ def test_prefixes_are_evicted_under_pressure_and_computed_again(served: Served) 
     assert tokens_of(complete(served.address, prompt, max_tokens=OUTPUT, **GREEDY)) == expected
 
 
+@pytest.mark.gate("decode")
 @pytest.mark.parametrize("lost", [0, 1], ids=["prefill", "decode"])
 def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
     """The island forms again; what the client has is computed again as a prompt, whose entries end elsewhere."""

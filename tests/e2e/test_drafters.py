@@ -118,6 +118,7 @@ def accepted(updates: Sequence[GenerateUpdate]) -> int:
     return usage.accepted_tokens
 
 
+@pytest.mark.gate("draft_model-greedy", "mtp-seeded")
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "seeded"])
 def test_a_killed_decode_worker_costs_no_token(drafted: Drafted, served: str, sampling: dict[str, Any]) -> None:
     until(lambda: whole(served))
@@ -136,6 +137,7 @@ def test_a_killed_decode_worker_costs_no_token(drafted: Drafted, served: str, sa
     assert accepted(updates) > 0
 
 
+@pytest.mark.gate("draft_model")
 def test_cancels_beside_disturb_no_request(drafted: Drafted, served: str) -> None:
     until(lambda: whole(served))
 
@@ -163,6 +165,7 @@ FEATURES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.gate("mtp-*-guided_regex", "eagle3-*-top_p", "draft_model-*-frequency_penalty")
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: "-".join(feature))
 def test_each_feature_is_as_without_speculation(drafted: Drafted, served: str, feature: dict[str, Any]) -> None:
     body = {"prompt": PROMPTS[1], "max_tokens": 40, "return_token_ids": True, **feature}
@@ -178,6 +181,7 @@ def test_each_feature_is_as_without_speculation(drafted: Drafted, served: str, f
     assert (details.get("accepted_prediction_tokens", 0) == 0) == ruled
 
 
+@pytest.mark.gate("draft_model-stop", "eagle3-stop_token_ids")
 @pytest.mark.parametrize("kind", ["stop", "stop_token_ids"])
 def test_a_stop_within_an_accepted_draft_ends_the_answer(drafted: Drafted, served: str, kind: str) -> None:
     """Wherever it is: each token behind the fifth, whose text is new, is the end of one answer."""
@@ -201,6 +205,7 @@ def test_a_stop_within_an_accepted_draft_ends_the_answer(drafted: Drafted, serve
     until(lambda: whole(served))
 
 
+@pytest.mark.gate("mtp")
 def test_requests_that_move_lose_no_token(drafted: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Back and forth between both workers, with the drafter's KV."""
     looks = itertools.count()
@@ -244,6 +249,7 @@ class Steered(ModelDrafter):
         return (due + self.off) % 512
 
 
+@pytest.mark.gate("draft_model-right", "mtp-wrong")
 @pytest.mark.parametrize("off", [0, 1], ids=["right", "wrong"])
 def test_a_drafter_that_is_always_right_or_wrong(drafted: Drafted, off: int, monkeypatch: pytest.MonkeyPatch) -> None:
     due = drafted.due(DRAWN)
@@ -260,6 +266,7 @@ def test_a_drafter_that_is_always_right_or_wrong(drafted: Drafted, off: int, mon
     assert usage.accepted_tokens == (0 if off else usage.drafted_tokens)
 
 
+@pytest.mark.gate("mtp")
 def test_a_drafter_that_breaks_within_a_draft_is_not_asked_again(
     drafted: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

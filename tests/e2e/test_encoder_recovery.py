@@ -21,6 +21,7 @@ from tests.support.waiting import until
 COUNT, GREEDY = 300, {"temperature": 0, "ignore_eos": True}
 
 
+@pytest.mark.gate("decode")
 @pytest.mark.parametrize("lost", [0, 1], ids=["prefill", "decode"])
 def test_a_worker_dies_and_the_stream_goes_on(tmp_path: Path, lost: int) -> None:
     make_checkpoint(tmp_path, "t5gemma")

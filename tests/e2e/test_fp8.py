@@ -3,46 +3,29 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cluster.config import load_config
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.transfer.errors import MembershipRefused
 from tandem.workers.worker import Worker
-from tests.cache.naive import round_by
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all
 from tests.support.island import running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CHUNK, OUTPUT = 48, 12
 LENGTHS = (1, 9, CHUNK + 1, 2 * CHUNK + 5)
 PLAIN: dict[str, Any] = {"kv_cache_dtype": "auto", "k_scale": None}
 NAMES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{0}_proj.{0}_scale")
-
-
-class RoundingCache(DynamicCache):
-    """Keeps what is left of K, rotated, and V in the entries of an FP8 cache."""
-
-    def __init__(self, model: PreTrainedModel, scales: KVScales) -> None:
-        super().__init__(config=model.config)
-        self.scales = scales
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        k, v = (
-            round_by(states[0].transpose(0, 1).double(), scales[layer_idx]).to(states.dtype).transpose(0, 1)[None]
-            for states, scales in ((key_states, self.scales.k), (value_states, self.scales.v))
-        )
-        return super().update(k, v, layer_idx, *args, **kwargs)
 
 
 def random_scales(num_layers: int, numbers: int, seed: int = 0) -> KVScales:
@@ -62,7 +45,9 @@ def add_scales(folder: Path, scales: KVScales, name: str) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def check_tokens(folder: Path, model: PreTrainedModel, scales: KVScales, settings: dict[str, Any]) -> None:
+def check_tokens(folder: Path, model: "PreTrainedModel", scales: KVScales, settings: dict[str, Any]) -> None:
+    from tests.support.rounding_cache import RoundingCache
+
     prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     expected = [greedy(model, prompt, OUTPUT, RoundingCache(model, scales)) for prompt in prompts]
     assert expected != [greedy(model, prompt, OUTPUT) for prompt in prompts], "rounding decides nothing here"

@@ -203,6 +203,7 @@ def test_of_calls_of_one_id_that_come_at_once_one_runs(stubs: list[Any], case: C
             assert sum("is in use" in answer for answer in answers) == 3
 
 
+@pytest.mark.long
 def test_resumes_that_come_at_once_leave_one(stubs: list[Any], case: Case) -> None:
     begin = threading.Barrier(4)
 
@@ -278,6 +279,7 @@ def test_the_limit_of_calls_holds_for_both_together(served: str, stubs: list[Any
         call.cancel()
 
 
+@pytest.mark.long
 def test_either_process_takes_scale_orders(served: str, case: Case) -> None:
     with connected(served) as channels:
         for channel in channels:

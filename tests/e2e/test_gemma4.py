@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma4AudioConfig, Gemma4Config, Gemma4ForConditionalGeneration, Gemma4VisionConfig
 
 from tandem.cache.kernels.paged.kernels import TritonKernels
 from tandem.workers import worker
@@ -26,11 +25,11 @@ from tests.support.island import running_island
 from tests.support.oracle import greedy_all, random_prompt
 
 WINDOW = 24
-VISION = Gemma4VisionConfig(
+VISION: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
     num_hidden_layers=1, position_embedding_size=16, patch_size=4,
 )  # fmt: skip
-AUDIO = Gemma4AudioConfig(
+AUDIO: dict[str, Any] = dict(
     hidden_size=32, num_attention_heads=2, num_hidden_layers=1, subsampling_conv_channels=[8, 4], output_proj_dims=32
 )
 PUBLISHED = ("k_proj.weight", "v_proj.weight", "k_norm.weight")  # of readers, too, where they mean nothing
@@ -38,8 +37,11 @@ PUBLISHED = ("k_proj.weight", "v_proj.weight", "k_norm.weight")  # of readers, t
 
 def save_published(folder: Path) -> Any:
     """The text decoder, in float32. Its readers have K and V, as published ones have."""
+    from transformers import Gemma4AudioConfig, Gemma4Config, Gemma4ForConditionalGeneration, Gemma4VisionConfig
+
     text = make_model("gemma4")
-    config = Gemma4Config(vision_config=VISION, text_config=text.config, audio_config=AUDIO)  # type: ignore[arg-type]
+    vision, audio = Gemma4VisionConfig(**VISION), Gemma4AudioConfig(**AUDIO)
+    config = Gemma4Config(vision_config=vision, text_config=text.config, audio_config=audio)  # type: ignore[arg-type]
     model = Gemma4ForConditionalGeneration(config)
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.save_pretrained(folder)

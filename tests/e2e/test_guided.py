@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import jsonschema
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
-from transformers import PreTrainedModel
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.errors import CallError, InvalidRequest
@@ -30,6 +29,9 @@ from tests.support.client_requests import complete, text_of, tokens_of
 from tests.support.http_client import CHATS, answer, chunks
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["in_graphs"]
 
@@ -88,7 +90,7 @@ def sampling(number: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def naive(model: PreTrainedModel, folder: Path, prompt: list[int], kind: dict[str, Any], number: int) -> list[int]:
+def naive(model: "PreTrainedModel", folder: Path, prompt: list[int], kind: dict[str, Any], number: int) -> list[int]:
     """From whole forwards, with a mask for each token."""
     guided = build_request(prompt, {"guided": kind}, None).sampling.guided
     name = guided.WhichOneof("kind")
@@ -202,6 +204,7 @@ def test_what_cannot_be_followed_is_refused(island: Island, given: dict[str, Any
     assert message in str(caught.value)
 
 
+@pytest.mark.gate("True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_forced_tool_calls_follow_the_schemas(island: Island, stream: bool) -> None:
     """Of functions whose schemas refer to parts of their own, by the same names."""

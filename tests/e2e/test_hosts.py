@@ -139,6 +139,7 @@ def test_no_prompt_crosses_the_network_in_the_open(cluster: Cluster, small_model
     assert all(seen["found"])  # so the capture would have shown them
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_without_rays_gcs_serving_goes_on_and_what_is_lost_is_started_once_it_is_back(
     cluster: Cluster, small_model: Path, tmp_path: Path
@@ -170,6 +171,7 @@ def test_without_rays_gcs_serving_goes_on_and_what_is_lost_is_started_once_it_is
     assert [one["name"] for one in after["islands"]] == [one["name"] for one in before["islands"]]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_islands_of_a_lost_host_go_to_another_and_its_gateway_comes_back_with_it(
     cluster: Cluster, small_model: Path, tmp_path: Path
@@ -200,6 +202,7 @@ def test_the_islands_of_a_lost_host_go_to_another_and_its_gateway_comes_back_wit
     assert back.answers(tmp_path, prompts[:2]) == greedy_all(load_oracle(small_model), prompts[:2], ANSWER)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_without_the_head_and_its_launcher_others_serve_on_until_their_lease_ends_and_leave_nothing(
     cluster: Cluster, tmp_path: Path

@@ -101,6 +101,7 @@ def test_what_a_program_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.long
 def test_an_async_program_and_one_that_fails(small_model: Path) -> None:
     """Its error comes through, and its cluster has ended by then."""
     program = f"""

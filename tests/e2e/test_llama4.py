@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4VisionConfig
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, UnsupportedFeature
@@ -19,7 +18,7 @@ from tests.support.island import running_island
 from tests.support.oracle import greedy_all, random_prompt
 
 CHUNK = 32
-VISION = Llama4VisionConfig(
+VISION: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1, image_size=28, patch_size=14,
     vision_output_dim=32, projector_input_dim=32, projector_output_dim=32,
 )  # fmt: skip
@@ -27,8 +26,11 @@ VISION = Llama4VisionConfig(
 
 def save_with_images(folder: Path) -> Any:
     """The text decoder, in float32."""
+    from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4VisionConfig
+
     text = make_model("llama4")
-    model = Llama4ForConditionalGeneration(Llama4Config(vision_config=VISION, text_config=text.config))
+    config = Llama4Config(vision_config=Llama4VisionConfig(**VISION), text_config=text.config)
+    model = Llama4ForConditionalGeneration(config)
     model.language_model.load_state_dict(text.state_dict())
     model.save_pretrained(folder)
     return text

@@ -8,7 +8,7 @@ import pytest
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
-from tests.support.checkpoints import CASES, save_checkpoint
+from tests.support.checkpoints import CASES, FAMILIES, save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.drafters import SPECULATING, KnownDrafter, drafting
 from tests.support.held_prefill import prefill_held
@@ -60,6 +60,7 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Known(folder, prompts, greedy_all(load_oracle(folder), prompts, OUTPUT))
 
 
+@pytest.mark.gate("llama-2P2D", *(f"{family}-1P1D" for family in FAMILIES))
 @pytest.mark.parametrize(
     ("known", "each"),
     ISLANDS,
@@ -80,6 +81,7 @@ def test_alone_and_sixteen_at_once(known: Known, each: int) -> None:
     assert {pe for pair in posts.pairs for pe in pair} == set(range(2 * each)), "every worker took part"
 
 
+@pytest.mark.gate("llama", "deepseek_v3", "gemma3")
 @pytest.mark.parametrize("known", [case for case in CASES if not case.endswith(LIKE_OTHERS)], indirect=True)
 def test_with_drafts_right_and_wrong(known: Known) -> None:
     drafter = KnownDrafter(known.prompts, known.tokens, right=0.7)
@@ -96,6 +98,7 @@ def test_with_drafts_right_and_wrong(known: Known) -> None:
             assert len(drafter.forgotten) == len(known.prompts)
 
 
+@pytest.mark.gate("7")
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
 def test_split_at_any_position(chunk: int, tmp_path: Path) -> None:
     """Chunks of any size, page borders or not, give the tokens of one forward."""

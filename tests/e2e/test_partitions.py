@@ -79,6 +79,7 @@ def _workers(cluster: Cluster, host: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # with the start of all
 def test_an_island_over_several_hosts_serves_a_client_of_another(
     cluster: Cluster, small_model: Path, tmp_path: Path
@@ -100,6 +101,7 @@ def test_an_island_over_several_hosts_serves_a_client_of_another(
     hosts.lose(THIRD)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_link_that_is_down_for_a_moment_pauses_streams(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
     before = _island(cluster)
@@ -120,6 +122,7 @@ def test_a_link_that_is_down_for_a_moment_pauses_streams(cluster: Cluster, small
     assert set(asking.attempts) == {1}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_workers_behind_a_link_that_stays_down_end_themselves_and_streams_go_on(
     cluster: Cluster, small_model: Path, tmp_path: Path

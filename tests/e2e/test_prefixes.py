@@ -116,6 +116,7 @@ def test_a_resumed_request_keeps_its_salt(island: Island) -> None:
             assert messages[-1].usage.cached_tokens == cached
 
 
+@pytest.mark.gate("prefix_aware")
 @pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
 def test_tokens_and_view_are_right_while_prefixes_come_go_and_are_salted(small_model: Path, policy: str) -> None:
     """Two workers of each kind with room for few prefixes, and a second gateway that comes when much has happened."""
@@ -149,6 +150,7 @@ def test_tokens_and_view_are_right_while_prefixes_come_go_and_are_salted(small_m
             assert not len(second._islands._prefixes)
 
 
+@pytest.mark.gate("gemma3", "llama4")
 @pytest.mark.parametrize(
     "family", ["gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "mistral-window", "qwen2-window"]
 )
@@ -204,5 +206,6 @@ def computed_tokens(model: Path, policy: str) -> int:
         return asyncio.run(all_chats(island.address))
 
 
+@pytest.mark.long
 def test_prefix_aware_computes_less_than_least_loaded(small_model: Path) -> None:
     assert computed_tokens(small_model, "prefix_aware") < computed_tokens(small_model, "least_loaded")

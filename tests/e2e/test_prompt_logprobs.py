@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tandem.cluster.client.client_messages import GenerateUpdate, TokenLogprobs
 from tandem.cluster.errors import InvalidRequest
@@ -19,6 +18,9 @@ from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.waiting import until
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["in_graphs"]  # a fixture
 
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 2, 41, 90)]
@@ -27,7 +29,7 @@ NUM_TOKENS = 5
 
 
 @torch.inference_mode()
-def values_of(oracle: PreTrainedModel, prompt: Sequence[int]) -> Tensor:
+def values_of(oracle: "PreTrainedModel", prompt: Sequence[int]) -> Tensor:
     return oracle(torch.tensor([list(prompt)])).logits[0].log_softmax(-1)
 
 

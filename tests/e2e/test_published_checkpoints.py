@@ -7,14 +7,11 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.quantizers import quantizer_finegrained_fp8
-from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from tests.support.checkpoints import make_model
 from tests.support.client_requests import GREEDY, complete_all
@@ -37,6 +34,9 @@ from tests.support.quantized_checkpoints import (
     quantize_folder,
     split_folder,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BLOCK = (128, 128)
 BLOCKS = DEEPSEEK | {"weight_block_size": list(BLOCK)}
@@ -94,8 +94,11 @@ PUBLISHED = {
 PROMPTS = [random_prompt(11, seed=1), random_prompt(30, seed=2)]
 
 
-def load_dequantized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+def load_dequantized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> "PreTrainedModel":
     """transformers' model of a quantized checkpoint, in float32."""
+    from transformers.quantizers import quantizer_finegrained_fp8
+    from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
     section = json.loads((folder / "config.json").read_text())["quantization_config"]
     if section["quant_method"] == "compressed-tensors":
         return load_oracle(without_rounded_activations(folder))

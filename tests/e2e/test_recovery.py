@@ -134,6 +134,7 @@ def attempts(updates: list[GenerateUpdate]) -> int:
     return updates[-1].timings.attempts
 
 
+@pytest.mark.gate("1-3")
 @pytest.mark.parametrize(("pe", "behind"), [(0, 1), (1, 3)])
 def test_a_worker_dies_while_log_probabilities_of_the_prompt_come(served: str, pe: int, behind: int) -> None:
     """The prefill worker while it computes them, the decode worker while a client has not read them."""
@@ -206,6 +207,7 @@ def twenty_by_http(address: str, case: Case) -> list[int]:
     return [token for chunk in found for token in chunk["choices"][0]["token_ids"]]
 
 
+@pytest.mark.gate("grpc")
 @pytest.mark.parametrize("twenty", [twenty_by_grpc, twenty_by_http], ids=["grpc", "http"])
 def test_a_prefill_worker_dies_before_the_first_token(
     served: str, case: Case, processes: LocalProcesses, twenty: Callable[[str, Case], list[int]]
@@ -254,6 +256,7 @@ def test_the_gateway_dies_and_the_client_goes_on(served: str, case: Case, proces
     until(lambda: whole(served))
 
 
+@pytest.mark.gate("decode")
 @pytest.mark.parametrize("lost", ["decode", "gateway"])
 def test_a_process_dies_under_several_answers(served: str, case: Case, processes: LocalProcesses, lost: str) -> None:
     until(lambda: whole(served))
@@ -276,6 +279,7 @@ def test_a_process_dies_under_several_answers(served: str, case: Case, processes
     until(lambda: whole(served))
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stopped_for_a_while_is_slow_and_not_dead(served: str, case: Case) -> None:
     until(lambda: whole(served))
     before = epochs(served)
@@ -309,6 +313,7 @@ def test_a_worker_that_hangs_is_ended_and_restarts_are_bounded(small_model: Path
         cluster.stop()
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_from_the_beginning_is_ended(small_model: Path, case: Case) -> None:
     overrides = {**OVERRIDES, "num_islands": 1, "recovery.unresponsive_seconds": 2.0}
     processes = StillbornProcesses()

@@ -201,6 +201,7 @@ def ready(process: subprocess.Popen[str]) -> str:
     return found[1]
 
 
+@pytest.mark.long
 def test_tandem_up_replaces_a_cluster_whose_streams_go_on_and_a_bad_model_changes_nothing(
     small_model: Path, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def test_refusals_name_what_is_wrong(served: str, capsys: pytest.CaptureFixture[
     assert "island is 'x'; it must be one of c-0, c-1" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_meanwhile_brings_the_old_shape_back(served: str, case: Case) -> None:
     """It hangs, so that the change waits for it, and is killed then."""
     ((_, first), (_, second)) = workers(served, "c-0")

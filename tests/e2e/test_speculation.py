@@ -48,6 +48,7 @@ def counts(island: Island) -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.gate("mixed-*")
 @pytest.mark.parametrize("roles", ["split", "adaptive"])
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0], ids=["right", "mixed", "wrong"])
 def test_tokens_equal_transformers(small_model: Path, outputs: list[list[int]], right: float, roles: str) -> None:
@@ -198,6 +199,7 @@ def test_a_draft_model_drafts(small_model: Path, outputs: list[list[int]], plain
             assert [choice["token_ids"] for choice in given] == [choice["token_ids"] for choice in due]
 
 
+@pytest.mark.gate("deepseek_v3")
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
 def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path, case: str) -> None:
     """Multi-token prediction over both roles; a random layer is seldom right."""

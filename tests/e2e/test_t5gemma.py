@@ -141,6 +141,7 @@ def test_workers_that_compute_what_they_decode(folder: Path, oracle: Any) -> Non
         assert [tokens_of(one) for one in updates] == expected
 
 
+@pytest.mark.gate("True")
 @pytest.mark.parametrize("sharing", [True, False])
 def test_requests_that_move_lose_no_token(
     folder: Path, oracle: Any, sharing: bool, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +158,7 @@ def test_requests_that_move_lose_no_token(
         assert sum(one.moves for one in timings if one is not None) >= 2
 
 
+@pytest.mark.gate("split")
 @pytest.mark.parametrize("roles", ["split", "adaptive"])
 def test_cancelled_requests_leave_nothing(folder: Path, oracle: Any, roles: str) -> None:
     chance = random.Random(7)

@@ -122,6 +122,7 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
     assert len(wrong.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> None:
     """Which asks for a token that only its user can read. Each cluster has its own end."""
     assert running.process.stderr is not None
@@ -162,6 +163,7 @@ def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.Cap
     assert str(running.process.pid) in error
 
 
+@pytest.mark.long
 def test_what_dies_is_started_again_until_it_has_died_too_often(running: Up, small_model: Path) -> None:
     """The last one that uses it."""
     with Client(running.address) as client:

@@ -8,6 +8,8 @@ from tests.fuzz.services import GOOD_EVERY, OVERRIDES, Fuzz
 from tests.support.checkpoints import save_checkpoint
 from tests.support.island import Island, running_island
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def island(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Island]:

@@ -27,15 +27,17 @@ from tests.protocol.worlds import WORLDS
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
-BOUND = 150  # worlds each, in `make test`; `make explore` has more time
+GATE, LONG = 30, 150  # worlds each, in these tiers; `make explore` has more time
 
 
+@pytest.mark.gate(f"*-{GATE}")
+@pytest.mark.parametrize("bound", [GATE, LONG])
 @pytest.mark.parametrize("name", WORLDS)
-def test_nothing_goes_wrong(name: str) -> None:
+def test_nothing_goes_wrong(name: str, bound: int) -> None:
     limits, shape = WORLDS[name]
-    explored = explore(limits, shape, BOUND)
+    explored = explore(limits, shape, bound)
     assert explored.finding is None, str(explored.finding)
-    assert explored.complete or explored.worlds == BOUND
+    assert explored.complete or explored.worlds == bound
 
 
 def replaced(owner: Any, name: str, by: Any) -> Patch:

@@ -1,73 +1,36 @@
 """Tiny random checkpoints of every family and config feature, made by transformers, which is also their oracle."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DeepseekV4Config,
-    DeepseekV4ForCausalLM,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from tandem.cluster.cli.random_checkpoint import ARCHITECTURES
 
-FAMILIES: dict[str, tuple[type, type]] = {
-    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
-    "deepseek_v4": (DeepseekV4Config, DeepseekV4ForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
-    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "llama4": (Llama4TextConfig, Llama4ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The names of transformers' configuration and model. Importing all of them takes seconds.
+FAMILIES: dict[str, tuple[str, str]] = {
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
+    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
 COMMON: dict[str, Any] = {
     "vocab_size": 199,
@@ -337,13 +300,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(case: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
     """The transformers model of a case in float32, every parameter random: biases and norm weights matter too.
 
     changes: fields of its configuration.
     """
+    import transformers
+
     family, fields = CASES[case]
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class = (getattr(transformers, name) for name in FAMILIES[family])
     model = model_class(config_class(**{**COMMON, **fields, **changes})).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, T5GemmaConfig, T5GemmaForConditionalGeneration, T5GemmaModuleConfig
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
@@ -27,6 +26,8 @@ HALF: dict[str, Any] = {**COMMON, "sliding_window": WINDOW, "query_pre_attn_scal
 
 def save_t5gemma(folder: Path, encoder: dict[str, Any] | None = None, decoder: dict[str, Any] | None = None) -> Any:
     """The model in float32, every parameter random. encoder, decoder: changes of these halves."""
+    from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration, T5GemmaModuleConfig
+
     halves = [T5GemmaModuleConfig(**{**HALF, **(changes or {})}) for changes in (encoder, decoder)]
     config = T5GemmaConfig(encoder=halves[0], decoder=halves[1], vocab_size=COMMON["vocab_size"])
     model = T5GemmaForConditionalGeneration(config)
@@ -40,6 +41,8 @@ def save_t5gemma(folder: Path, encoder: dict[str, Any] | None = None, decoder: d
 
 
 def load_t5gemma(folder: Path) -> Any:
+    from transformers import AutoModelForSeq2SeqLM
+
     return AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 

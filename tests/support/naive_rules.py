@@ -1,15 +1,17 @@
 """What sampling parameters do to logits, as vLLM documents it: in lists and loops, one token at a time."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def processed(
@@ -59,7 +61,7 @@ def random_params(number: int, vocab: int, prompt: Sequence[int], **others: Any)
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+def generate(model: "PreTrainedModel", prompt: Sequence[int], params: SamplingParams) -> list[int]:
     """The output of a request with ignore_eos, from whole forwards of transformers."""
     sampler, output = EagerSampler(torch.device("cpu")), list[int]()
     bare = SampleBatch.from_params([params])

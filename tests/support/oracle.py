@@ -3,24 +3,28 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
 
 DYNAMIC = ("dynamic", "longrope")
 
 
 def load_oracle(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """options: of from_pretrained."""
+    from transformers import AutoModelForCausalLM
+
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
     _clamp_as_configured(model)
     return model.eval().to(device)
 
 
-def _clamp_as_configured(model: PreTrainedModel) -> None:
+def _clamp_as_configured(model: "PreTrainedModel") -> None:
     """gpt_oss's experts: transformers 5.17 clamps them at 7 whatever swiglu_limit is, later ones as it says."""
     limit = getattr(model.config, "swiglu_limit", None)
     for module in model.modules():
@@ -28,28 +32,28 @@ def _clamp_as_configured(model: PreTrainedModel) -> None:
             module.limit = limit
 
 
-def in_its_precision(model: PreTrainedModel) -> torch.autocast:
+def in_its_precision(model: "PreTrainedModel") -> torch.autocast:
     """Around its forwards in 16 bits: transformers 5.17 mixes DeepSeek-V4's dtypes, and autocast lets it."""
     mixes = model.config.model_type == "deepseek_v4" and model.dtype != torch.float32
     return torch.autocast(model.device.type, model.dtype if mixes else None, enabled=mixes)
 
 
 def greedy(
-    model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, cache: DynamicCache | None = None
+    model: "PreTrainedModel", prompt: Sequence[int], num_tokens: int, cache: "DynamicCache | None" = None
 ) -> list[int]:
     """num_tokens tokens, the end of sequence ignored. cache: an empty one of another kind than transformers' own."""
     return _generate(model, [prompt], num_tokens, cache)[0]
 
 
 @torch.inference_mode()
-def likeliest(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+def likeliest(model: "PreTrainedModel", prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
     """The likeliest token after the prompt and after each of `tokens` but the last. They are greedy() where they are
     these: that takes one forward, and not one for each token."""
     ids = torch.tensor([[*prompt, *tokens[:-1]]], device=model.device)
     return model(ids).logits[0, len(prompt) - 1 :].argmax(1).tolist()
 
 
-def greedy_all(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+def greedy_all(model: "PreTrainedModel", prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
     """greedy of each prompt. Those of one length are a batch, for they need no padding.
 
     Each batch of a model with dynamic RoPE has a copy: that remembers the longest sequence that it has seen.
@@ -68,7 +72,7 @@ def greedy_all(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tok
 
 @torch.inference_mode()
 def _generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int, cache: DynamicCache | None
+    model: "PreTrainedModel", prompts: Sequence[Sequence[int]], num_tokens: int, cache: "DynamicCache | None"
 ) -> list[list[int]]:
     """prompts: of one length."""
     ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)

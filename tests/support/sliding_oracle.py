@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 
 @torch.inference_mode()
 def slide_greedily(model: Any, prompt: Sequence[int], num_tokens: int, window: int, sinks: int) -> list[int]:
     """num_tokens tokens of a decoder like Llama. The prompt is computed as always; each later token sees, with itself,
     `window` tokens at most: the first `sinks` and the latest."""
+    from transformers import DynamicCache
+
     cache = DynamicCache(config=model.config)
     logits = model(torch.tensor([list(prompt)]), past_key_values=cache).logits
     tokens = [int(logits[0, -1].argmax())]

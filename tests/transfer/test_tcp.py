@@ -177,6 +177,7 @@ def test_random_programs_end_as_copies_in_one_process_do(monkeypatch: pytest.Mon
             assert all(torch.equal(pool, want) for pool, want in zip(pe.pools, pools, strict=True))
 
 
+@pytest.mark.long
 def test_two_processes_push_to_a_third_and_every_signal_comes_after_its_data(start_peer: StartPeer) -> None:
     own = TcpTransport(peer_config(0, 3))
     check_rounds(own, [start_peer(1, 3, "tcp"), start_peer(2, 3, "tcp")], rounds=30)

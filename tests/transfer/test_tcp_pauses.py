@@ -13,6 +13,7 @@ PARTITION_SECONDS = 3.0
 SILENT_SECONDS = 2 * PARTITION_SECONDS + 1  # as recovery.silent_seconds
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root and `ip netns`")
 @pytest.mark.timeout(120)
 def test_an_idle_connection_outlasts_a_link_that_is_down_for_a_moment() -> None:

@@ -159,7 +159,9 @@ def test_appends_pops_and_neighbours(window: int, sink: int, after: bool, held: 
 
 
 @pytest.mark.timeout(600)
-def test_a_million_tokens_go_through_few_pages() -> None:
+@pytest.mark.gate("50000")
+@pytest.mark.parametrize("tokens", [50_000, 1_000_000])
+def test_a_million_tokens_go_through_few_pages(tokens: int) -> None:
     """In appends of 250, with decodes and short chunks between them that are compared with the naive stream."""
     layout = KVLayout((LayerGroup((0,), 1, HEAD_DIM),), 4, torch.float32)
     pools = pools_of(layout, 66)
@@ -170,7 +172,7 @@ def test_a_million_tokens_go_through_few_pages() -> None:
     cache.reserve(0, 10_000_000, 250)
     free = cache.num_free_pages
     assert free <= 1
-    while stream.length < 1_000_000:
+    while stream.length < tokens:
         for count in [250] * 199 + [1, 5, 1]:
             ((q, k, v),) = draw_inputs(layout, count, seed=stream.length).layers
             inputs = Inputs([(q[:, :1], k, v)])

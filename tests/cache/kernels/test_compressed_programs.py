@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.hopper import REGISTERS, SHARED_BYTES, taken, told_by
 
+pytestmark = pytest.mark.long
+
 SIZE, KEY_SIZE, ROTATED, WINDOW, PAGE = 512, 128, 64, 128, 64
 THREADS = 128
 MOST_REGISTERS = 255  # of a thread, from where on they spill

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from tandem.cache.kernels.triton.decode import _decode
 from tandem.cache.kernels.triton.decode_plan import FEW, FEW_FP8, Tiling
 
+pytestmark = pytest.mark.long
+
 TYPES = dict.fromkeys(("slots", "kv_indices", "schedule", "counters", "preceding"), "*i32")
 TYPES |= {"partial": "*fp32", "scale": "fp32", "softcap": "fp32", "eps": "fp32", "entries": "i32"}
 OF_FP8 = {"pool": "*fp8e4nv", "factors": "*fp32", "inverse": "*fp32"}

@@ -295,6 +295,7 @@ def test_a_folder_that_cannot_be_written(
     assert_torch_serves(caplog, "Not a directory")
 
 
+@pytest.mark.long
 def test_processes_that_build_at_once(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys; from tandem.cache.kernels.build.native_build import build_library;"

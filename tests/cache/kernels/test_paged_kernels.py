@@ -137,6 +137,7 @@ def test_nodes_of_trees_beside_plain_sequences() -> None:
             assert_close(own, theirs)
 
 
+@pytest.mark.gate("verify steps")
 @interpreted
 @pytest.mark.parametrize("kind", ["steps", "verify steps", "prompts"])
 def test_graph_buffers(kind: str) -> None:

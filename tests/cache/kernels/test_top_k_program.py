@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.hopper import REGISTERS, SHARED_BYTES, taken, told_by
 
+pytestmark = pytest.mark.long
+
 WARPS, THREADS_OF_WARP = 8, 32
 PROGRAMS = 2  # at once on a multiprocessor
 MOST_REGISTERS = 255  # of a thread, from where on they spill

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.support.hopper import SHARED_BYTES, taken, told_by
+
+pytestmark = pytest.mark.long
 
 I32, F32 = "*i32", "*fp32"
 HEADS = {"KV_HEADS": 2, "GROUP": 8, "PAGE_SIZE": 16, "HEAD_DIM": 512, "PDL": True}

@@ -26,6 +26,7 @@ ANYTHING = SHARING | {
 }
 
 
+@pytest.mark.gate("two groups", "torch kernels, *", "latents", "compressed, windows", "chunks of 8")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_programs(name: str) -> None:
     layout = SETTINGS[name].layout

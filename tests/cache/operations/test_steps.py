@@ -209,6 +209,7 @@ STEP_KINDS = {"steps", "steps that begin pages", "others"}
 FORESEEN = {"foreseen", "not as foreseen"}
 
 
+@pytest.mark.gate("*-native")
 @pytest.mark.parametrize("way", ["native", "numpy"])
 @pytest.mark.parametrize(
     ("layout", "num_streams", "kinds"),

@@ -1,13 +1,14 @@
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tests.support.tolerances import assert_close
+
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 HEAD_DIM, TRAINED, POSITIONS, THETA = 32, 64, 200, 5000.0
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 48}
@@ -26,7 +27,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def pair(rope_type: str, fields: dict[str, Any]) -> tuple[RotaryEmbedding, LlamaRotaryEmbedding]:
+def pair(rope_type: str, fields: dict[str, Any]) -> "tuple[RotaryEmbedding, LlamaRotaryEmbedding]":
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     config = LlamaConfig(
         hidden_size=HEAD_DIM * 2,
         num_attention_heads=2,
@@ -41,6 +45,8 @@ def pair(rope_type: str, fields: dict[str, Any]) -> tuple[RotaryEmbedding, Llama
 @pytest.mark.parametrize("length", [TRAINED // 2, POSITIONS])
 def test_as_transformers(rope_type: str, fields: dict[str, Any], length: int) -> None:
     """cos and sin of a whole prompt, and q and k rotated by them."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     ours, theirs = pair(rope_type, fields)
     positions = torch.arange(length)
     lengths = torch.full((length,), length)
@@ -56,6 +62,9 @@ def test_as_transformers(rope_type: str, fields: dict[str, Any], length: int) ->
 @pytest.mark.parametrize("fields", [{}, {"factor": 1.0}, {"factor": 3.0}, {"factor": 3.0, "attention_factor": 1.7}])
 @pytest.mark.parametrize("length", [TRAINED, TRAINED + 1, 3 * TRAINED])
 def test_longrope_is_as_transformers(fields: dict[str, Any], length: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     factors = [1 + index / 4 for index in range(HEAD_DIM // 2)]
     scaling = {"rope_type": "longrope", "rope_theta": THETA, "short_factor": factors, "long_factor": factors[::-1]}
     config = LlamaConfig(

@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tandem.cluster.cli.random_checkpoint import ARCHITECTURES, HALVES, SIZES, make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
@@ -15,11 +14,15 @@ from tests.workers.reference_attention import ReferenceAttention, Sequence
 
 
 def load_oracle(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 @pytest.mark.parametrize("arch", HALVES)
 def test_transformers_loads_a_model_of_two_halves_and_agrees(tmp_path: Path, arch: str) -> None:
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
     config = make_checkpoint(tmp_path, arch, "tiny", dtype="float32")
     model, report = AutoModelForSeq2SeqLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -36,6 +39,8 @@ def test_transformers_loads_a_model_of_two_halves_and_agrees(tmp_path: Path, arc
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in HALVES])
 def test_transformers_loads_it_and_agrees(tmp_path: Path, arch: str) -> None:
+    from transformers import AutoTokenizer
+
     config = make_checkpoint(tmp_path, arch, "tiny", dtype="float32")
     model, report = load_oracle(tmp_path, output_loading_info=True)
     assert not any(report.values())

@@ -73,6 +73,7 @@ async def ask(client: AsyncClient, *, with_logprobs: bool = False, window: int =
 LOST = ["UNAVAILABLE", "FAILED_PRECONDITION", "UNAUTHENTICATED", "ABORTED", "CANCELLED", "UNKNOWN", "DATA_LOSS"]
 
 
+@pytest.mark.gate("UNAVAILABLE", "DATA_LOSS")
 @pytest.mark.parametrize("status", LOST)
 def test_a_lost_prefill_is_placed_again(model: Path, status: str) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
@@ -85,6 +86,7 @@ def test_a_lost_prefill_is_placed_again(model: Path, status: str) -> None:
     with_gateway(model, FakeWorker(say, {"RemoteSend": [status]}), body)
 
 
+@pytest.mark.gate("UNAVAILABLE", "DATA_LOSS")
 @pytest.mark.parametrize("status", LOST)
 def test_a_lost_decode_goes_on_after_the_tokens_sent(model: Path, status: str) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
@@ -260,6 +262,7 @@ def packed(*logprobs: float) -> worker_pb2.PackedLogprobs:
     )
 
 
+@pytest.mark.gate("fails0-True", "fails6-False")
 @pytest.mark.parametrize(
     ("fails", "asks_last"),
     [
@@ -300,6 +303,7 @@ def test_an_idle_prefill_worker_hears_of_a_prompt_before_it_has_a_place(model: P
     with_gateway(model, FakeWorker(say, {"Announce": list(fails)}), body)
 
 
+@pytest.mark.gate("RESOURCE_EXHAUSTED")
 @pytest.mark.parametrize("status", ["RESOURCE_EXHAUSTED", "UNAVAILABLE"])
 def test_a_prompt_without_room_is_withdrawn_and_not_announced_again(model: Path, status: str) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:

@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
-from transformers import AutoTokenizer
 
 from tandem.cluster.cli.random_checkpoint import EOS, make_checkpoint
 from tandem.cluster.text import chat_template
@@ -48,6 +47,8 @@ def byte_fallback() -> Tokenizer:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_encodes_as_transformers(folder: Path, text: str, add_special_tokens: bool) -> None:
+    from transformers import AutoTokenizer
+
     expected = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=add_special_tokens)["input_ids"]
     assert load(folder).encode(text, add_special_tokens=add_special_tokens) == expected
 
@@ -160,6 +161,8 @@ def test_special_tokens_are_skipped_or_shown(folder: Path) -> None:
 
 
 def test_chat_encodes_as_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, add_generation_prompt=True)
     assert load(folder).encode_chat(MESSAGES) == expected["input_ids"]
 
@@ -177,6 +180,8 @@ go{% endif %}
 
 def test_template_renders_as_in_transformers(folder: Path, tmp_path: Path) -> None:
     """The file goes before tokenizer_config.json; tokens may be written as objects."""
+    from transformers import AutoTokenizer
+
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     tokens = {"eos_token": {"content": EOS, "special": True, "__type": "AddedToken"}, "chat_template": "not this"}
     (tmp_path / "tokenizer_config.json").write_text(
@@ -193,6 +198,8 @@ def test_template_renders_as_in_transformers(folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("newer", [{}, {"added_tokens_decoder": {}}])
 def test_special_tokens_of_an_older_checkpoint(folder: Path, tmp_path: Path, newer: dict[str, Any]) -> None:
     """They stand in a file of their own, which later ones have for still older readers."""
+    from transformers import AutoTokenizer
+
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "not this", "chat_template": TEMPLATE, **newer}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
@@ -224,6 +231,8 @@ TURNS = """
 def test_options_of_templates_are_those_of_transformers(
     folder: Path, tmp_path: Path, variables: dict[str, Any], options: dict[str, Any], said: str, content: str
 ) -> None:
+    from transformers import AutoTokenizer
+
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     template = TURNS.replace("CONTENT", content)
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
@@ -239,6 +248,8 @@ def test_options_of_templates_are_those_of_transformers(
 
 def test_tools_and_calls_of_templates_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     """Of templates that take a call's arguments as an object, and of those that take its text."""
+    from transformers import AutoTokenizer
+
     shows = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}"
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1, "é"]}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

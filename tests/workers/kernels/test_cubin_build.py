@@ -63,6 +63,7 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.gate("resident-bfloat16")
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on the PATH")
 @pytest.mark.parametrize(
     ("source", "defines", "arch", "kernels"),

@@ -163,6 +163,7 @@ def test_a_right_token_behind_a_wrong_one_does_not_hold(backend: Backend) -> Non
     assert (histories.lengths.tolist(), histories.surplus.tolist()) == ([6, 3], [3, 1])
 
 
+@pytest.mark.gate("torch-*", "triton-*", "triton in small blocks-3-3")
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 @pytest.mark.parametrize("vocab", [2, 3, 12])
 def test_drafts_are_those_of_look_up(backend: Backend, vocab: int, max_ngram: int) -> None:

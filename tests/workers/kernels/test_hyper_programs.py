@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.hopper import REGISTERS, SHARED_BYTES, taken, told_by
 
+pytestmark = pytest.mark.long
+
 STREAMS, HIDDEN, THREADS = 4, 7168, 128
 MOST_REGISTERS = 255  # of a thread, from where on they spill
 TYPES: dict[str, str] = dict.fromkeys(("fn", "parts", "base", "scale", "post", "mix"), "*fp32")

@@ -178,6 +178,7 @@ def assert_near(actual: Tensor, expected: Tensor, case: Case) -> None:
     assert errors.max() < case.tolerance
 
 
+@pytest.mark.gate("norms", "8 bits, two rows")
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_steps_equal_plain_forwards(name: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +198,7 @@ def test_steps_equal_plain_forwards(name: str, build: Build, tmp_path: Path, mon
     both.assert_same_finite()
 
 
+@pytest.mark.gate("8 bits, two rows")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rows > 1])
 @torch.inference_mode()
 def test_verify_steps_equal_plain_forwards(

@@ -62,6 +62,7 @@ def emulate(
     return choose
 
 
+@pytest.mark.gate("*-changes0")
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("family", "dtype", "rows", "multiprocessors", "changes"),

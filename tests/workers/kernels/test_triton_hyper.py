@@ -51,6 +51,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(hyper, "COLUMNS_OF_EXACT", 16)
 
 
+@pytest.mark.gate("one split each-*", "splits and loops-odd-*")
 @pytest.mark.parametrize(("name", "dtype"), BOTH, ids=str)
 def test_what_a_block_takes(name: str, dtype: torch.dtype) -> None:
     """Streams of unlike size, so that without the norm weights would be others."""

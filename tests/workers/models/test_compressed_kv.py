@@ -4,12 +4,12 @@ again, forks and pops; all that the pools hold is what its cache holds, entry by
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
@@ -17,6 +17,9 @@ from tandem.cache.plan.spans import Every, Window
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, likeliest, random_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FLOAT32 = 1e-4  # relative and absolute
 OUTPUT = 12
@@ -46,8 +49,9 @@ def test_the_groups(case: str, model: CachedModel) -> None:
     ]
 
 
+@pytest.mark.gate("deepseek_v4-128")
 @torch.inference_mode()
-def test_tokens_at_any_split(case: str, model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_tokens_at_any_split(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Chunks that end before, at and behind entries, from where on entries are chosen, and of one token."""
     length = TEXTS[case]
     text = random_prompt(length, 0)
@@ -66,8 +70,9 @@ def test_tokens_at_any_split(case: str, model: CachedModel, oracle: PreTrainedMo
     assert tokens == likeliest(oracle, text, tokens)
 
 
+@pytest.mark.gate("deepseek_v4-128")
 @torch.inference_mode()
-def test_short_and_long_sequences_beside_each_other(case: str, model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_short_and_long_sequences_beside_each_other(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Some complete no entry, others several; one comes to have more of them than are chosen while it decodes."""
     texts = [random_prompt(length, length) for length in (1, 3, 22, 31, 70, TEXTS[case])]
     for sequence in range(len(texts)):
@@ -79,8 +84,10 @@ def test_short_and_long_sequences_beside_each_other(case: str, model: CachedMode
     assert tokens == [likeliest(oracle, text, own) for text, own in zip(texts, tokens, strict=True)]
 
 
-def expected_entries(text: list[int], oracle: PreTrainedModel) -> dict[tuple[str, int], Tensor]:
+def expected_entries(text: list[int], oracle: "PreTrainedModel") -> dict[tuple[str, int], Tensor]:
     """By kind and layer what transformers' cache holds after `text`: of windows and inputs the last."""
+    from transformers import DynamicCache
+
     cached = DynamicCache(config=oracle.config)
     oracle(torch.tensor([text]), past_key_values=cached)
     found = {}
@@ -118,8 +125,9 @@ def check_entries(cache: PagedKVCache, sequence: int, expected: dict[tuple[str, 
     return {kind for kind, _ in expected}
 
 
+@pytest.mark.gate("deepseek_v4-128")
 @torch.inference_mode()
-def test_random_programs_keep_what_transformers_keeps(case: str, saved: Path, oracle: PreTrainedModel) -> None:
+def test_random_programs_keep_what_transformers_keeps(case: str, saved: Path, oracle: "PreTrainedModel") -> None:
     """What is in the pools is compared after each step."""
     kinds, did = set[str](), set[str]()
     for seed in range(PROGRAMS):
@@ -205,8 +213,9 @@ class Program:
         self.did |= {"removals"}
 
 
+@pytest.mark.gate("deepseek_v4-128")
 @torch.inference_mode()
-def test_prefixes_forks_and_pops(case: str, model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_prefixes_forks_and_pops(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     length, cache = TEXTS[case], model.cache
     text, grain = random_prompt(length, 1), cache.layout.grain
     expected = greedy(oracle, text, OUTPUT)

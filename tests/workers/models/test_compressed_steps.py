@@ -2,11 +2,11 @@
 looked up by token. On a CPU nothing is captured: each replay computes what a graph would."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from tandem.cache.attention import compressed_tokens
 from tandem.cache.attention.forward import Batch
@@ -17,6 +17,9 @@ from tandem.cache.operations import forwards
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import make_model
 from tests.support.oracle import greedy, likeliest, load_oracle, random_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT32 = 1e-4  # relative and absolute
@@ -43,7 +46,7 @@ def by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "takes_by_token", lambda groups, tokens: tokens.trees is None)
 
 
-def test_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Sequences come and go, so that rows are padded, and others that complete an entry stand in each row."""
     small, large = model.cache.graph_buffers([Limits.of_step(size, 4, 1) for size in (2, 6)])
     texts = [random_prompt(length, length) for length in TEXTS[case]]
@@ -63,7 +66,7 @@ def test_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, or
         assert output == likeliest(oracle, text, output)
 
 
-def test_verify_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_verify_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Three rows of a sequence, of which the last two are popped by turns; entries are made of earlier rows."""
     (buffers,) = model.cache.graph_buffers([Limits.of_verification(8, 4, 1)])
     texts = [random_prompt(length, length) for length in TEXTS[case][:2]]
@@ -87,7 +90,7 @@ def test_verify_steps_give_the_tokens_of_transformers(case: str, model: CachedMo
 @torch.inference_mode()
 @pytest.mark.usefixtures("by_token")
 def test_forwards_by_token_give_the_logits_of_transformers(
-    case: str, model: CachedModel, oracle: PreTrainedModel
+    case: str, model: CachedModel, oracle: "PreTrainedModel"
 ) -> None:
     """Chunks that end before, at and behind entries, and sequences beside each other."""
     text = random_prompt(150, 0)

@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import Phi3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tandem.cache.plan.rope import inverse_frequencies
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture, UnsupportedFeature
@@ -304,6 +302,9 @@ def test_longrope(tmp_path: Path) -> None:
 @pytest.mark.parametrize("within", [{}, {"original_max_position_embeddings": 2048}])
 def test_longrope_switches_where_transformers_does(tmp_path: Path, within: dict[str, int], length: int) -> None:
     """Also where no original length stands beside the object."""
+    from transformers import Phi3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [8.0] * 8, **within}
     fields = {**PHI3, "model_type": "phi3", "rope_scaling": scaling, "max_position_embeddings": length}
     folder = write(tmp_path, fields)

@@ -1,10 +1,10 @@
 """DenseDecoder's logits against transformers: every family and config feature, in float32 and bfloat16, and chunks."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
@@ -12,6 +12,9 @@ from tandem.workers.models.weights import load_decoder
 from tests.support.checkpoints import CASES, save_checkpoint
 from tests.support.oracle import load_oracle, random_prompt
 from tests.workers.reference_attention import ReferenceAttention, Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FLOAT32 = 1e-4  # relative and absolute
 ERROR_RATIO = 1.5  # the mean error of logits in bfloat16, ours to that of transformers
@@ -23,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
-def oracle(folder: Path) -> PreTrainedModel:
+def oracle(folder: Path) -> "PreTrainedModel":
     return load_oracle(folder)
 
 
@@ -41,7 +44,7 @@ def forward(
     return decoder.forward(token_ids, attention, torch.tensor(rows, dtype=torch.int64))
 
 
-def test_logits_equal_transformers(folder: Path, oracle: PreTrainedModel) -> None:
+def test_logits_equal_transformers(folder: Path, oracle: "PreTrainedModel") -> None:
     decoder, attention = load(folder)
     prompt = random_prompt(50, 0)
     with torch.inference_mode():
@@ -51,7 +54,9 @@ def test_logits_equal_transformers(folder: Path, oracle: PreTrainedModel) -> Non
     torch.testing.assert_close(logits, expected, rtol=FLOAT32, atol=FLOAT32)
 
 
-def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(folder: Path, oracle: PreTrainedModel) -> None:
+def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
+    folder: Path, oracle: "PreTrainedModel"
+) -> None:
     """The mean, for a router's choice between two like experts may flip with any rounding. So may an index's between
     positions, on which all later layers depend: there the mean over some prompts."""
     decoder, attention = load(folder, "bfloat16")

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Glm4MoeConfig, Glm4MoeLiteConfig
 
 from tandem.workers.checkpoint.errors import InvalidConfig, ModelError, UnsupportedFeature
 from tandem.workers.config import SpeculationSettings
@@ -34,6 +33,8 @@ MTP = SpeculationSettings("mtp", 3, 32)
 
 @pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}])
 def test_what_is_absent_is_as_in_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    from transformers import Glm4MoeConfig
+
     config, theirs = load_config(write(tmp_path, {**GLM, **rope})), Glm4MoeConfig(**{**GLM, **rope})
     rotation: Any = theirs.rope_parameters
     assert config.rope.rotary_dim == int(config.head_dim * rotation["partial_rotary_factor"]) == 8
@@ -46,6 +47,8 @@ def test_what_is_absent_is_as_in_transformers(tmp_path: Path, rope: dict[str, An
 
 
 def test_what_is_absent_of_the_lite_model_is_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import Glm4MoeLiteConfig
+
     config, theirs = load_config(write(tmp_path, LITE)), Glm4MoeLiteConfig(**LITE)
     rotation: Any = theirs.rope_parameters
     assert (config.rope.theta, config.rms_norm_eps) == (rotation["rope_theta"], theirs.rms_norm_eps)

@@ -2,15 +2,18 @@
 pops; the index keys are those of its cache."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import CASES
 from tests.support.oracle import greedy, random_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FLOAT32 = 1e-4  # relative and absolute
 TEXT, OUTPUT = 90, 12  # positions, several times as many as are chosen
@@ -22,7 +25,7 @@ def case(request: pytest.FixtureRequest) -> str:
 
 
 @torch.inference_mode()
-def test_tokens_at_any_split(model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_tokens_at_any_split(model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Chunks that end before, at and behind 24, from where on positions are chosen, and of one token."""
     text = random_prompt(TEXT, 0)
     expected = oracle(torch.tensor([text])).logits[0, -1:]
@@ -38,7 +41,7 @@ def test_tokens_at_any_split(model: CachedModel, oracle: PreTrainedModel) -> Non
 
 
 @torch.inference_mode()
-def test_short_and_long_sequences_beside_each_other(model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_short_and_long_sequences_beside_each_other(model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Those of at most as many positions as are chosen attend to all; one crosses that border while it decodes."""
     texts = [random_prompt(length, length) for length in (3, 20, 24, 25, 70)]
     for sequence in range(len(texts)):
@@ -53,7 +56,7 @@ def test_short_and_long_sequences_beside_each_other(model: CachedModel, oracle: 
 
 
 @torch.inference_mode()
-def test_prefixes_forks_and_pops(model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_prefixes_forks_and_pops(model: CachedModel, oracle: "PreTrainedModel") -> None:
     text, cache = random_prompt(TEXT, 1), model.cache
     expected = greedy(oracle, text, OUTPUT)
     cache.add_sequence(0)
@@ -80,8 +83,10 @@ def test_prefixes_forks_and_pops(model: CachedModel, oracle: PreTrainedModel) ->
 
 
 @torch.inference_mode()
-def test_every_index_key_is_transformers(case: str, model: CachedModel, oracle: PreTrainedModel) -> None:
+def test_every_index_key_is_transformers(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Here the rotated numbers come last, and halves first where neighbours are rotated."""
+    from transformers import DynamicCache
+
     text, cached = random_prompt(TEXT, 2), DynamicCache(config=oracle.config)
     oracle(torch.tensor([text]), past_key_values=cached)
     model.cache.add_sequence(0)
@@ -95,7 +100,7 @@ def test_every_index_key_is_transformers(case: str, model: CachedModel, oracle: 
         torch.testing.assert_close(keys[:, 0], expected, rtol=FLOAT32, atol=FLOAT32)
 
 
-def test_half_of_the_positions_chosen_gives_other_logits(saved: Path, oracle: PreTrainedModel) -> None:
+def test_half_of_the_positions_chosen_gives_other_logits(saved: Path, oracle: "PreTrainedModel") -> None:
     """That the tests above see what is chosen."""
     text = random_prompt(TEXT, 0)
     with torch.inference_mode():

@@ -9,10 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.utils.quantization_config import CompressedTensorsConfig, Mxfp4Config
 
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.shard import Shard
@@ -105,14 +101,19 @@ def test_tokens_equal_those_of_the_dequantized_model(case: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("case", "how"),
     [
-        ("gpt_oss-mxfp4", Mxfp4Config(dequantize=True)),
-        ("llama-channel", CompressedTensorsConfig(dequantize=True)),
-        ("llama-tensor", CompressedTensorsConfig(dequantize=True)),
+        ("gpt_oss-mxfp4", "Mxfp4Config"),
+        ("llama-channel", "CompressedTensorsConfig"),
+        ("llama-tensor", "CompressedTensorsConfig"),
     ],
 )
-def test_weights_are_those_that_transformers_dequantizes(case: str, how: Any, tmp_path: Path) -> None:
+def test_weights_are_those_that_transformers_dequantizes(case: str, how: str, tmp_path: Path) -> None:
+    import transformers
+
     save_quantized(case, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.bfloat16)
+    dequantize = getattr(transformers, how)(dequantize=True)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=dequantize, dtype=torch.bfloat16
+    )
     theirs = dict(model.state_dict())
     config = load_config(tmp_path, "bfloat16")
     ours = named_weights(config, load_parameters(tmp_path, config), theirs)
@@ -121,6 +122,8 @@ def test_weights_are_those_that_transformers_dequantizes(case: str, how: Any, tm
 
 
 def test_every_byte_with_every_exponent_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     path, exponents = tmp_path / SINGLE, torch.arange(255, dtype=torch.uint8)
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 255, 1, 1)
     scales = exponents[None, :, None].repeat(1, 1, 16)
@@ -134,6 +137,8 @@ def test_every_byte_with_every_exponent_is_what_transformers_makes_of_it(tmp_pat
 
 def test_blocks_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
     """Where blocks are whole: it takes no others."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     save_quantized("qwen3-blocks", tmp_path)
     stored_tensors = load_file(tmp_path / SINGLE)
     config = load_config(tmp_path, "bfloat16")
@@ -150,6 +155,8 @@ def test_blocks_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
 
 def test_parts_of_a_matrix_in_4_bits_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
     """Every byte, every exponent but the one for no number; rows from the middle, and columns within a byte's block."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     path, exponents = tmp_path / SINGLE, torch.arange(255, dtype=torch.uint8)
     packed = torch.arange(256, dtype=torch.uint8).view(1, 256).repeat(255, 1).view(torch.int8)
     scales = exponents[:, None].repeat(1, 16).contiguous().view(torch.float8_e8m0fnu)

@@ -288,6 +288,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.gate("llama-bfloat16")
 @pytest.mark.parametrize(("arch", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen3_moe", "float32")])
 def test_peak_memory_is_about_the_parameters(tmp_path: Path, arch: str, dtype: str) -> None:
     """About 90 MiB in one file, loaded in a process of its own, as stored and converted.

@@ -2,21 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor as TheirProcessor,
-)
-from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from tandem.workers.kernels.base import LogitsKernels
 from tandem.workers.kernels.torch.logits import TorchLogits
@@ -28,6 +18,9 @@ from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.support.naive_rules import processed, random_params
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor as TheirProcessor
 
 triton_logits = pytest.importorskip("tandem.workers.kernels.triton.logits")
 
@@ -139,6 +132,15 @@ def test_a_row_that_is_not_finite_counts_nothing(processor: LogitsProcessor) -> 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_transformers_processors_give_the_same(processor: LogitsProcessor, seed: int) -> None:
+    from transformers import (
+        LogitsProcessorList,
+        MinNewTokensLengthLogitsProcessor,
+        NoBadWordsLogitsProcessor,
+        PrefixConstrainedLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+    )
+
     params = random_params(seed, VOCAB, range(60), presence_penalty=0.0, frequency_penalty=0.0)
     # Theirs looks for words in the prompt, too.
     params = replace(params, bad_words_ids=tuple((word[-1],) for word in params.bad_words_ids))

@@ -51,6 +51,7 @@ def launch_all(model: CachedModel, parents: Parents | None = None) -> Tensor:
     return model.runner.launch(batch, np.concatenate(tokens), None)
 
 
+@pytest.mark.gate("*-a token tree", "qwen3-*", "gemma4-*", "gpt_oss-*")
 @pytest.mark.parametrize("tree", [None, TREE], ids=["drafts in a row", "a token tree"])
 def test_a_mixed_batch_gives_what_separate_forwards_give(folder: Path, tree: list[int] | None) -> None:
     mixed, apart = model_with_contexts(folder), model_with_contexts(folder)

@@ -33,6 +33,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.gate("qwen3-*", "gemma4-129", "gpt_oss-65", "llama4-33", "qwen3_moe-1")
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_lone_prompt(folder: Path, length: int) -> None:
     """Whole, then behind a prefix of its own, in the same graph; all beyond the largest go eagerly."""

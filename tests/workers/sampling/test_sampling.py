@@ -7,13 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.pending_samples import Samples
@@ -43,6 +36,14 @@ def naive_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarra
 
 def transformers_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """float64 [vocab], as transformers' processors filter in that order."""
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     chain = LogitsProcessorList([TemperatureLogitsWarper(params.temperature), MinPLogitsWarper(params.min_p)])
     if params.top_k > 0:
         chain.append(TopKLogitsWarper(params.top_k))

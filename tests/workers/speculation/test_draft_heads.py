@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import numpy as np
@@ -12,9 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
-from transformers.generation.candidate_generator import MTPCandidateGenerator
-from transformers.modeling_layers import MtpModel
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import SpeculationSettings
@@ -33,13 +30,17 @@ from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
 from tests.workers.loop_pair import DECODE, LoopPair
 
+if TYPE_CHECKING:
+    from transformers.generation.candidate_generator import MTPCandidateGenerator
+    from transformers.modeling_layers import MtpModel
+
 LENGTH, NUM_TOKENS = 3, 16
 Naive = Callable[[Sequence[int], int], list[int]]
 """The tokens, so many, that a naive head drafts behind a context."""
 
 
 @torch.inference_mode()
-def draft_mtp(model: Any, mtp: MtpModel, context: Sequence[int], count: int) -> list[int]:
+def draft_mtp(model: Any, mtp: "MtpModel", context: Sequence[int], count: int) -> list[int]:
     """The layer over all of the context at once, then over it and its own drafts."""
     ids = torch.tensor([context])
     hidden = model.model(ids[:, :-1]).last_hidden_state
@@ -126,6 +127,8 @@ def mtp_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def with_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers reads the third layer of these, which is behind two, and not behind as many as published ones
     have."""
+    from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
+
     for oracle in (DeepseekV3ForCausalLM, Glm4MoeForCausalLM):
         monkeypatch.setattr(oracle, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\..*"])
 
@@ -206,6 +209,8 @@ def check(
 
 @pytest.mark.usefixtures("always_drafting", "with_mtp")
 def test_mtp_drafts_what_its_layer_says(mtp_folder: Path) -> None:
+    from transformers.modeling_layers import MtpModel
+
     oracle = load_oracle(mtp_folder)
     mtp = MtpModel.from_pretrained(oracle)
     check(mtp_folder, SpeculationSettings("mtp", LENGTH, 32), partial(draft_mtp, oracle, mtp))
@@ -213,10 +218,13 @@ def test_mtp_drafts_what_its_layer_says(mtp_folder: Path) -> None:
 
 @pytest.mark.usefixtures("with_mtp")
 def test_the_naive_layer_drafts_what_transformers_does(mtp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation.candidate_generator import MTPCandidateGenerator
+    from transformers.modeling_layers import MtpModel
+
     oracle, prompt = load_oracle(mtp_folder), random_prompt(9, seed=9)
     mtp, given, theirs = MtpModel.from_pretrained(oracle), {}, MTPCandidateGenerator.get_candidates
 
-    def noted(self: MTPCandidateGenerator, input_ids: Any, *args: Any, **options: Any) -> Any:
+    def noted(self: "MTPCandidateGenerator", input_ids: Any, *args: Any, **options: Any) -> Any:
         ids, logits = theirs(self, input_ids, *args, **options)
         given[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
         return ids, logits

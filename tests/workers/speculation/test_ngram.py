@@ -5,13 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from tandem.workers.speculation.ngram import look_up
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_drafts_equal_those_of_transformers(seed: int) -> None:
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
     draws = random.Random(seed)
     max_ngram, most = draws.randrange(1, 5), draws.randrange(1, 6)
     theirs = PromptLookupCandidateGenerator(

@@ -98,6 +98,7 @@ def test_unknown_names_and_other_folders_are_refused(checkout: Path, tmp_path: P
     assert outside.stderr.startswith(f"tandem: the current folder {tmp_path} is in no checkout of tandem")
 
 
+@pytest.mark.long
 def test_a_real_benchmark_of_this_checkout(tmp_path: Path) -> None:
     done = bench(ROOT, "control", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

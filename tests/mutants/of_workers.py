@@ -1,0 +1,131 @@
+"""Protections of what a worker computes and is asked."""
+
+from tests.mutants.mutant import Mutant
+
+BAD_CALLS = "tests/workers/service/test_bad_calls.py"
+
+WORKERS = (
+    Mutant(
+        name="call-of-another-epoch",
+        file="workers/service/services.py",
+        find="            if epoch != self._config.epoch:\n",
+        replace="            if False:\n",
+        reason="A call of another epoch is refused, or a late Abort ends a request of the island that came after.",
+        tests=("tests/workers/service/test_service.py::test_calls_of_another_epoch_are_refused",),
+    ),
+    Mutant(
+        name="send-computed-twice",
+        file="workers/prefill/prefills.py",
+        find="        if known is not None:\n            return known\n",
+        replace="",
+        reason="A doubled RemoteSend is computed once, or its second run fails a request that goes on well.",
+        tests=("tests/workers/service/test_service.py::test_a_doubled_remote_send_is_computed_once",),
+    ),
+    Mutant(
+        name="token-outside-the-vocabulary",
+        file="workers/service/call_checks.py",
+        find="    if largest >= vocab_size:\n",
+        replace="    if False:\n",
+        reason="A token outside the vocabulary is refused, or one bad call fails a forward of many requests.",
+        tests=(f"{BAD_CALLS}::test_a_token_that_is_none_fails_nobody_else",),
+    ),
+    Mutant(
+        name="too-long-for-its-pages",
+        file="workers/handoff/reservations.py",
+        find="if max_tokens > request.max_tokens:",
+        replace="if False:",
+        reason="A request gets no more tokens than it has pages for, or it runs out of pages while it is decoded.",
+        tests=("tests/workers/service/test_service.py::test_more_tokens_than_were_reserved_are_refused",),
+    ),
+    Mutant(
+        name="any-number-of-parts",
+        file="workers/service/wire_look.py",
+        find="    if parts > MAX_PARTS:\n",
+        replace="    if False:\n",
+        reason="A message has a bounded number of parts, or one of millions stops all clients for seconds.",
+        tests=("tests/workers/service/test_wire_look.py::test_looks_at_no_more_parts_than_are_accepted",),
+    ),
+    Mutant(
+        name="unknown-fields-taken",
+        file="workers/service/wire_look.py",
+        find="            if field is None:\n",
+        replace="            if field is None and not tag:\n",
+        reason="A field of another version is refused by its number, or a client's wish is dropped without a word.",
+        tests=("tests/workers/service/test_wire_look.py::test_stops_at_the_first_unknown_field",),
+    ),
+    Mutant(
+        name="one-client-takes-all-places",
+        file="workers/service/turns.py",
+        find="            if self._running[client]:\n                continue\n",
+        replace="",
+        reason="A client has one of the places at a time, or one with long messages keeps all others waiting.",
+        tests=("tests/workers/service/test_turns.py::test_clients_take_turns_and_have_one_place_each",),
+    ),
+    Mutant(
+        name="calls-without-a-token",
+        file="workers/authentication.py",
+        find="return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)",
+        replace="return len(given) == 1",
+        reason="A caller shows the right token, or anyone who reaches the port may use the cluster.",
+        tests=("tests/cluster/peers/test_claims.py::test_strangers_are_not_heard",),
+    ),
+    Mutant(
+        name="prompts-starve-beside-rows",
+        file="workers/scheduling/scheduler.py",
+        find="budget = max(min(budget - len(self.rows), self.pace.chunk_tokens), LEAST_PROMPT_TOKENS)",
+        replace="budget = min(budget - len(self.rows), self.pace.chunk_tokens)",
+        reason="Rows leave prompts at least a token of each step, or a full worker never begins another prompt.",
+        tests=("tests/workers/scheduling/test_scheduler.py::test_decodes_leave_prompts_at_least_one_token",),
+    ),
+    Mutant(
+        name="short-prompts-overtake",
+        file="workers/scheduling/scheduler.py",
+        find="return self._asked_in_vain is not None and self._asked_in_vain in self._waiting",
+        replace="return False",
+        reason="What becomes free is for the prompt that waits for it, or a long prompt is overtaken for ever.",
+        tests=("tests/workers/test_both_sides.py::test_a_prompt_of_a_peer_that_waits_for_room_is_not_overtaken",),
+    ),
+    Mutant(
+        name="no-end-at-stop-tokens",
+        file="workers/scheduling/decode_rows.py",
+        find="reasons = np.where(stops.any(axis=1), int(FinishReason.STOP), self.limits)",
+        replace="reasons = self.limits",
+        reason="A sequence ends at its stop token, or the user gets what a model writes behind its end.",
+        tests=(
+            "tests/workers/decode/test_overlap_scheduling.py::"
+            "test_a_stop_keeps_the_pages_until_the_step_in_flight_is_done",
+        ),
+    ),
+    Mutant(
+        name="one-token-too-many",
+        file="workers/sampling/finish.py",
+        find="FinishReason.LENGTH if num_output >= self.max_tokens else",
+        replace="FinishReason.LENGTH if num_output > self.max_tokens else",
+        reason="A sequence ends with max_tokens, or it grows over the pages that were reserved for it.",
+        tests=("tests/workers/decode/test_verify_steps.py::test_right_drafts_give_their_tokens_in_one_step",),
+    ),
+    Mutant(
+        name="drafts-held-unseen",
+        file="workers/speculation/verification.py",
+        find="        wrong[drafted] = samples.token_ids[drafted] != np.concatenate(self.drafts)\n",
+        replace="        wrong[drafted] = False\n",
+        reason="Drafts hold while the target agrees, or speculation changes what a model says.",
+        tests=("tests/workers/decode/test_verify_steps.py::test_drafts_share_what_the_rows_leave_of_a_step",),
+    ),
+    Mutant(
+        name="same-number-at-each-position",
+        file="workers/sampling/random.py",
+        find="_mix(_mix(seeds + GOLDEN_GAMMA) + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN_GAMMA)",
+        replace="_mix(_mix(seeds + GOLDEN_GAMMA) + (positions.astype(np.uint64) * np.uint64(0)) * GOLDEN_GAMMA)",
+        reason="A draw depends on seed and position alone, or samples repeat and a replay gives other tokens.",
+        tests=("tests/workers/sampling/test_sampling.py::test_uniform_numbers_are_even_and_unlike_for_neighbours",),
+    ),
+    Mutant(
+        name="prefix-shared-before-it-is-here",
+        file="workers/decode/published_prefixes.py",
+        find="if self._sharing and request.received and len(request.output) > 1",
+        replace="if self._sharing and len(request.output) > 1",
+        reason="A prefix is shared once its KV is here, or later requests read pages that nobody has written.",
+        tests=("tests/workers/test_races.py::test_a_prefix_that_did_not_land_is_never_shared",),
+    ),
+)

@@ -17,7 +17,7 @@ CACHE = (
         find="left = self._references[at] + self._writers[at]",
         replace="left = self._references[at]",
         reason="The same without a compiler: a hold keeps a page, or its writer changes the KV of the next request.",
-        tests=("tests/cache/pages/test_allocator.py::test_random_use",),
+        tests=("tests/cache/pages/test_allocator.py::test_a_page_outlives_its_readers_while_it_has_a_writer",),
     ),
     Mutant(
         name="shared-page-written-into",

@@ -123,7 +123,9 @@ HANDOFF = (
         find="if request is None or request.sequence_id != reservation_id:",
         replace="if request is None:",
         reason="StartGenerate names the reservation that it starts, or a late one takes over a later request's tokens.",
-        tests=("tests/workers/service/test_service.py",),
+        tests=(
+            "tests/workers/handoff/test_late_starts.py::test_a_late_start_does_not_begin_a_later_reservation_of_its_id",
+        ),
     ),
     Mutant(
         name="second-stream-of-a-request",

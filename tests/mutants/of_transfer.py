@@ -70,7 +70,7 @@ TRANSFER = (
         find="    if runs.num_tokens != expected:\n",
         replace="    if False:\n",
         reason="A map covers the whole prompt, or a request is decoded with positions that nobody has written.",
-        tests=(f"{WIRE_MAP}::test_bad_slots_are_refused", f"{WIRE_MAP}::test_bad_slots_of_entries_are_refused"),
+        tests=(f"{WIRE_MAP}::test_a_bad_field_is_named",),
     ),
     Mutant(
         name="map-that-skips-what-is-read",
@@ -87,14 +87,6 @@ TRANSFER = (
         replace="",
         reason="PEs of unlike epochs do not join, or a process of a lost island writes into the pages of the next.",
         tests=("tests/contracts/test_joining.py::test_a_handle_of_another_island_or_shape_is_refused",),
-    ),
-    Mutant(
-        name="connection-without-the-token",
-        file="transfer/tcp/connections.py",
-        find="if not hmac.compare_digest(hello.token.encode(), self._token.encode()):",
-        replace="if False:",
-        reason="A connection shows the token of the PE's memory, or anyone on the network writes into pages.",
-        tests=("tests/transfer/test_tcp.py::test_a_connection_of_another_epoch_or_without_the_token_is_refused",),
     ),
     Mutant(
         name="tcp-signal-before-its-frames",

@@ -38,22 +38,6 @@ WORKERS = (
         tests=("tests/workers/service/test_service.py::test_more_tokens_than_were_reserved_are_refused",),
     ),
     Mutant(
-        name="any-number-of-parts",
-        file="workers/service/wire_look.py",
-        find="    if parts > MAX_PARTS:\n",
-        replace="    if False:\n",
-        reason="A message has a bounded number of parts, or one of millions stops all clients for seconds.",
-        tests=("tests/workers/service/test_wire_look.py::test_looks_at_no_more_parts_than_are_accepted",),
-    ),
-    Mutant(
-        name="unknown-fields-taken",
-        file="workers/service/wire_look.py",
-        find="            if field is None:\n",
-        replace="            if field is None and not tag:\n",
-        reason="A field of another version is refused by its number, or a client's wish is dropped without a word.",
-        tests=("tests/workers/service/test_wire_look.py::test_stops_at_the_first_unknown_field",),
-    ),
-    Mutant(
         name="one-client-takes-all-places",
         file="workers/service/turns.py",
         find="            if self._running[client]:\n                continue\n",
@@ -62,20 +46,12 @@ WORKERS = (
         tests=("tests/workers/service/test_turns.py::test_clients_take_turns_and_have_one_place_each",),
     ),
     Mutant(
-        name="calls-without-a-token",
-        file="workers/authentication.py",
-        find="return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)",
-        replace="return len(given) == 1",
-        reason="A caller shows the right token, or anyone who reaches the port may use the cluster.",
-        tests=("tests/cluster/peers/test_claims.py::test_strangers_are_not_heard",),
-    ),
-    Mutant(
-        name="prompts-starve-beside-rows",
+        name="rows-wait-for-a-long-prompt",
         file="workers/scheduling/scheduler.py",
         find="budget = max(min(budget - len(self.rows), self.pace.chunk_tokens), LEAST_PROMPT_TOKENS)",
-        replace="budget = min(budget - len(self.rows), self.pace.chunk_tokens)",
-        reason="Rows leave prompts at least a token of each step, or a full worker never begins another prompt.",
-        tests=("tests/workers/scheduling/test_scheduler.py::test_decodes_leave_prompts_at_least_one_token",),
+        replace="budget = max(budget - len(self.rows), LEAST_PROMPT_TOKENS)",
+        reason="Chunks beside rows are short, or all answers pause while somebody's long prompt is computed.",
+        tests=("tests/workers/scheduling/test_scheduler.py::test_chunks_are_bounded_beside_rows_only",),
     ),
     Mutant(
         name="short-prompts-overtake",
@@ -94,6 +70,17 @@ WORKERS = (
         tests=(
             "tests/workers/decode/test_overlap_scheduling.py::"
             "test_a_stop_keeps_the_pages_until_the_step_in_flight_is_done",
+        ),
+    ),
+    Mutant(
+        name="not-finite-looks-like-an-end",
+        file="workers/scheduling/decode_rows.py",
+        find="return np.where(sampled == NOT_FINITE, int(FinishReason.ERROR), reasons)",
+        replace="return reasons",
+        reason="A row whose logits are not finite ends with an error, or a broken answer looks like a whole one.",
+        tests=(
+            "tests/workers/scheduling/test_scheduler.py::"
+            "test_a_row_that_is_not_finite_ends_with_an_error_and_no_other_does",
         ),
     ),
     Mutant(
@@ -121,11 +108,11 @@ WORKERS = (
         tests=("tests/workers/sampling/test_sampling.py::test_uniform_numbers_are_even_and_unlike_for_neighbours",),
     ),
     Mutant(
-        name="prefix-shared-before-it-is-here",
-        file="workers/decode/published_prefixes.py",
-        find="if self._sharing and request.received and len(request.output) > 1",
-        replace="if self._sharing and len(request.output) > 1",
-        reason="A prefix is shared once its KV is here, or later requests read pages that nobody has written.",
-        tests=("tests/workers/test_races.py::test_a_prefix_that_did_not_land_is_never_shared",),
+        name="decoded-before-its-kv-is-here",
+        file="workers/decode/decodes.py",
+        find="for request in landed(mailbox, self._awaiting):",
+        replace="for request in list(self._awaiting):",
+        reason="A request is decoded, and its prefix shared, once all its KV is here, or its tokens come from nothing.",
+        tests=("tests/workers/test_races.py::test_a_prefix_is_not_shared_before_it_has_landed",),
     ),
 )

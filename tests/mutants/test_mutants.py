@@ -22,9 +22,10 @@ def test_each_fits_one_place_and_names_tests_that_are_there(mutant: Mutant) -> N
         compile(changed, mutant.file, "exec")
     assert mutant.tests
     for test in mutant.tests:
-        file, _, name = test.partition("::")
+        file, *names = test.partition("[")[0].split("::")
         text = (CHECKOUT / file).read_text(encoding="utf-8")
-        assert not name or f"def {name}(" in text, f"{file} has no {name}"
+        for name in names:
+            assert f"def {name}(" in text or f"class {name}:" in text, f"{file} has no {name}"
 
 
 def test_names_differ_and_there_are_enough() -> None:

@@ -57,7 +57,7 @@ CACHE = (
         find="blake2b(digest + tokens[begin : begin + stride], digest_size=DIGEST_BYTES)",
         replace="blake2b(tokens[begin : begin + stride], digest_size=DIGEST_BYTES)",
         reason="A page is shared where all tokens before it agree, too, or a request continues another context.",
-        tests=("tests/cache/pages/test_prefix_index.py::test_other_tokens_before_a_page_make_it_another",),
+        tests=("tests/cache/pages/test_prefix_index.py::test_pages_of_two_prompts_are_no_prefix_of_a_third",),
     ),
     Mutant(
         name="digest-blind-to-places",

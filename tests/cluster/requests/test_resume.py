@@ -7,16 +7,17 @@ from typing import Any
 import grpc
 import pytest
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tests.cluster.open_gateway import PROMPT, TOKENS, open_gateway
-from tests.support.checkpoints import save_checkpoint
 from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("resume"))
+    make_checkpoint(folder := tmp_path_factory.mktemp("resume"))
+    return folder
 
 
 def request(*received: int) -> inference_pb2.GenerateRequest:

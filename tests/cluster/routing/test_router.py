@@ -145,6 +145,8 @@ def test_a_reservation_that_comes_when_its_client_has_left_is_given_back_behind_
             placing.cancel()
             await asyncio.wait([placing])
             assert given.loads == [0, 0]
+            await given.islands.links()["i", DECODE].status()  # behind an Abort that was sent already
+            assert not receiver.asked_to_end.is_set()
             receiver.room.set()
             await given.router.close()
             assert given.log == [(DECODE, "reserved", False), (DECODE, "ended", True)]

@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 ROUTER = "tests/cluster/routing/test_router.py"
 RESUME = "tests/cluster/requests/test_resume.py"
+CLAIMED = "tests/cluster/requests/test_claimed_ids.py"
 ADMISSION = "tests/cluster/routing/test_admission.py"
 
 CLUSTER = (
@@ -78,6 +79,14 @@ CLUSTER = (
         tests=(f"{ADMISSION}::test_bounds_name_their_key_and_say_when_to_come_again",),
     ),
     Mutant(
+        name="replay-refused-by-a-full-queue",
+        file="cluster/routing/admission.py",
+        find="            if not admitted:\n",
+        replace="            if True:\n",
+        reason="A full queue takes back what it had admitted, or a loss ends streams that have begun.",
+        tests=(f"{ADMISSION}::test_a_full_queue_takes_what_was_admitted_before",),
+    ),
+    Mutant(
         name="cancelled-turn-lost",
         file="cluster/routing/admission.py",
         find="            if self._head is turn:\n                self._pass_on()\n",
@@ -132,6 +141,46 @@ CLUSTER = (
         replace="",
         reason="A new request does not take a running one's id, or one client ends what another waits for.",
         tests=(f"{RESUME}::test_an_id_that_runs_is_refused_and_its_request_goes_on",),
+    ),
+    Mutant(
+        name="running-id-not-counted",
+        file="cluster/requests/active_requests.py",
+        find="        self._table.add(self._table.id_column(claim.request_id), 1)\n",
+        replace="",
+        reason="Other processes see which ids run, or a doubled call is computed in two of them.",
+        tests=(f"{CLAIMED}::test_a_call_counts_while_it_runs_and_is_not_given_to_one_that_begins",),
+    ),
+    Mutant(
+        name="placed-before-its-id-is-free",
+        file="cluster/requests/active_requests.py",
+        find="            await self._claims.take(call.claim, holders)\n",
+        replace="",
+        reason="A call waits until no other process runs its id, or a resumed client gets two answers mixed.",
+        tests=(f"{CLAIMED}::test_what_runs_elsewhere_is_refused",),
+    ),
+    Mutant(
+        name="both-of-two-go-on",
+        file="cluster/requests/active_requests.py",
+        find="mine = call.settled or not later",
+        replace="mine = call.settled",
+        reason="Of two calls that begin at once one is refused, or both processes compute the same request.",
+        tests=(f"{CLAIMED}::test_of_two_that_begin_at_once_the_earlier_goes_on",),
+    ),
+    Mutant(
+        name="resumed-call-goes-on",
+        file="cluster/requests/active_requests.py",
+        find="        await self._end(call)\n",
+        replace="",
+        reason="A call whose client resumes elsewhere ends, or it computes on for nobody until its deadline.",
+        tests=(f"{CLAIMED}::test_a_later_call_that_resumes_ends_the_one_that_runs",),
+    ),
+    Mutant(
+        name="late-resume-ends-a-newer-one",
+        file="cluster/requests/active_requests.py",
+        find="        if later and call.claim.resumes:\n            return peer_pb2.CLAIM_OUTCOME_SUPERSEDED\n",
+        replace="",
+        reason="The latest resume keeps an id, or a delayed one ends the stream that the client reads.",
+        tests=(f"{CLAIMED}::test_an_earlier_resume_does_not_end_a_later_one",),
     ),
     Mutant(
         name="replay-draws-anew",

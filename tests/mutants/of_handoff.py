@@ -2,6 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
+LATE = "tests/workers/handoff/test_late_calls.py"
 RACES = "tests/workers/test_races.py"
 
 HANDOFF = (
@@ -123,9 +124,7 @@ HANDOFF = (
         find="if request is None or request.sequence_id != reservation_id:",
         replace="if request is None:",
         reason="StartGenerate names the reservation that it starts, or a late one takes over a later request's tokens.",
-        tests=(
-            "tests/workers/handoff/test_late_starts.py::test_a_late_start_does_not_begin_a_later_reservation_of_its_id",
-        ),
+        tests=(f"{LATE}::test_a_late_start_does_not_begin_a_later_reservation_of_its_id",),
     ),
     Mutant(
         name="second-stream-of-a-request",
@@ -142,6 +141,22 @@ HANDOFF = (
         replace="",
         reason="PrepareReceive is idempotent, or a repeated call takes pages that nobody gives back.",
         tests=("tests/workers/service/test_service.py::test_prepare_twice_is_one_reservation",),
+    ),
+    Mutant(
+        name="draining-id-reserved-again",
+        file="workers/handoff/reservations.py",
+        find="if draining or request_id.startswith(self._refused):",
+        replace="if request_id.startswith(self._refused):",
+        reason="An id that drains is not reserved again, or the word for one frees the other's pages.",
+        tests=(f"{LATE}::test_an_id_whose_pages_drain_is_not_reserved_again",),
+    ),
+    Mutant(
+        name="draining-sequences-not-counted",
+        file="workers/handoff/reservations.py",
+        find="if len(self._requests) + len(self._draining) >= self._max_sequences:",
+        replace="if len(self._requests) >= self._max_sequences:",
+        reason="What drains counts as a sequence, or a burst of cancels has a worker hold more than it is made for.",
+        tests=(f"{LATE}::test_what_drains_counts_among_the_most_sequences",),
     ),
     Mutant(
         name="no-room-for-a-peers-prompt",

@@ -23,7 +23,7 @@ help:
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make clients published clients of OpenAI's API and of gRPC talk to a cluster; they are installed below build/"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
-	@echo "make mutants one protection after another taken out of a copy: a test must notice each; some three minutes"
+	@echo "make mutants one protection after another taken out of a copy: a test must notice each; some five minutes"
 	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches,"
 	@echo "             1,000 random schemas, regexes and grammars through a cluster"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"

@@ -73,6 +73,14 @@ TRANSFER = (
         tests=(f"{WIRE_MAP}::test_a_bad_field_is_named",),
     ),
     Mutant(
+        name="map-of-any-length",
+        file="transfer/wire_map.py",
+        find="runs = decode_runs(data, max_tokens=expected)",
+        replace="runs = decode_runs(data, max_tokens=1 << 40)",
+        reason="A few bytes of a map stand for no more positions than are expected, or they fill a sender's memory.",
+        tests=(f"{WIRE_MAP}::test_a_bad_field_is_named",),
+    ),
+    Mutant(
         name="map-that-skips-what-is-read",
         file="transfer/wire_map.py",
         find='            _check_skips(f"runs[{group}]", decoded, max(needed - first, 0))\n',

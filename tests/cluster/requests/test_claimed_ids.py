@@ -86,16 +86,8 @@ async def processes() -> AsyncIterator[Process]:
     table, other = (GatewayTable(memory, 2, 1, number) for number in range(2))
     links = PeerLinks(table, TOKEN)
     claims = Claims(table, links)
-    made: list[Any] = [
-        RequestValidator(LIMITS, None),
-        None,
-        router,
-        None,
-        (),
-        table,
-        claims,
-    ]  # short: no reader, no text
-    requests = ActiveRequests(*made, max_attempts=1, request_seconds=60.0)
+    parts: list[Any] = [RequestValidator(LIMITS, None), None, router, None, (), table, claims]  # no reader is asked
+    requests = ActiveRequests(*parts, max_attempts=1, request_seconds=60.0)
     process = Process(table, other, requests, router)
     server = PeerServer(TOKEN, process.give, lambda client: False, lambda request_id: None)
     other.put(Column.PORT, await server.start())

@@ -63,6 +63,14 @@ CLUSTER = (
         tests=(f"{ROUTER}::test_a_request_that_is_complete_ends_no_workers_call",),
     ),
     Mutant(
+        name="sent-to-a-worker-that-is-gone",
+        file="cluster/routing/router.py",
+        find="if first is None or not self._islands.serves(first):",
+        replace="if first is None:",
+        reason="A preferred pair is asked while it serves, or a request goes back to the worker that it has just lost.",
+        tests=(f"{ROUTER}::test_a_request_does_not_go_near_a_worker_that_cannot_be_reached",),
+    ),
+    Mutant(
         name="busy-client-overtakes",
         file="cluster/routing/admission.py",
         find="turn.number = table.highest(Column.TURNS_DONE) + 1 + table.total(turn.client)",

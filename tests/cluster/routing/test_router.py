@@ -11,7 +11,7 @@ import pytest
 
 from tandem.cluster.errors import DeadlineExceeded
 from tandem.cluster.routing.admission import AdmissionQueue
-from tandem.cluster.routing.islands import Islands
+from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.router import Placement, Router
@@ -58,8 +58,8 @@ class Setting:
     workers: Sequence[LoggedWorker]
     log: list[Event]
 
-    async def place(self) -> Placement:
-        return await self.router.place("r", PROMPT, MAX_TOKENS, "client", whole=True)  # no hint goes ahead
+    async def place(self, near: LinkPair | None = None) -> Placement:
+        return await self.router.place("r", PROMPT, MAX_TOKENS, "client", whole=True, near=near)  # no hint goes ahead
 
     @property
     def loads(self) -> list[int]:
@@ -163,6 +163,20 @@ def test_a_reservation_whose_answer_was_lost_is_given_back_and_another_worker_as
             await given.router.close()
             assert sorted(given.log) == [(DECODE, "ended", True), (OTHER_DECODE, "reserved", False)]
             assert given.loads == [len(PROMPT), 0, len(PROMPT) + MAX_TOKENS]
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_request_does_not_go_near_a_worker_that_cannot_be_reached() -> None:
+    """Its answers were to share the KV there, and it waits in vain."""
+
+    async def test() -> None:
+        async with setting(num_decodes=2) as given:
+            links = given.islands.links()
+            near = LinkPair(links["i", DECODE], links["i", PREFILL], 0.0)
+            assert (await given.place(near)).decode.pe == DECODE
+            near.decode.avoid()
+            assert (await given.place(near)).decode.pe == OTHER_DECODE
 
     asyncio.run(asyncio.wait_for(test(), 60))
 

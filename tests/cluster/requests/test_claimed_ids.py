@@ -147,10 +147,13 @@ def test_what_runs_elsewhere_is_refused(outcome: peer_pb2.ClaimOutcome, error: t
         process.other_may_run_it()
         process.outcome = outcome
         process.answers.set()
-        with pytest.raises(error, match="'one'"):
-            await process.serve()
+        call, placed = process.serve(), asyncio.ensure_future(process.router.asked.wait())
+        await asyncio.wait((call, placed), return_when=asyncio.FIRST_COMPLETED)
         assert not process.router.asked.is_set()
+        with pytest.raises(error, match="'one'"):
+            await call
         assert process.counted == 0
+        placed.cancel()
 
     run(test)
 

@@ -76,6 +76,14 @@ ACCESS = (
         tests=("tests/transfer/test_tcp.py::test_a_connection_of_another_epoch_or_without_the_token_is_refused",),
     ),
     Mutant(
+        name="request-id-of-any-length",
+        file="cluster/requests/validation.py",
+        find="        if len(message.request_id) > MAX_REQUEST_ID:\n",
+        replace="        if False:\n",
+        reason="A request id has a bounded length, or one client's ids fill logs, traces and what workers remember.",
+        tests=("tests/cluster/requests/test_validation.py::test_a_request_id_has_a_bounded_length",),
+    ),
+    Mutant(
         name="body-of-any-size",
         file="cluster/frontends/http/body.py",
         find="    if size > max_bytes:\n",

@@ -60,6 +60,10 @@ class _Run:
         """The tests that failed."""
         return NOTICED.findall(self.output)
 
+    @property
+    def ending(self) -> str:
+        return f"pytest ended with status {self.status}: {' '.join(self.output[-300:].split())}"
+
 
 def judge(mutant: Mutant, tree: Tree, seconds: float = MUTANT_SECONDS) -> Judgement:
     """Puts the mutant into the copy, runs its tests until the first that fails, and takes it out again."""
@@ -79,8 +83,12 @@ def unchanged_failures(tests: Iterable[str], tree: Tree, seconds: float = UNCHAN
     run = _run(tree, named, seconds)
     if run.status == PASSED:
         return {}
-    if run.status != FAILED:
-        return {test: f"pytest ends without a mutant so: {run.output[-300:].strip()}" for test in named}
+    if run.status != FAILED:  # one file that cannot be imported ends all
+        files = sorted({test.partition("::")[0] for test in named})
+        if len(files) == 1:
+            return dict.fromkeys(named, f"without a mutant {run.ending}")
+        parts = ([test for test in named if test.partition("::")[0] == file] for file in files)
+        return {test: why for part in parts for test, why in unchanged_failures(part, tree, seconds).items()}
     return {
         test: f"{failed} fails without a mutant"
         for test in named
@@ -97,7 +105,7 @@ def _outcome(mutant: Mutant, run: _Run, seconds: float) -> tuple[Outcome, str]:
         return Outcome.SURVIVED, f"{', '.join(mutant.tests)} pass; {mutant.reason}"
     if run.status == FAILED and run.noticed:
         return Outcome.KILLED, f"by {run.noticed[0]}"
-    return Outcome.STALE, f"pytest ended with status {run.status}: {run.output[-300:].strip()}"
+    return Outcome.STALE, run.ending
 
 
 def _run(tree: Tree, tests: Sequence[str], seconds: float, *options: str) -> _Run:

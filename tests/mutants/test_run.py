@@ -57,6 +57,7 @@ FILES = {
     "cache/limits.py": LIMITS,
     "cluster/toplevel/__init__.py": "",
     "tests/test_limits.py": TESTS,
+    "tests/test_broken.py": "import nothing\n",
     "pyproject.toml": '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib"]\n',
 }
 
@@ -89,7 +90,15 @@ def tree(product: Path, tmp_path: Path) -> Tree:
 
 
 def judgements(product: Path, *mutants: Mutant) -> list[Judgement]:
-    return list(run(mutants, product, list(FILES)))
+    return list(run(mutants, product, list(FILES), processes=1))
+
+
+def test_a_file_that_cannot_be_read_is_no_fault_of_others(product: Path) -> None:
+    broken = mutant("test_limit", tests=("tests/test_broken.py::test_limit",))
+    stale, killed = judgements(product, broken, mutant("test_limit"))
+    assert stale.outcome is Outcome.STALE
+    assert stale.why.startswith("without a mutant pytest ended with status 4: ")
+    assert killed.outcome is Outcome.KILLED
 
 
 def test_survivors_and_killed_ones_are_told_apart(product: Path) -> None:

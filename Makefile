@@ -9,7 +9,7 @@ TREE := build/import-root/tandem
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-long check format proto docs chaos clients explore fuzz bench clean
+.PHONY: help demo test test-unit test-long check format proto docs chaos clients explore mutants fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
@@ -23,6 +23,7 @@ help:
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make clients published clients of OpenAI's API and of gRPC talk to a cluster; they are installed below build/"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
+	@echo "make mutants one protection after another taken out of a copy: a test must notice each; some five minutes"
 	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches,"
 	@echo "             1,000 random schemas, regexes and grammars through a cluster"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
@@ -70,6 +71,9 @@ clients: .venv/.dev
 
 explore: .venv/.dev
 	@$(BIN)/python -m tests.protocol
+
+mutants: .venv/.dev
+	@$(BIN)/python -m tests.mutants
 
 fuzz: .venv/.dev
 	@$(BIN)/python -m tests.fuzz

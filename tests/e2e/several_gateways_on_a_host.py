@@ -48,7 +48,7 @@ def takes_over(addresses: list[str], security: ClientSecurity) -> dict[str, Any]
     ]
 
     def call(stub: Any, received: list[int] | None = None) -> Any:
-        request = build_request(PROMPT, {**GREEDY, "max_tokens": SHORT, "seed": 1}, "mine")
+        request = build_request(PROMPT, {**GREEDY, "max_tokens": LONG, "seed": 1}, "mine")
         if received is not None:
             request.resume.CopyFrom(inference_pb2.Resume(token_ids=received))
         return stub.Generate(request, timeout=60)

@@ -18,6 +18,7 @@ from tests.transfer.layouts import compressed, two_groups
 
 LAYOUT = two_groups()
 NUM_PAGES = 10  # 40 slots
+ENDLESS = SlotRuns(np.array([0], np.int32), np.array([1 << 30], np.int32))
 
 
 def position_map(*slots: list[int], start: int = 8) -> PositionMap:
@@ -57,6 +58,7 @@ def test_the_map_of_a_sequence_that_slides_skips_what_its_window_does_not_show()
         ({"start_position": 9}, "start_position is 9; 8 is expected"),
         ({"runs": ()}, "runs holds 0 layer groups; the layout has 2"),
         ({"runs": (encode_runs(SlotRuns.from_slots([1])),) * 2}, r"runs\[0\] holds 1 positions; 6 are expected"),
+        ({"runs": (encode_runs(ENDLESS),) * 2}, r"runs\[0\]: runs hold 1073741824 positions; at most 6 are expected"),
         ({"runs": (b"\x07",) * 2}, "version is 7"),
     ],
 )

@@ -56,6 +56,14 @@ def test_other_tokens_before_a_page_make_it_another() -> None:
     assert prefilled(cache, 2, [*TOKENS[:5], 1, *TOKENS[6:12]]) == 4
 
 
+def test_pages_of_two_prompts_are_no_prefix_of_a_third() -> None:
+    """Its second page would have KV that was computed behind other tokens."""
+    cache = cache_of(LAYOUT, num_pages=32)
+    prefilled(cache, 0, TOKENS[:12])
+    prefilled(cache, 1, TOKENS[12:24])
+    assert prefilled(cache, 2, [*TOKENS[:4], *TOKENS[16:24]]) == 4
+
+
 def test_pages_stay_when_their_sequence_goes_and_count_as_free() -> None:
     cache = cache_of(LAYOUT, num_pages=4)
     prefilled(cache, 0, TOKENS[:13])

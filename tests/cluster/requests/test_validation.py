@@ -8,7 +8,7 @@ import pytest
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.protocol import MAX_MESSAGES
-from tandem.cluster.requests.validation import ModelLimits, RequestValidator
+from tandem.cluster.requests.validation import MAX_REQUEST_ID, ModelLimits, RequestValidator
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
@@ -39,6 +39,16 @@ def test_bytes_that_are_no_token_ids_are_refused(token_bytes: bytes, reason: str
     message.sampling.max_tokens = 1
     with pytest.raises(InvalidRequest, match=reason):
         RequestValidator(LIMITS, None).validate(message)
+
+
+def test_a_request_id_has_a_bounded_length() -> None:
+    message = inference_pb2.GenerateRequest(request_id="r" * MAX_REQUEST_ID, token_bytes=bytes(4))
+    message.sampling.max_tokens = 1
+    validator = RequestValidator(LIMITS, None)
+    assert validator.validate(message).request_id == message.request_id
+    message.request_id += "r"
+    with pytest.raises(InvalidRequest, match=f"request_id has {MAX_REQUEST_ID + 1} characters"):
+        validator.validate(message)
 
 
 def test_a_chat_is_as_long_as_its_roles_and_contents(tmp_path: Path) -> None:

@@ -285,6 +285,19 @@ def test_bounds_name_their_key_and_say_when_to_come_again() -> None:
     asyncio.run(run())
 
 
+def test_a_full_queue_takes_what_was_admitted_before() -> None:
+    """A request that lost its workers comes back: its client has its first tokens."""
+
+    async def run() -> None:
+        crowd = Crowd(AdmissionQueue(1, 10))
+        await crowd.join("a", "first")
+        await crowd.join("b", "back again", tokens=50, admitted=True)
+        assert crowd.waiting() == {"first", "back again"}
+        assert await crowd.end_all() == ["first", "back again"]
+
+    asyncio.run(run())
+
+
 class TestFullQueues:
     def test_the_newest_of_the_client_with_most_gives_way(self) -> None:
         async def run() -> None:

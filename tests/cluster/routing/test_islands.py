@@ -196,3 +196,16 @@ def test_a_decision_looks_only_at_workers_that_have_changed(
         assert looks(gateway) == []
 
     with_gateway(body)
+
+
+def test_a_state_that_comes_late_changes_nothing() -> None:
+    """Supervisors and replays of what they said may overtake each other: an older epoch's processes are gone."""
+
+    async def body(gateway: Gateway) -> None:
+        await gateway.start(0, epoch=3)
+        await gateway.start(0, epoch=2)
+        assert gateway.link(DECODE).epoch == 3
+        await gateway.islands.update(IslandState("i0", 2, 0, (), version=2))
+        assert gateway.decide()[DECODE].load == 0
+
+    with_gateway(body)

@@ -122,11 +122,11 @@ def test_an_abort_while_drafts_are_verified() -> None:
 def test_drafts_share_what_the_rows_leave_of_a_step() -> None:
     bench = bench_with(ScriptedDrafter(right=0), max_step_tokens=6)
     bench.runner.overlaps = False
-    for name in ("a", "b", "c", "d"):
-        bench.start(name, max_tokens=3)
+    streams = [bench.start(name, max_tokens=3)[1] for name in ("a", "b", "c", "d")]
     bench.loop.step()
     assert bench.runner.log[0] == "launch 0: verify [2, 2, 1, 1]"
     bench.run()
+    assert bench.collector.tokens == {stream: expected(number, 3) for number, stream in enumerate(streams, start=1)}
     assert bench.cache.num_free_pages == NUM_PAGES
 
 

@@ -14,8 +14,9 @@ from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.step_inputs import ON_HOST
-from tandem.workers.sampling.finish import FinishRule
+from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.pending_samples import Samples
+from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import Batch
 from tandem.workers.scheduling.decode_rows import StepInFlight
@@ -231,6 +232,16 @@ def test_a_step_keeps_its_arrays_when_rows_come_and_go() -> None:
     assert rows.next_step() is None
     assert in_flight.requests == [short, long]
     assert (step.sequence_ids, step.positions.tolist()) == ((1, 2), [4, 4])
+
+
+def test_a_row_that_is_not_finite_ends_with_an_error_and_no_other_does() -> None:
+    rows = Scheduler(max_batch_tokens=10).rows
+    rows.join([sequence(1, 4), sequence(2, 4), sequence(3, 2)])
+    samples = Samples(np.array([NOT_FINITE, 8, 9]), [None] * 3)
+    step = rows.next_step()
+    assert step is not None
+    runs = rows.launched(step, Known(samples)).runs(samples)
+    assert [run.reason for run in runs] == [FinishReason.ERROR, FinishReason.RUNNING, FinishReason.LENGTH]
 
 
 def test_chunks_are_bounded_beside_rows_only() -> None:

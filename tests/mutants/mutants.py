@@ -1,0 +1,11 @@
+"""Which protections are taken out, one at a time. A line that keeps users from harm, and no feature, belongs here."""
+
+from tests.mutants.of_access import ACCESS
+from tests.mutants.of_cache import CACHE
+from tests.mutants.of_cluster import CLUSTER
+from tests.mutants.of_handoff import HANDOFF
+from tests.mutants.of_supervision import SUPERVISION
+from tests.mutants.of_transfer import TRANSFER
+from tests.mutants.of_workers import WORKERS
+
+MUTANTS = (*CACHE, *TRANSFER, *HANDOFF, *WORKERS, *CLUSTER, *SUPERVISION, *ACCESS)

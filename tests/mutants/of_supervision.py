@@ -1,0 +1,64 @@
+"""Protections of who runs: one process at a place, one epoch at a time, and no end before its time."""
+
+from tests.mutants.mutant import Mutant
+
+SUPERVISORS = "tests/cluster/supervision/test_supervisors.py"
+
+SUPERVISION = (
+    Mutant(
+        name="process-outlives-its-lease",
+        file="cluster/processes/leases.py",
+        find="self._ends = max(self._ends, self._heard + self._seconds)",
+        replace="self._ends = max(self._ends, self._clock() + self._seconds)",
+        reason="A lease counts from the renewal before, or a process that is cut off serves beside its successor.",
+        tests=("tests/cluster/processes/test_leases.py::test_a_lease_counts_from_the_renewal_before_the_last",),
+    ),
+    Mutant(
+        name="lease-comes-back",
+        file="cluster/processes/leases.py",
+        find="self._over = self._over or self._clock() >= self._ends",
+        replace="self._over = self._clock() >= self._ends",
+        reason="A lease that was over stays over, or a process goes on whose successor has started.",
+        tests=("tests/cluster/processes/test_leases.py::test_a_renewal_that_comes_late_does_not_bring_a_lease_back",),
+    ),
+    Mutant(
+        name="gpu-filled-twice",
+        file="cluster/processes/gpus.py",
+        find="            self._socket.bind(name)\n",
+        replace="            pass\n",
+        reason="A GPU is filled by one process, or two count the same bytes as free and one fails later.",
+        tests=("tests/cluster/processes/test_gpus.py::test_workers_claim_what_they_measure",),
+    ),
+    Mutant(
+        name="island-state-out-of-order",
+        file="cluster/routing/islands.py",
+        find="        if before is not None and state.version <= before.state.version:\n            return\n",
+        replace="",
+        reason="An older state of an island is ignored, or requests go to processes that have ended.",
+        tests=("tests/cluster/routing/test_islands.py::test_a_state_that_comes_late_changes_nothing",),
+    ),
+    Mutant(
+        name="epoch-used-twice",
+        file="cluster/supervision/island_supervisor.py",
+        find="self._epoch = next(self._epochs)\n        self.island = self._island_of(self._epoch, before.shape)\n",
+        replace="self.island = self._island_of(self._epoch, before.shape)\n",
+        reason="Each incarnation of an island has an epoch of its own, or late calls of a lost one are obeyed.",
+        tests=(f"{SUPERVISORS}::TestIsland::test_a_lost_member_ends_the_epoch",),
+    ),
+    Mutant(
+        name="survivors-ended-while-they-serve",
+        file="cluster/supervision/island_supervisor.py",
+        find="            if not any(self._stop.answers(asked, GATEWAY_SECONDS)):\n",
+        replace="            if True:\n",
+        reason="After a loss survivors finish what they can, or one process that ends costs every request its tokens.",
+        tests=(f"{SUPERVISORS}::TestIsland::test_survivors_are_left_until_the_gateway_says_so",),
+    ),
+    Mutant(
+        name="restarts-without-an-end",
+        file="cluster/supervision/supervisor.py",
+        find="        if len(self._times) >= self._max_restarts:\n            return False\n",
+        replace="",
+        reason="Restarts are bounded, or a cluster that cannot serve starts again for ever and no operator hears.",
+        tests=(f"{SUPERVISORS}::TestBudget::test_counts_within_a_window",),
+    ),
+)

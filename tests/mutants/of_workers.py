@@ -1,0 +1,118 @@
+"""Protections of what a worker computes and is asked."""
+
+from tests.mutants.mutant import Mutant
+
+BAD_CALLS = "tests/workers/service/test_bad_calls.py"
+
+WORKERS = (
+    Mutant(
+        name="call-of-another-epoch",
+        file="workers/service/services.py",
+        find="            if epoch != self._config.epoch:\n",
+        replace="            if False:\n",
+        reason="A call of another epoch is refused, or a late Abort ends a request of the island that came after.",
+        tests=("tests/workers/service/test_service.py::test_calls_of_another_epoch_are_refused",),
+    ),
+    Mutant(
+        name="send-computed-twice",
+        file="workers/prefill/prefills.py",
+        find="        if known is not None:\n            return known\n",
+        replace="",
+        reason="A doubled RemoteSend is computed once, or its second run fails a request that goes on well.",
+        tests=("tests/workers/service/test_service.py::test_a_doubled_remote_send_is_computed_once",),
+    ),
+    Mutant(
+        name="token-outside-the-vocabulary",
+        file="workers/service/call_checks.py",
+        find="    if largest >= vocab_size:\n",
+        replace="    if False:\n",
+        reason="A token outside the vocabulary is refused, or one bad call fails a forward of many requests.",
+        tests=(f"{BAD_CALLS}::test_a_token_that_is_none_fails_nobody_else",),
+    ),
+    Mutant(
+        name="too-long-for-its-pages",
+        file="workers/handoff/reservations.py",
+        find="if max_tokens > request.max_tokens:",
+        replace="if False:",
+        reason="A request gets no more tokens than it has pages for, or it runs out of pages while it is decoded.",
+        tests=("tests/workers/service/test_service.py::test_more_tokens_than_were_reserved_are_refused",),
+    ),
+    Mutant(
+        name="one-client-takes-all-places",
+        file="workers/service/turns.py",
+        find="            if self._running[client]:\n                continue\n",
+        replace="",
+        reason="A client has one of the places at a time, or one with long messages keeps all others waiting.",
+        tests=("tests/workers/service/test_turns.py::test_clients_take_turns_and_have_one_place_each",),
+    ),
+    Mutant(
+        name="rows-wait-for-a-long-prompt",
+        file="workers/scheduling/scheduler.py",
+        find="budget = max(min(budget - len(self.rows), self.pace.chunk_tokens), LEAST_PROMPT_TOKENS)",
+        replace="budget = max(budget - len(self.rows), LEAST_PROMPT_TOKENS)",
+        reason="Chunks beside rows are short, or all answers pause while somebody's long prompt is computed.",
+        tests=("tests/workers/scheduling/test_scheduler.py::test_chunks_are_bounded_beside_rows_only",),
+    ),
+    Mutant(
+        name="short-prompts-overtake",
+        file="workers/scheduling/scheduler.py",
+        find="return self._asked_in_vain is not None and self._asked_in_vain in self._waiting",
+        replace="return False",
+        reason="What becomes free is for the prompt that waits for it, or a long prompt is overtaken for ever.",
+        tests=("tests/workers/test_both_sides.py::test_a_prompt_of_a_peer_that_waits_for_room_is_not_overtaken",),
+    ),
+    Mutant(
+        name="no-end-at-stop-tokens",
+        file="workers/scheduling/decode_rows.py",
+        find="reasons = np.where(stops.any(axis=1), int(FinishReason.STOP), self.limits)",
+        replace="reasons = self.limits",
+        reason="A sequence ends at its stop token, or the user gets what a model writes behind its end.",
+        tests=(
+            "tests/workers/decode/test_overlap_scheduling.py::"
+            "test_a_stop_keeps_the_pages_until_the_step_in_flight_is_done",
+        ),
+    ),
+    Mutant(
+        name="not-finite-looks-like-an-end",
+        file="workers/scheduling/decode_rows.py",
+        find="return np.where(sampled == NOT_FINITE, int(FinishReason.ERROR), reasons)",
+        replace="return reasons",
+        reason="A row whose logits are not finite ends with an error, or a broken answer looks like a whole one.",
+        tests=(
+            "tests/workers/scheduling/test_scheduler.py::"
+            "test_a_row_that_is_not_finite_ends_with_an_error_and_no_other_does",
+        ),
+    ),
+    Mutant(
+        name="one-token-too-many",
+        file="workers/sampling/finish.py",
+        find="FinishReason.LENGTH if num_output >= self.max_tokens else",
+        replace="FinishReason.LENGTH if num_output > self.max_tokens else",
+        reason="A sequence ends with max_tokens, or it grows over the pages that were reserved for it.",
+        tests=("tests/workers/decode/test_verify_steps.py::test_right_drafts_give_their_tokens_in_one_step",),
+    ),
+    Mutant(
+        name="drafts-held-unseen",
+        file="workers/speculation/verification.py",
+        find="        wrong[drafted] = samples.token_ids[drafted] != np.concatenate(self.drafts)\n",
+        replace="        wrong[drafted] = False\n",
+        reason="Drafts hold while the target agrees, or speculation changes what a model says.",
+        tests=("tests/workers/decode/test_verify_steps.py::test_drafts_share_what_the_rows_leave_of_a_step",),
+    ),
+    Mutant(
+        name="same-number-at-each-position",
+        file="workers/sampling/random.py",
+        find="_mix(_mix(seeds + GOLDEN_GAMMA) + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN_GAMMA)",
+        replace="_mix(_mix(seeds + GOLDEN_GAMMA) + (positions.astype(np.uint64) * np.uint64(0)) * GOLDEN_GAMMA)",
+        reason="A draw depends on seed and position alone, or samples repeat and a replay gives other tokens.",
+        tests=("tests/workers/sampling/test_sampling.py::test_uniform_numbers_are_even_and_unlike_for_neighbours",),
+    ),
+    Mutant(
+        name="decoded-before-its-kv-is-here",
+        file="workers/decode/decodes.py",
+        find="for request in landed(mailbox, self._awaiting):",
+        replace="for request in list(self._awaiting):",
+        reason="A request is decoded, and its prefix shared, once all its KV is here, or its tokens come from nothing.",
+        tests=("tests/workers/test_races.py::test_a_prefix_is_not_shared_before_it_has_landed",),
+    ),
+)

@@ -35,6 +35,7 @@ from tests.support.island import Island, running_island
 from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import random_prompt
+from tests.support.steady_steps import STEADY
 from tests.support.waiting import until
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -92,7 +93,7 @@ def served(drafted: Drafted) -> Iterator[str]:
         "recovery.max_restarts": 100,
         "recovery.drain_seconds": 60.0,
     }
-    cluster = Cluster(load_config(None, settings | drafted.settings), LocalProcesses())
+    cluster = Cluster(load_config(None, settings | drafted.settings), LocalProcesses(STEADY))
     yield cluster.start()
     cluster.stop()
 

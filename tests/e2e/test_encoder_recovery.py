@@ -16,6 +16,7 @@ from tests.support.client_requests import complete, tokens_of
 from tests.support.encoder_models import greedy_behind, load_t5gemma
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import random_prompt
+from tests.support.steady_steps import STEADY
 from tests.support.waiting import until
 
 COUNT, GREEDY = 300, {"temperature": 0, "ignore_eos": True}
@@ -30,7 +31,7 @@ def test_a_worker_dies_and_the_stream_goes_on(tmp_path: Path, lost: int) -> None
     start = model.generation_config.bos_token_id
     expected = greedy_behind(model, encoder, COUNT, decoder, start=start)
     sampling: dict[str, Any] = {"decoder_prompt": decoder, "max_tokens": COUNT, **GREEDY}
-    cluster = Cluster(load_config(None, {"model.path": str(tmp_path), **OVERRIDES}), LocalProcesses())
+    cluster = Cluster(load_config(None, {"model.path": str(tmp_path), **OVERRIDES}), LocalProcesses(STEADY))
     address = cluster.start()
     try:
         assert tokens_of(complete(address, encoder, **sampling)) == expected

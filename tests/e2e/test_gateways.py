@@ -25,6 +25,7 @@ from tests.e2e.test_recovery import DRAWN, Case, disturbed, info
 from tests.support.client_requests import complete, text_of, tokens_of
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import random_prompt
+from tests.support.steady_steps import STEADY
 from tests.support.waiting import until
 
 NUM_TOKENS = 400
@@ -42,7 +43,7 @@ OVERRIDES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def processes() -> LocalProcesses:
-    return LocalProcesses()
+    return LocalProcesses(STEADY)
 
 
 @pytest.fixture(scope="module")

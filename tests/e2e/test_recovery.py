@@ -24,6 +24,7 @@ from tests.support.client_requests import complete, text_of, tokens_of
 from tests.support.http_client import COMPLETIONS, chunks, events, streaming
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import random_prompt
+from tests.support.steady_steps import STEADY
 from tests.support.waiting import until
 
 VOCABULARY = 512
@@ -64,7 +65,7 @@ class StillbornProcesses(LocalProcesses):
 
 @pytest.fixture(scope="module")
 def processes() -> LocalProcesses:
-    return LocalProcesses()
+    return LocalProcesses(STEADY)
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +299,7 @@ def test_a_worker_that_is_stopped_for_a_while_is_slow_and_not_dead(served: str, 
 
 def test_a_worker_that_hangs_is_ended_and_restarts_are_bounded(small_model: Path, case: Case) -> None:
     overrides = {**OVERRIDES, "num_islands": 1, "recovery.unresponsive_seconds": 2.0, "recovery.max_restarts": 1}
-    cluster = Cluster(load_config(None, {"model.path": str(small_model), **overrides}), LocalProcesses())
+    cluster = Cluster(load_config(None, {"model.path": str(small_model), **overrides}), LocalProcesses(STEADY))
     address = cluster.start()
     try:
         updates = disturbed(address, case, lambda: os.kill(working(address)[1].pid, signal.SIGSTOP))
@@ -316,7 +317,7 @@ def test_a_worker_that_hangs_is_ended_and_restarts_are_bounded(small_model: Path
 @pytest.mark.long
 def test_a_worker_that_hangs_from_the_beginning_is_ended(small_model: Path, case: Case) -> None:
     overrides = {**OVERRIDES, "num_islands": 1, "recovery.unresponsive_seconds": 2.0}
-    processes = StillbornProcesses()
+    processes = StillbornProcesses(STEADY)
     cluster = Cluster(load_config(None, {"model.path": str(small_model), **overrides}), processes)
     address = cluster.start()
     try:

@@ -21,6 +21,7 @@ from tests.e2e.test_recovery import Case, disturbed, info
 from tests.support.client_requests import GREEDY, complete, tokens_of
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.steady_steps import STEADY
 from tests.support.waiting import until
 
 WEIGHTS = "model.safetensors"
@@ -50,7 +51,7 @@ def case(checkpoint: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def served(checkpoint: Path) -> Iterator[str]:
-    cluster = Cluster(load_config(None, {"model.path": str(checkpoint), **OVERRIDES}), LocalProcesses())
+    cluster = Cluster(load_config(None, {"model.path": str(checkpoint), **OVERRIDES}), LocalProcesses(STEADY))
     yield cluster.start()
     cluster.stop()
 
@@ -165,7 +166,7 @@ def test_a_worker_that_dies_meanwhile_brings_the_old_shape_back(served: str, cas
 def test_an_island_of_one_worker_gets_another_and_gives_it_up(checkpoint: Path, case: Case) -> None:
     """And takes requests again after its only worker was lost."""
     settings = {"model.path": str(checkpoint), **OVERRIDES, "num_islands": 1, "island.num_prefill": 0}
-    cluster = Cluster(load_config(None, settings | {"scheduler.roles": "colocated"}), LocalProcesses())
+    cluster = Cluster(load_config(None, settings | {"scheduler.roles": "colocated"}), LocalProcesses(STEADY))
     address = cluster.start()
     try:
         for shape in ([D], [P, D], [D]):

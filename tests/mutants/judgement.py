@@ -26,6 +26,8 @@ PYTEST = (
     "no:cacheprovider",
     "-p",
     "no:xdist",
+    "-m",
+    "not gpu and not long",  # the gate must notice
 )
 MUTANT_SECONDS = 180.0  # of a machine that is busy with other things
 UNCHANGED_SECONDS = 600.0

@@ -15,10 +15,12 @@ from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tests.support.shared_forks import shared_address
+from tests.support.steady_steps import steady
 
 FORK_SECONDS = 120.0
 ACTORS = ("tandem.cluster.supervision.worker_actor", "tandem.cluster.supervision.gateway_actor")
 READERS = "tandem.cluster.requests.reader"
+STEPS = "tests.support.steady_steps:watch_steps"
 Member = TypeVar("Member", bound=ActorProcess)
 
 
@@ -26,7 +28,7 @@ Member = TypeVar("Member", bound=ActorProcess)
 def fork_server(*modules: str) -> ForkServer:
     """One for all tests of a run, for its imports take seconds; with further modules, which may change what is there,
     one for this process."""
-    server = ForkServer([*ACTORS, READERS, *modules], address=None if modules else shared_address())
+    server = ForkServer([*ACTORS, READERS, STEPS, *modules], address=None if modules else shared_address())
     atexit.register(server.close)
     return server
 
@@ -44,7 +46,9 @@ class LocalProcesses(Processes):
 
     modules: tuple[str, ...] = ()  # that its processes have imported, beside those of every actor
 
-    def __init__(self) -> None:
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        """step_seconds: the least that a step of its workers takes."""
+        self._step_seconds = step_seconds
         self._actors: dict[str, ForkedActor] = {}
         self.started: list[tuple[int, str]] = []  # pid and started_at(), for a long storm uses pids again
 
@@ -67,7 +71,8 @@ class LocalProcesses(Processes):
     def _start(self, specs: Sequence[ActorSpec]) -> list[ForkedActor]:
         members = []
         for spec in specs:
-            actor = fork_server(*self.modules).fork(spec.name, pack((spec.kind, spec.argument)), FORK_SECONDS)
+            with steady(self._step_seconds):
+                actor = fork_server(*self.modules).fork(spec.name, pack((spec.kind, spec.argument)), FORK_SECONDS)
             self._actors[spec.name] = actor
             self.started.append((actor.pid, started_at(actor.pid)))
             members.append(actor)

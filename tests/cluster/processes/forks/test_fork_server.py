@@ -14,7 +14,7 @@ import pytest
 
 from tandem.cluster.errors import ProcessEnded, StartFailed
 from tandem.cluster.processes import process_tree
-from tandem.cluster.processes.forks import fork_server
+from tandem.cluster.processes.forks import fork_server, forked_actor
 from tandem.cluster.processes.forks.actor_server import pack
 from tandem.cluster.processes.forks.fork_server import ForkServer
 from tandem.cluster.processes.forks.forked_actor import ForkedActor
@@ -169,6 +169,20 @@ def test_errors_say_how_a_process_ended(server: ForkServer, end: Callable[[Forke
         with pytest.raises(ProcessEnded, match=reason):
             answer.result(SECONDS)
     other.kill()
+
+
+def test_memory_is_named_where_the_kernel_has_ended_processes_for_want_of_it(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = [3]
+    monkeypatch.setattr(forked_actor, "_killed_for_memory", lambda: killed[0])
+    actor = fork(server)
+    killed[0] = 5
+    waiting = actor.call("wait")
+    actor.call("say").result(SECONDS)
+    actor.kill()
+    with pytest.raises(ProcessEnded, match="SIGKILL; meanwhile the kernel ended 2 on this machine for want of memory"):
+        waiting.result(SECONDS)
 
 
 DRIVER = """

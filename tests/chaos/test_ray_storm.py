@@ -23,4 +23,6 @@ def test_every_end_is_typed_and_nothing_is_left(tmp_path: Path) -> None:
     assert outcome.recovered > 0
     assert outcome.finished >= 3  # each client that resumes has come to an end
     kinds = ("Unavailable", "HTTP error", "HTTP connection broken")
-    assert [heard for heard in outcome.ends + outcome.refused if not heard.startswith(kinds)] == []
+    assert [heard for heard in outcome.ends if not heard.startswith(kinds)] == []
+    kinds += ("Cancelled",)  # so gRPC ends a call that a server which stops had not looked at; who resumes asks again
+    assert [heard for heard in outcome.refused if not heard.startswith(kinds)] == []

@@ -34,7 +34,7 @@ demo: .venv/.base
 
 # What CI runs: it says how long each part took, and fails where one does.
 test:
-	@TEST_PROCESSES=$(TEST_PROCESSES) .ci/run
+	@TEST_PROCESSES=$(TEST_PROCESSES) tests/gate.sh $(PYTEST_ARGUMENTS)
 
 test-unit: .venv/.dev
 	@$(BIN)/pytest --unit -q -m "not gpu and not long" -n 2

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tandem.cluster.cli.embedded import embedded_cluster
+from tandem.cluster.cli.forking import prefer_idle_threads
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.client_messages import Timings, Usage
 
@@ -70,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = set(os.listdir("/dev/shm"))
     console.print("[bold]tandem demo[/]: a Llama of 3 million parameters, 1 prefill and 1 decode worker")
     began = time.perf_counter()
+    prefer_idle_threads()
+    from tandem.cluster.cli.embedded import embedded_cluster  # which imports torch
+
     with embedded_cluster("demo", MODEL, SPECULATION.get(speculate, {}), is_fresh=True) as address:
         console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s")
         rows = [Row(prompt) for prompt in PROMPTS]

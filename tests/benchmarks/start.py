@@ -5,11 +5,14 @@ Two starts, one after the other: the first may build kernels, the second finds t
 """
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,13 @@ STOP_SECONDS = 60.0
 TARGET_SECONDS = 40.0
 
 
-def start_once(config: Path, model: Path, settings: dict[str, object]) -> dict[str, Any]:
-    """Starts and stops a cluster by the command line. Raises SystemExit when it does not get ready."""
-    name = f"bench-start-{os.getpid()}"
-    command = [
-        sys.executable,
-        "-m",
-        "tandem.cluster.cli",
-        "up",
-        str(config),
-        "--model",
-        str(model),
-        "--grpc-port",
-        "0",
-    ]
-    for key, value in {"name": name, **settings}.items():
+@contextmanager
+def running_up(config: Path, model: Path, settings: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """The name of a cluster that the command line has started, and the seconds until it was ready. Raises SystemExit
+    when it does not get ready."""
+    name = f"bench-start-{os.getpid()}-{secrets.token_hex(2)}"
+    command = [sys.executable, "-m", "tandem.cluster.cli", "up", str(config), "--model", str(model)]
+    for key, value in {"name": name, "gateway.port": 0, **settings}.items():
         command += ["--set", f"{key}={value}"]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -50,13 +45,19 @@ def start_once(config: Path, model: Path, settings: dict[str, object]) -> dict[s
         seconds = time.monotonic() - began
         if not line.startswith("ready grpc="):
             raise SystemExit(f"no ready line but {line!r}")
-        state = running_cluster(name)
-        assert state is not None
-        return {"ready_seconds": rounded(seconds), "phases": dict(state.start_seconds)}
+        yield name, seconds
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         process.communicate(timeout=STOP_SECONDS)
+
+
+def start_once(config: Path, model: Path, settings: dict[str, object]) -> dict[str, Any]:
+    """Starts and stops a cluster by the command line."""
+    with running_up(config, model, settings) as (name, seconds):
+        state = running_cluster(name)
+        assert state is not None
+        return {"ready_seconds": rounded(seconds), "phases": dict(state.start_seconds)}
 
 
 def result_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

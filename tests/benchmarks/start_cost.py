@@ -4,13 +4,9 @@ Ray's own processes do not count, and the process hosts count as such: they impo
 spends in Ray counts. The checkpoint is tiny, so that reading it costs nothing. Runs alternate; medians count.
 """
 
-import os
-import secrets
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,11 +19,11 @@ from tandem.cluster.supervision.process_modules import process_modules
 from tests.benchmarks.options import benchmark_parser
 from tests.benchmarks.pair import DEPLOY
 from tests.benchmarks.results import at_most, print_result, rounded
+from tests.benchmarks.start import running_up
 
 TITLE = "tandem: "
 TARGET_RATIO = 1.4
 TARGET_SECONDS = 12.0
-STOP_SECONDS = 60.0
 
 
 def seconds_of(process: psutil.Process) -> float:
@@ -37,29 +33,13 @@ def seconds_of(process: psutil.Process) -> float:
 
 def cost_of_start(model: Path, settings: dict[str, object]) -> dict[str, Any]:
     """settings: of the cluster, beside deploy/local.yaml."""
-    name = f"bench-start-{os.getpid()}-{secrets.token_hex(2)}"
-    command = [sys.executable, "-m", "tandem.cluster.cli", "up", str(DEPLOY / "local.yaml"), "--model", str(model)]
-    command += ["--grpc-port", "0", "--http-port", "0"]
-    for key, value in {"name": name, **settings}.items():
-        command += ["--set", f"{key}={value}"]
-    began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        seconds = time.monotonic() - began
-        if not line.startswith("ready grpc="):
-            raise SystemExit(f"no ready line but {line!r}")
+    with running_up(DEPLOY / "local.yaml", model, {"gateway.http_port": 0, **settings}) as (name, seconds):
         found: dict[str, float] = {}
         for one in psutil.process_iter():
             title = " ".join(one.cmdline()).strip()
             if title.startswith(f"{TITLE}{name}/"):
                 found[title.removeprefix(f"{TITLE}{name}/")] = rounded(seconds_of(one))
         return {"ready_seconds": rounded(seconds), "cpu_seconds": rounded(sum(found.values())), "processes": found}
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=STOP_SECONDS)
 
 
 def cost_of_import() -> float:

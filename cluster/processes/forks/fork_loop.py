@@ -111,8 +111,10 @@ class _ForkLoop:
         for waiting in (self._listener, self._spare, *self._stays.values()):
             if waiting is not None:
                 ready.register(waiting, select.POLLIN)
-        for descriptor, _ in ready.poll(POLL_SECONDS * 1000):
-            if descriptor == self._listener.fileno():
+        listening = self._listener.fileno()
+        # Orders come last: their descriptors may take the numbers of what was closed before.
+        for descriptor, _ in sorted(ready.poll(POLL_SECONDS * 1000), key=lambda event: event[0] == listening):
+            if descriptor == listening:
                 self._accept()
             elif descriptor in self._stays:  # nothing is sent there: it was closed
                 self._let_go(self._stays.pop(descriptor))

@@ -165,10 +165,13 @@ class ForkServer:
                 with suppress(OSError):
                     self._stay.shutdown(socket.SHUT_WR if self._server is not None else socket.SHUT_RDWR)
             if self._server is None:
-                self._end_started()
+                self._end_importing()
             self._changed.notify_all()
         self._keeper.join(2 * END_SECONDS)
-        self._end_started()
+        with self._lock:
+            if self._started is not None:  # the keeper was about to start one
+                _kill(self._started)
+            self._forget_started()
         self._reap()
 
     def _keep(self) -> None:
@@ -236,11 +239,11 @@ class ForkServer:
             self._forget_started()
             self._started = os.pidfd_open(int(started.stdout))
 
-    def _end_started(self) -> None:
+    def _end_importing(self) -> None:
         """Kills a server that was started here and still imports. Other clients start it again."""
         if self._started is not None:
             _kill(self._started)
-        if self._child is not None and self._server is None:
+        if self._child is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._child, signal.SIGKILL)
 

@@ -19,6 +19,7 @@ from tandem.cluster.processes.forks.actor_server import pack
 from tandem.cluster.processes.forks.fork_server import ForkServer
 from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.forks.forked_process import forked_by
+from tests.chaos.launched import titled
 from tests.support.waiting import until
 
 SECONDS = 60.0
@@ -381,11 +382,23 @@ def test_a_server_beside_a_process_has_its_imports_and_none_of_its_files(tmp_pat
 def test_a_server_that_hangs_in_its_imports_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "endless_import.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    server = ForkServer(["endless_import"])
+    name = f"hangs-{os.getpid()}"
+    server = ForkServer(["endless_import"], name)
     with pytest.raises(StartFailed, match=r"within 0\.3 s"):
         server.fork("c/worker", pack((Actor, "a")), 0.3)
+    until(lambda: bool(titled(name)))
     server.close()
-    assert ended(server.pid)
+    until(lambda: not titled(name))
+
+
+def test_a_server_beside_a_process_lives_on_for_its_other_clients() -> None:
+    script = (
+        "from tests.cluster.processes.forks.test_fork_server import ForkServer, fork\n"
+        "first = ForkServer.beside([], 'c'); second = ForkServer([], address=first.address)\n"
+        "before = second.pid; assert first.pid == before; first.close()\n"
+        "assert fork(second).call('parent').result(60) == before == second.pid; second.close()"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("stopped", [False, True])

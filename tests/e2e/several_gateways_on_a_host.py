@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ from tandem.proto import inference_pb2, inference_pb2_grpc
 from tests.support.client_requests import GREEDY
 
 SHORT, LONG = 300, 1500
+TRIES = 200
 RECEIVED = 5  # messages until the next call resumes the request
 
 
@@ -123,14 +125,32 @@ def beside(addresses: list[str], security: ClientSecurity) -> bool:
         return {one.name: sum(worker.counters.decoded_tokens for worker in one.workers) for one in islands}
 
     sampling: Any = {**GREEDY, "max_tokens": 2}
-    with Client(addresses[0], security) as first, Client(addresses[1], security) as second:
-        running = first.generate(PROMPT, timeout=60, **(sampling | {"max_tokens": LONG}))
-        for number, _ in enumerate(running):
-            before = decoded(second)
-            list(second.generate(_prompt(20, 500 + number), timeout=60, **sampling))
-            after = decoded(second)
-            if sum(after[name] > before[name] for name in after) > 1:
-                return True
+    over = Event()
+    runs = [0]  # odd while a request of the first gateway runs
+
+    def keep_one_running(client: Client) -> None:
+        while not over.is_set():
+            for number, _ in enumerate(client.generate(PROMPT, timeout=60, **(sampling | {"max_tokens": LONG}))):
+                runs[0] += number == 0
+            runs[0] += 1
+
+    with (
+        Client(addresses[0], security) as first,
+        Client(addresses[1], security) as second,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(keep_one_running, first)
+        try:
+            for number in range(TRIES):
+                run, before = runs[0], decoded(second)
+                list(second.generate(_prompt(20, 500 + number), timeout=60, **sampling))
+                after = decoded(second)
+                one_ran = run % 2 == 1 and runs[0] == run  # and no other: what two islands decoded was of two requests
+                if one_ran and sum(after[name] > before[name] for name in after) > 1:
+                    return True
+        finally:
+            over.set()
+            running.result()
     return False
 
 

@@ -303,29 +303,25 @@ def held_pages(worker: Worker) -> int:
 
 @contextmanager
 def stopped_with_pages(worker: Worker) -> Iterator[None]:
-    """From the moment at which it holds pages its step thread stands still, until the block is left."""
+    """Before the first step that finds it with pages its step thread stands still, until the block is left."""
     stopped, resume, thread = threading.Event(), threading.Event(), worker._step_thread
     assert thread is not None
+    steps = thread._steps
+    step = steps.step
 
-    def stop() -> None:
+    def stop_and_step() -> float | None:
         if not stopped.is_set() and worker.cache.num_free_pages < worker.cache.num_pages:
             stopped.set()
             resume.wait(30)
+        return step()
 
-    def watch() -> None:
-        while not stopped.is_set():
-            thread.call(stop)
-            time.sleep(0.001)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        yield
-        assert stopped.is_set()
-    finally:
-        stopped.set()
-        resume.set()
-        watching.join(30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "step", stop_and_step)
+        try:
+            yield
+            assert stopped.is_set()
+        finally:
+            resume.set()
 
 
 @pytest.mark.parametrize("as_ids", [False, True])

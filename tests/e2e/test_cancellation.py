@@ -17,6 +17,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, tokens_of
 from tests.support.island import FakeIsland, Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.steady_steps import STEADY, steady_here
 from tests.support.waiting import until
 
 PREFILL, DECODE = 0, 1
@@ -87,6 +88,7 @@ def scene(checkpoint: Path) -> Iterator[Scene]:
     transports = FakeIsland()
     settings = {"cache.num_pages": PAGES, "cache.prefix_sharing": False, "scheduler.max_batch_tokens": 16}
     with (
+        steady_here(STEADY),  # so that requests last until their clients go
         running_island(checkpoint, settings, transports) as island,
         grpc.insecure_channel(island.address) as channel,
     ):

@@ -21,6 +21,7 @@ from tests.support.client_requests import GREEDY, complete, complete_all, text_o
 from tests.support.held_prefill import prefill_held
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.steady_steps import STEADY, steady_here
 from tests.support.waiting import until
 
 PROMPT = "The cache keeps keys and values in pages."
@@ -190,6 +191,7 @@ def test_missing_input(island: Island) -> None:
     assert "text, token_ids, token_bytes or chat" in str(caught.value.details())
 
 
+@steady_here(STEADY)
 def test_request_id_in_use(island: Island) -> None:
     with Client(island.address) as client:
         first = client.generate(PROMPT, request_id="same", max_tokens=400, **GREEDY)

@@ -22,6 +22,7 @@ from tests.cluster.fake_gateway import FakeGateway, serving
 from tests.support.client_requests import complete, text_of, tokens_of
 from tests.support.island import Island, running_island
 from tests.support.oracle import random_prompt
+from tests.support.steady_steps import STEADY, steady_here
 
 SAMPLING: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "seed": 5, "ignore_eos": True, "logprobs": 0}
 
@@ -151,6 +152,7 @@ def test_text_and_stop_strings_go_on_across_the_break(island: Island, stub: infe
         assert rest[-1].finish_reason == inference_pb2.FINISH_REASON_STOP
 
 
+@steady_here(STEADY)
 def test_a_resumed_request_takes_over_from_the_call_that_runs(
     island: Island, stub: inference_pb2_grpc.InferenceStub
 ) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tandem.workers.step_loop import StepLoop
@@ -13,14 +13,7 @@ STEADY = 0.003
 
 def watch_steps() -> None:
     """In a process from which workers are forked: those that were asked for within steady() take their time."""
-    step = StepLoop.step
-
-    def steady_step(self: StepLoop) -> float | None:
-        if self.num_running:
-            time.sleep(float(os.environ.get(VARIABLE, 0)))
-        return step(self)
-
-    StepLoop.step = steady_step  # type: ignore[method-assign]
+    StepLoop.step = _slower(lambda: float(os.environ.get(VARIABLE, 0)))  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -35,3 +28,26 @@ def steady(seconds: float) -> Iterator[None]:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = before
+
+
+@contextmanager
+def steady_here(seconds: float) -> Iterator[None]:
+    """As steady(), for workers of this process."""
+    step = StepLoop.step
+    StepLoop.step = _slower(lambda: seconds)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StepLoop.step = step  # type: ignore[method-assign]
+
+
+def _slower(least: Callable[[], float]) -> Callable[[StepLoop], float | None]:
+    """A step that sleeps before it decodes."""
+    step = StepLoop.step
+
+    def slower_step(self: StepLoop) -> float | None:
+        if self.num_running:
+            time.sleep(least())
+        return step(self)
+
+    return slower_step

@@ -4,7 +4,7 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -61,8 +61,10 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages` (each with role and content, perhaps tool_calls), up to the model's answer.
 
-        The arguments of tool calls are JSON texts. Templates get them as objects; one that fails on these gets the
-        texts. tools: what the model may call, as OpenAI describes functions. variables: further ones of the template.
+        The arguments of tool calls are JSON texts. Templates get them as objects, and what is no object, as where
+        max_tokens has cut a call off, as a text. A template that fails on these gets texts only, and if it fails on
+        those, empty objects in their place. An empty text means an empty object.
+        tools: what the model may call, as OpenAI describes functions. variables: further ones of the template.
         continue_final_message: the prompt ends in the last message. ChatTemplateError when the template refuses them,
         fails, or runs for more than RENDER_SECONDS.
         """
@@ -71,14 +73,15 @@ class ChatTemplate:
             turns[-1]["content"] += GOES_ON
         given = {"documents": None} | self._special_tokens | dict(variables or {})
         given |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        objects = [_with_objects(turn) if turn.get("tool_calls") else turn for turn in turns]
-        try:
-            rendered = self._render(given | {"messages": objects})
-        except ChatTemplateError:
-            if objects == turns:
-                raise
-            rendered = self._render(given | {"messages": turns})
-        return _before_mark(rendered) if continue_final_message else rendered
+        refusal = ChatTemplateError()
+        for messages in _readings(turns):
+            try:
+                rendered = self._render(given | {"messages": messages})
+            except ChatTemplateError as error:
+                refusal = error
+                continue
+            return _before_mark(rendered) if continue_final_message else rendered
+        raise refusal
 
     def _render(self, given: Mapping[str, Any]) -> str:
         try:
@@ -88,18 +91,42 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template refuses these messages: {error!s:.{MOST_SAID}}") from error
 
 
-def _with_objects(turn: dict[str, Any]) -> dict[str, Any]:
-    """A message whose tool calls have objects as arguments, where the texts are objects."""
-    return turn | {"tool_calls": [_with_object(call) for call in turn["tool_calls"]]}
+def _readings(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages with the arguments of their calls as templates may want them: see ChatTemplate.render()."""
+    readings: list[list[dict[str, Any]]] = []
+    for read in (_object_or_text, _text, _object):
+        made = [_with_calls(turn, read) if turn.get("tool_calls") else turn for turn in turns]
+        if made not in readings:
+            readings.append(made)
+            yield made
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+def _with_calls(turn: dict[str, Any], read: Callable[[str], Any]) -> dict[str, Any]:
+    return turn | {"tool_calls": [_with(call, read) for call in turn["tool_calls"]]}
+
+
+def _with(call: dict[str, Any], read: Callable[[str], Any]) -> dict[str, Any]:
     function = call["function"]
+    return call | {"function": function | {"arguments": read(function.get("arguments") or "")}}
+
+
+def _object_or_text(arguments: str) -> dict[str, Any] | str:
+    text = _text(arguments)
     try:
-        arguments = json.loads(function["arguments"])
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return call
-    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _text(arguments: str) -> str:
+    """Without arguments that of an empty object, for templates put it into JSON."""
+    return "{}" if arguments.strip() in ("", "null") else arguments
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    value = _object_or_text(arguments)
+    return value if isinstance(value, dict) else {}
 
 
 def _before_mark(rendered: str) -> str:

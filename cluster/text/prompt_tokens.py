@@ -80,7 +80,11 @@ def _turn(index: int, message: inference_pb2.ChatMessage) -> dict[str, Any]:
 
 def _is_call(call: object) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and all(isinstance(function.get(name), str) for name in ("name", "arguments"))
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), str | None)
+    )
 
 
 def _tools(chat: inference_pb2.Chat) -> list[dict[str, Any]] | None:

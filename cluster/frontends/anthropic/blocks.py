@@ -40,7 +40,7 @@ class ToolUseBlock(Part):
     type: Literal["tool_use"] = Field(description="'tool_use'")
     id: str = Field(description="text")
     name: str = Field(description="text")
-    input: dict[str, Any] = Field(description="an object")
+    input: dict[str, Any] = Field(default_factory=dict, description="an object")
 
 
 class ToolResultBlock(Part):

@@ -40,7 +40,7 @@ class CallItem(Part):
     type: Literal["function_call"] = Field(description="'function_call'")
     call_id: str = Field(description="text")
     name: str = Field(description="text")
-    arguments: str = Field(description="the text of a JSON object")
+    arguments: str = Field(default="{}", description="the text of a JSON object")
 
 
 class CallOutputItem(Part):

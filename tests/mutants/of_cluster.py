@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 ROUTER = "tests/cluster/routing/test_router.py"
 RESUME = "tests/cluster/requests/test_resume.py"
 CLAIMED = "tests/cluster/requests/test_claimed_ids.py"
+WRITTEN = "tests/cluster/text/test_calls_as_written.py"
 ADMISSION = "tests/cluster/routing/test_admission.py"
 
 CLUSTER = (
@@ -213,5 +214,21 @@ CLUSTER = (
         replace="        if False:\n",
         reason="One request of an id runs in all processes, or a doubled call is computed and paid for twice.",
         tests=("tests/cluster/peers/test_claims.py::test_one_that_goes_on_with_it_is_enough",),
+    ),
+    Mutant(
+        name="call-of-a-tool-that-nobody-offers",
+        file="cluster/text/parsers/calls.py",
+        find="    if name not in schemas:\n",
+        replace="    if not name:\n",
+        reason="JSON with a name is an answer, unless the request offers a tool of that name.",
+        tests=(f"{WRITTEN}::test_what_is_no_call_of_an_offered_tool_is_content",),
+    ),
+    Mutant(
+        name="cut-argument-taken-for-whole",
+        file="cluster/text/parsers/xml_calls.py",
+        find='        return whole.removesuffix(\'"}\' if self._cut else "}") if cut else whole\n',
+        replace="        return whole\n",
+        reason="Arguments that max_tokens cuts off are broken JSON, or a client calls a function with half a path.",
+        tests=(f"{WRITTEN}::test_what_max_tokens_cuts_off_is_no_whole_json",),
     ),
 )

@@ -103,8 +103,10 @@ class ChatAnswer(Answer):
         parser = self._parser
         if parser is None:
             return {"content": message.text}
-        ends = bool(message.finish_reason) or not is_chunk
-        return _joined(parser.push(message.text) + (parser.finish() if ends else []), self._chat, is_chunk)
+        parts = parser.push(message.text)
+        if message.finish_reason or not is_chunk:
+            parts += parser.finish(cut=message.finish_reason == inference_pb2.FINISH_REASON_LENGTH)
+        return _joined(parts, self._chat, is_chunk)
 
     def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
         """As OpenAI has it: a function that was named is no news to the client."""

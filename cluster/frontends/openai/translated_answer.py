@@ -37,7 +37,8 @@ class TranslatedAnswer(AnyAnswer):
         parser, ends = self._parser, bool(message.finish_reason)
         parts: list[Part] = [Content(message.text)] if message.text else []
         if parser is not None:
-            parts = parser.push(message.text) + (parser.finish() if ends else [])
+            cut = message.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+            parts = parser.push(message.text) + (parser.finish(cut=cut) if ends else [])
         self._hear(message)
         events = [event for part in parts for event in self._part_events(part)]
         if ends:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.cluster.text.chat_template import ChatTemplateError
+from tandem.cluster.text.parsers.json_calls import CALLS
 from tandem.cluster.text.parsers.output_parser import Calls, OutputParser
 from tandem.cluster.text.parsers.reasoning import HARMONY, HARMONY_MARKS, TAGS, ThinkTags
-from tandem.cluster.text.parsers.tool_formats import CALLS, FORMATS, ToolFormat
+from tandem.cluster.text.parsers.tool_formats import FORMATS, ToolFormat
 from tandem.cluster.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from tandem.cluster.text.parsers.calls import read_arguments
+from tandem.cluster.text.parsers.json_calls import calls_of_list
 from tandem.cluster.text.parsers.parts import Part, Parts
 from tandem.cluster.text.parsers.reasoning import ThinkTags, harmony, thinking
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
-from tandem.cluster.text.parsers.tool_formats import ToolFormat, begin_call, calls_of_list, plain
+from tandem.cluster.text.parsers.tool_formats import NO_CALLS, ToolFormat, answer
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,7 @@ class OutputParser:
         self._parts = Parts(most_calls=most, id_length=id_length, keep_spaces=not expects)
         self._source = Source()
         self._dropped = re.compile("|".join(map(re.escape, dropped))) if dropped else None
-        if calls is not None and calls.forced:
-            self._reading = _forced(self._source, self._parts, calls)
-        else:
-            self._reading = self._read(calls, tool_format, tags, opened, speaks_harmony)
+        self._reading = self._read(calls, tool_format or NO_CALLS, tags, opened, speaks_harmony)
         self._over = False
         self._advance()
 
@@ -65,9 +64,9 @@ class OutputParser:
         self._advance()
         return self._parts.take()
 
-    def finish(self) -> list[Part]:
-        """The last parts. No text comes any more."""
-        self._source.ended = True
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """The last parts. No text comes any more; cut: because of max_tokens."""
+        self._source.ended, self._source.cut = True, cut
         self._advance()
         self._parts.finish()
         return self._parts.take()
@@ -80,33 +79,29 @@ class OutputParser:
                 self._over = True
 
     def _read(
-        self,
-        calls: Calls | None,
-        tool_format: ToolFormat | None,
-        tags: ThinkTags | None,
-        opened: bool,
-        speaks_harmony: bool,
+        self, calls: Calls | None, form: ToolFormat, tags: ThinkTags | None, opened: bool, speaks_harmony: bool
     ) -> Waiting[None]:
         source, parts = self._source, self._parts
         schemas = {} if calls is None else calls.schemas
-        if speaks_harmony:
-            yield from harmony(source, parts, calls=calls is not None)
+        forced = calls is not None and calls.forced
+        if speaks_harmony and not forced:
+            yield from harmony(source, parts, schemas)
             return
-        if tags is not None:
-            yield from thinking(source, parts, tags, opened)
-        parse = plain if calls is None or tool_format is None else tool_format.parse
-        yield from parse(source, parts, schemas)
-        yield from plain(source, parts, schemas)
+        form = NO_CALLS if calls is None or forced else form
+        stray: tuple[str, ...] = ()
+        if tags is not None and (yield from thinking(source, parts, tags, opened, schemas, form)):
+            stray = (tags.end,)
+        if calls is not None and forced:
+            yield from _forced(source, parts, calls)
+        yield from answer(source, parts, schemas, form, stray)
 
 
 def _forced(source: Source, parts: Parts, calls: Calls) -> Waiting[None]:
     """Guided output: arguments, or a list of calls. What breaks off, or is none after all, stays as it is."""
     try:
         if calls.named:
-            begin_call(parts, calls.named)
-            yield from source.value(parts.arguments)
+            yield from read_arguments(source, parts, calls.named)
         else:
-            yield from calls_of_list(source, parts)
+            yield from calls_of_list(source, parts, calls.schemas)
     except Malformed:
         pass
-    yield from source.upto((), parts.content)

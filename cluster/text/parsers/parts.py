@@ -58,7 +58,7 @@ class Parts:
         self._parts: list[Part] = []
         self._spaces = ""  # behind the content so far
         self.num_calls = 0
-        self.has_content = False
+        self.in_call = False  # more arguments may come
 
     def reasoning(self, text: str) -> None:
         if text:
@@ -70,22 +70,30 @@ class Parts:
         kept = text if self._keep_spaces else text.rstrip()
         self._spaces = text[len(kept) :]
         if kept:
-            self.has_content = True
             self._parts.append(Content(kept))
+
+    def drop_spaces(self) -> None:
+        """Those that wait for more content are none."""
+        self._spaces = ""
 
     def call(self, name: str) -> None:
         """Begins a tool call."""
-        self._spaces = ""
+        self.drop_spaces()
         if not self._left_out:
             prefix = "call_" if self._id_length > 9 else ""
             call_id = prefix + "".join(secrets.choice(ALPHABET) for _ in range(self._id_length))
             self._parts.append(CallBegin(self.num_calls, call_id, name))
         self.num_calls += 1
+        self.in_call = True
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that began last."""
         if text and not self._most_calls_exceeded:
             self._parts.append(CallArguments(self.num_calls - 1, text))
+
+    def end_call(self) -> None:
+        """The call that began last has all its arguments."""
+        self.in_call = False
 
     def finish(self) -> None:
         """Spaces at the end are content where there is no call."""

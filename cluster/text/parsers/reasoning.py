@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tandem.cluster.text.parsers.calls import Schemas, attempt
 from tandem.cluster.text.parsers.parts import Parts
-from tandem.cluster.text.parsers.source import Source, Waiting
+from tandem.cluster.text.parsers.source import Sink, Source, Waiting
+from tandem.cluster.text.parsers.tool_formats import ToolFormat
 
 HEADER_MARKS = ("<|channel|>", "<|start|>", "<|message|>")
 BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -30,19 +32,31 @@ TAGS: Mapping[str, ThinkTags] = MappingProxyType(
 HARMONY = "harmony"
 
 
-def thinking(source: Source, parts: Parts, tags: ThinkTags, opened: bool) -> Waiting[None]:
-    """Reads the reasoning, if there is any, and the spaces around it. opened: the prompt has the first tag."""
+def thinking(
+    source: Source, parts: Parts, tags: ThinkTags, opened: bool, schemas: Schemas, form: ToolFormat
+) -> Waiting[bool]:
+    """Reads the reasoning, if there is any, and the spaces around it. opened: the prompt has the first tag.
+
+    True where a call, in this form, ended it: the last tag may still come. A text that only looks like a call is
+    reasoning.
+    """
     if not opened:
         source.remember()
         yield from source.spaces()
-        opened = (yield from source.starts(tags.begin)) is not None
+        begun = (yield from source.starts(tags.begin)) is not None
         read = source.forget()
-        if not opened:
+        if not begun:
             parts.content(read)
-            return
+            return False
     yield from source.spaces()
-    yield from source.upto((tags.end,), Trimmed(parts).reasoning)
+    if opened and (yield from source.starts(tags.begin)) is not None:  # once more
+        yield from source.spaces()
+    sink = Trimmed(parts).reasoning
+    while (mark := (yield from source.upto((tags.end, *form.openers), sink))) in form.openers:
+        if (yield from attempt(source, parts, mark, form.call(source, parts, schemas, mark), sink)):
+            return True
     yield from source.spaces()
+    return False
 
 
 class Trimmed:
@@ -59,11 +73,11 @@ class Trimmed:
         self._parts.reasoning(kept)
 
 
-def harmony(source: Source, parts: Parts, *, calls: bool) -> Waiting[None]:
+def harmony(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
     """gpt-oss: messages with a header, which names a channel and perhaps a tool, and a body.
 
-    The prompt ends in the begin of the first header. A text without marks is content. calls: whether tools may be
-    called; if not, what is said to them is content.
+    The prompt ends in the begin of the first header. A text without marks is content, and so is what is said to a tool
+    that is not offered, or is no object.
     """
     header: list[str] = []
     mark = yield from source.starts(" to=")
@@ -75,13 +89,30 @@ def harmony(source: Source, parts: Parts, *, calls: bool) -> Waiting[None]:
         if mark != "<|message|>":
             yield from source.upto(("<|message|>",), header.append)
         text = "".join(header)
-        recipient = RECIPIENT.search(text) if calls else None
-        if recipient is not None:
-            parts.call(recipient[1])
-            sink = parts.arguments
-        else:
-            sink = parts.reasoning if "analysis" in text else parts.content
-        mark = yield from source.upto(BODY_ENDS, sink)
+        recipient = RECIPIENT.search(text)
+        name = "" if recipient is None or recipient[1] not in schemas else recipient[1]
+        mark = yield from _body(source, parts, name, parts.reasoning if "analysis" in text else parts.content)
         if mark != "<|start|>":
             mark = yield from source.upto(("<|start|>",), parts.content)
         header.clear()
+
+
+def _body(source: Source, parts: Parts, name: str, sink: Sink) -> Waiting[str | None]:
+    """Reads a body and the mark behind it. name: of the tool that it is said to; empty for none."""
+    if not name:
+        return (yield from source.upto(BODY_ENDS, sink))
+    spaces: list[str] = []
+    yield from source.spaces(spaces.append)
+    if (yield from source.peek()) == "{":
+        parts.call(name)
+        mark = yield from source.upto(BODY_ENDS, parts.arguments)
+        parts.end_call()
+        return mark
+    mark = yield from source.starts(*BODY_ENDS)
+    if mark is not None:
+        parts.call(name)
+        parts.arguments("{}")
+        parts.end_call()
+        return mark
+    sink("".join(spaces))
+    return (yield from source.upto(BODY_ENDS, sink))

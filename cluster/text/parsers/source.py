@@ -34,6 +34,7 @@ class Source:
         self._offset = 0
         self._since: list[str] | None = None
         self.ended = False
+        self.cut = False  # max_tokens has ended it
 
     def push(self, text: str) -> None:
         """Adds text that has come."""
@@ -67,11 +68,11 @@ class Source:
                 return None
             yield
 
-    def spaces(self) -> Waiting[None]:
+    def spaces(self, sink: Sink = nowhere) -> Waiting[None]:
         """Reads spaces and line ends."""
         while True:
             found = SPACES.match(self._text, self._offset)
-            self._read(found.end() - self._offset if found else 0)
+            sink(self._read(found.end() - self._offset if found else 0))
             if self._rest or self.ended:
                 return
             yield
@@ -86,6 +87,12 @@ class Source:
             if self.ended or not any(mark.startswith(rest) for mark in marks):
                 return None
             yield
+
+    def ends(self, *marks: str) -> bool:
+        """Whether the text ends here, or in the begin of a mark, which is read. Behind starts() or peek()."""
+        ends = self.ended and (not self._rest or any(mark.startswith(self._rest) for mark in marks))
+        self._read(len(self._rest) if ends else 0)
+        return ends
 
     def peek(self) -> Waiting[str]:
         """The next character, which stays. Empty at the end."""

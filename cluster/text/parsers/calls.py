@@ -1,0 +1,94 @@
+"""What all formats of tool calls have in common: the begin of a call, its end, and text that turns out to be none."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tandem.cluster.text.parsers.parts import Parts
+from tandem.cluster.text.parsers.source import Malformed, Sink, Source, Waiting
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the parameters of each tool that the request offers, by the tool's name."""
+
+CallParser = Callable[[Source, Parts, Schemas, str], Waiting[None]]
+"""Reads a call, or several, behind the mark that opens them. Malformed where there is none."""
+
+NAME_LENGTH = 256
+
+
+def offered(name: str, schemas: Schemas) -> str:
+    """The name of a tool that the request offers. Malformed for another: what looks like its call is none."""
+    name = name.strip()
+    if name not in schemas:
+        raise Malformed("name")
+    return name
+
+
+def read_arguments(source: Source, parts: Parts, name: str) -> Waiting[None]:
+    """A call whose arguments, a JSON object, stream as they come. Malformed, and no call, where they are none."""
+    yield from source.spaces()
+    if (yield from source.peek()) != "{":
+        raise Malformed("{")
+    parts.call(name)
+    yield from source.value(parts.arguments)
+    end_call(source, parts)
+
+
+def whole_call(source: Source, parts: Parts, name: str, arguments: str) -> None:
+    """A call whose arguments come at once."""
+    parts.call(name)
+    parts.arguments(arguments)
+    end_call(source, parts)
+
+
+def end_call(source: Source, parts: Parts) -> None:
+    """The arguments are whole. What is read from here on is content where it is no call."""
+    parts.end_call()
+    source.remember()
+
+
+def attempt(source: Source, parts: Parts, mark: str, call: Waiting[None], otherwise: Sink) -> Waiting[bool]:
+    """Whether a call could be read behind the mark. What was no part of one goes to `otherwise`, with the mark where
+    there was none at all. A call that breaks off has the arguments that came."""
+    source.remember()
+    before = parts.num_calls
+    try:
+        yield from call
+    except Malformed:
+        text = source.forget()
+        if parts.in_call:
+            parts.end_call()
+        elif parts.num_calls > before:
+            parts.content(text)
+        else:
+            otherwise(mark + text)
+    else:
+        source.forget()
+    return parts.num_calls > before
+
+
+def name_before(source: Source, ends: str) -> Waiting[str]:
+    """The text before one of these characters, which stays. Malformed where none comes within NAME_LENGTH."""
+    name: list[str] = []
+    while (first := (yield from source.peek())) and first not in ends and len(name) < NAME_LENGTH:
+        name.append(first)
+        yield from source.starts(first)
+    if not first or first not in ends:
+        raise Malformed(ends)
+    return "".join(name)
+
+
+def text_before(source: Source, mark: str) -> Waiting[str]:
+    """The text before a mark, which must come."""
+    kept: list[str] = []
+    if (yield from source.upto((mark,), kept.append)) is None:
+        raise Malformed(mark)
+    return "".join(kept)
+
+
+def is_object(text: str) -> bool:
+    """Whether it is the text of a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

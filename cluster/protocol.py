@@ -177,14 +177,18 @@ def _set_half(half: inference_pb2.Prompt, name: str, value: Any) -> None:
 
 
 def _guided(value: Any) -> inference_pb2.Guided:
-    """A schema may be a mapping, too."""
-    ((kind, given),) = value.items()
+    """A schema may be a mapping, too. Beside its kind it may have thinking, by the names of that message."""
+    thinking = value.get("thinking")
+    ((kind, given),) = ((name, held) for name, held in value.items() if name != "thinking")
     content: Any = given
     if kind == "choice":
         content = inference_pb2.Choice(texts=content)
     elif kind == "json_schema" and isinstance(content, Mapping):
         content = json.dumps(content)
-    return inference_pb2.Guided(**{kind: content})
+    made = inference_pb2.Guided(**{kind: content})
+    if thinking is not None:
+        made.thinking.CopyFrom(inference_pb2.Thinking(**thinking))
+    return made
 
 
 def _message(turn: Mapping[str, Any]) -> inference_pb2.ChatMessage:

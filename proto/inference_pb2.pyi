@@ -185,16 +185,30 @@ class SlidingWindow(_message.Message):
     def __init__(self, window: _Optional[int] = ..., sinks: _Optional[int] = ...) -> None: ...
 
 class Guided(_message.Message):
-    __slots__ = ("json_schema", "regex", "grammar", "choice")
+    __slots__ = ("json_schema", "regex", "grammar", "choice", "thinking")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     grammar: str
     choice: Choice
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ...) -> None: ...
+    thinking: Thinking
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ...) -> None: ...
+
+class Thinking(_message.Message):
+    __slots__ = ("begin", "end", "opened", "max_tokens")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    begin: str
+    end: str
+    opened: bool
+    max_tokens: int
+    def __init__(self, begin: _Optional[str] = ..., end: _Optional[str] = ..., opened: bool = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("texts",)

@@ -88,7 +88,7 @@ HOMES = {
         "cluster/processes/ray_processes.py",
     },
     "h11": {"cluster/cli/bench/event_streams.py", "cluster/frontends/http/connection.py"},
-    "llguidance": {"workers/sampling/guided.py"},
+    "llguidance": {"workers/sampling/guided.py", "workers/sampling/thinking.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "opentelemetry": {"cluster/tracing/exporter.py"},
     "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},

@@ -15,18 +15,21 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.cli.random_checkpoint import CHAT_TEMPLATE, make_checkpoint
 from tandem.cluster.errors import CallError, InvalidRequest
 from tandem.cluster.protocol import build_request
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2_grpc
 from tandem.workers.runner.eager_sampler import EagerSampler
-from tandem.workers.sampling.guided import Constraint, Grammars, Guided
+from tandem.workers.sampling.guided import Constraint, Grammars
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.messages import sampling_from_proto
+from tests.cluster.scripted_model import named_events
 from tests.e2e.test_adaptive import ADAPTIVE, CHOICES, choosing, in_graphs
 from tests.fuzz.guides import check
 from tests.support.client_requests import complete, text_of, tokens_of
-from tests.support.http_client import CHATS, answer, chunks
+from tests.support.http_client import CHATS, answer, chunks, post
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
@@ -57,11 +60,15 @@ KINDS: list[dict[str, Any]] = [
     {"choice": CHOICE},
     {"grammar": LARK},
     {"grammar": GBNF},
+    {"regex": REGEX, "thinking": {"begin": "<t>", "end": "</t>", "opened": True}},
 ]
+THINKING_TOKENS = 60  # of the 120 that sampling() gives
 
 
 def follows(kind: dict[str, Any], text: str) -> bool:
-    ((name, content),) = kind.items()
+    (name, content), *_ = kind.items()
+    if "thinking" in kind:
+        text = text.partition("</t>")[2].lstrip()
     if name == "json_schema":
         jsonschema.validate(json.loads(text), content)
         return True
@@ -75,6 +82,8 @@ def follows(kind: dict[str, Any], text: str) -> bool:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guided") / "model"
     make_checkpoint(folder, arch="qwen3", size="tiny", seed=1)
+    thinks = "{% if think %}<think>\n{% elif think is false %}<think>\n\n</think>\n{% endif %}"
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + thinks)
     return folder
 
 
@@ -92,16 +101,23 @@ def sampling(number: int) -> dict[str, Any]:
 @torch.inference_mode()
 def naive(model: "PreTrainedModel", folder: Path, prompt: list[int], kind: dict[str, Any], number: int) -> list[int]:
     """From whole forwards, with a mask for each token."""
-    guided = build_request(prompt, {"guided": kind}, None).sampling.guided
-    name = guided.WhichOneof("kind")
-    texts = tuple(guided.choice.texts) if name == "choice" else (getattr(guided, name),)
-    matcher: LLMatcher = Grammars(folder, VOCAB, (EOS,)).compile(Guided(name, texts))
+    guided = sampling_from_proto(build_request(prompt, {"guided": kind}, None).sampling).guided
+    assert guided is not None
+    matcher: LLMatcher = Grammars(folder, VOCAB, (EOS,)).compile(guided)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    end = tokenizer.encode("</t>", add_special_tokens=False)
     sampler, output = EagerSampler(torch.device("cpu")), list[int]()
     batch = SampleBatch.from_params([SamplingParams(**sampling(number))])
     while len(output) < 120 and EOS not in output:
         logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1].float()
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         logits[torch.from_numpy(bits[: logits.shape[0]] == 0)] = -torch.inf
+        if "thinking" in kind and len(output) >= THINKING_TOKENS and "</t>" not in tokenizer.decode(output):
+            late = output[THINKING_TOKENS:]
+            written = next((n for n in (3, 2, 1) if n < len(end) and late[-n:] == end[:n]), 0)
+            if logits[end[written]] > -torch.inf:  # not within a character
+                logits[torch.arange(len(logits)) != end[written]] = -torch.inf
         token = int(sampler.sample(logits[None], batch, np.array([len(prompt) + len(output)])).wait().token_ids[0])
         assert matcher.consume_token(token)
         output.append(token)
@@ -237,3 +253,99 @@ def test_forced_tool_calls_follow_the_schemas(island: Island, stream: bool) -> N
         assert choice == "required" or name == "large"
         seen.add(name)
     assert seen == {"small", "large"}
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["answer"],
+    "x-guidance": {"whitespace_flexible": False},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
+
+
+def says(island: Island, stream: bool, **body: Any) -> list[tuple[str, str, str]]:
+    """Reasoning, content and arguments of calls, of each choice."""
+    asked = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 120, **body}
+    if not stream:
+        messages = [choice["message"] for choice in answer(island.http, CHATS, **asked)["choices"]]
+        calls = ["".join(c["function"]["arguments"] for c in one.get("tool_calls", ())) for one in messages]
+        texts = [(one.get("reasoning_content") or "", one.get("content") or "") for one in messages]
+        return [(*two, arguments) for two, arguments in zip(texts, calls, strict=True)]
+    said = [["", "", ""] for _ in range(body.get("n", 1))]
+    for event in chunks(island.http, CHATS, **asked):
+        for choice in event["choices"]:
+            delta, one = choice["delta"], said[choice["index"]]
+            one[0] += delta.get("reasoning_content") or ""
+            one[1] += delta.get("content") or ""
+            one[2] += "".join(call["function"]["arguments"] for call in delta.get("tool_calls", ()))
+    return [(one, two, three) for one, two, three in said]
+
+
+@pytest.mark.gate("True")
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_follows_a_guide_is_content_behind_the_thinking(island: Island, stream: bool) -> None:
+    """The model never ends its thinking by itself: half of max_tokens is left to the answer."""
+    for kwargs, guide in itertools.product(
+        ({"think": True}, {"think": False}, {}),
+        ({"response_format": FORMAT}, {"structured_outputs": {"choice": CHOICE}}, {"guided_regex": REGEX}),
+    ):
+        said = says(island, stream, chat_template_kwargs=kwargs, n=2, seed=5, **guide)
+        for reasoning, content, _ in said:
+            kind, text = next(iter(guide.items()))
+            if kind == "response_format":
+                jsonschema.validate(json.loads(content), ANSWER)
+            else:
+                assert content in CHOICE if kind == "structured_outputs" else re.fullmatch(REGEX, content), text
+            assert bool(reasoning) == bool(kwargs.get("think"))
+        assert said[0] != said[1] or not kwargs.get("think")
+
+
+def test_with_few_tokens_an_answer_begins_at_once(island: Island) -> None:
+    asked = {"chat_template_kwargs": {"think": True}, "max_tokens": 40, "response_format": FORMAT}
+    ((reasoning, content, _),) = says(island, False, **asked)
+    assert reasoning == ""
+    jsonschema.validate(json.loads(content), ANSWER)
+
+
+def test_an_answer_that_goes_on_with_open_thinking_thinks(island: Island) -> None:
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>I look"}]
+    asked = {"messages": turns, "continue_final_message": True, "response_format": FORMAT}
+    ((reasoning, content, _),) = says(island, False, **asked)
+    assert reasoning
+    jsonschema.validate(json.loads(content), ANSWER)
+
+
+@pytest.mark.gate("required")
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_forced_calls_come_behind_the_thinking(island: Island, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": ANSWER}}]
+    asked = {"chat_template_kwargs": {"think": True}, "tools": tools, "tool_choice": choice, "max_tokens": 400}
+    for stream in (False, True):
+        ((reasoning, content, arguments),) = says(island, stream, **asked, parallel_tool_calls=False)
+        assert reasoning
+        assert not content
+        jsonschema.validate(json.loads(arguments), ANSWER)
+
+
+@pytest.mark.gate("True")
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_apis_think_before_what_follows_a_schema(island: Island, stream: bool) -> None:
+    thinks = {"chat_template_kwargs": {"think": True}, "stream": stream}
+    form = {"type": "json_schema", "name": "a", "schema": ANSWER}
+    body = {"input": "?", "max_output_tokens": 120, "text": {"format": form}}
+    sent = post(island.http, "/v1/responses", body | thinks)
+    response = named_events(sent)[-1]["response"] if stream else sent.json()
+    reasoning, message = response["output"]
+    assert reasoning["content"][0]["text"]
+    jsonschema.validate(json.loads(message["content"][0]["text"]), ANSWER)
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 120}
+    body["output_format"] = {"type": "json_schema", "schema": ANSWER}
+    sent = post(island.http, "/v1/messages", body | thinks)
+    if stream:
+        deltas = [event["delta"] for event in named_events(sent) if event["type"] == "content_block_delta"]
+        texts = ["".join(delta.get(name, "") for delta in deltas) for name in ("thinking", "text")]
+    else:
+        texts = [block[block["type"]] for block in sent.json()["content"]]
+    assert texts[0]
+    jsonschema.validate(json.loads(texts[1]), ANSWER)

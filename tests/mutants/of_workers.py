@@ -115,4 +115,15 @@ WORKERS = (
         reason="A request is decoded, and its prefix shared, once all its KV is here, or its tokens come from nothing.",
         tests=("tests/workers/test_races.py::test_a_prefix_is_not_shared_before_it_has_landed",),
     ),
+    Mutant(
+        name="thinking-without-an-end",
+        file="workers/sampling/thinking.py",
+        find="        return self._end_ids[self._num_written]\n",
+        replace="        return None\n",
+        reason="Thinking ends while max_tokens leaves room for the answer, or a client that asked for JSON gets none.",
+        tests=(
+            "tests/workers/sampling/test_thinking.py::"
+            "test_thinking_ends_behind_so_many_tokens_wherever_a_request_is_placed_again",
+        ),
+    ),
 )

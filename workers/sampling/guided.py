@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.workers.sampling.closed_schema import closed
+from tandem.workers.sampling.thinking import Thinking, ThinkingLimit, behind
 
 if TYPE_CHECKING:
     from llguidance import GrammarFormat, LLMatcher, LLTokenizer
@@ -46,6 +47,8 @@ class Guided:
 
     kind: str  # of KINDS
     texts: tuple[str, ...]
+    thinking: Thinking | None = None  # what may stand before it
+    thinking_tokens: int = field(default=0, compare=False)  # output tokens behind which thinking ends; 0: no limit
 
 
 class Grammars:
@@ -74,10 +77,12 @@ class Grammars:
 
     def constraint(self, guided: Guided) -> "Constraint":
         """Of one row; as compile()."""
-        matcher = self.compile(guided)
+        matcher, limit = self.compile(guided), None
         with self._lock:
             self._pool = self._pool or ThreadPoolExecutor(THREADS, "masks")
-            return Constraint(matcher, self._pool, self._vocab_size)
+            if guided.thinking is not None and self._tokenizer is not None:
+                limit = ThinkingLimit(guided.thinking, guided.thinking_tokens, self._tokenizer)
+            return Constraint(matcher, self._pool, self._vocab_size, limit)
 
     def close(self) -> None:
         """Ends the threads. Constraints are not used behind it."""
@@ -109,6 +114,8 @@ class Grammars:
                 grammar = grammar_from(KINDS[guided.kind], text)
         except (ValueError, RecursionError) as error:
             raise InvalidGuide(f"{guided.kind} cannot be read: {error}") from None
+        if guided.thinking is not None:
+            grammar = behind(guided.thinking, grammar, self._tokenizer)
         limits = LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, max_grammar_size=MOST_SYMBOLS, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
@@ -119,8 +126,11 @@ class Grammars:
 class Constraint:
     """One row's place in its grammar. Owned by the step thread; masks are computed on another one."""
 
-    def __init__(self, matcher: "LLMatcher", pool: ThreadPoolExecutor, vocab_size: int) -> None:
+    def __init__(
+        self, matcher: "LLMatcher", pool: ThreadPoolExecutor, vocab_size: int, limit: ThinkingLimit | None = None
+    ) -> None:
         self._matcher = matcher
+        self._limit = limit
         self._pool = pool
         self._words = -(-vocab_size // 32)
         self._mask: Future[Int32Array] | None = None
@@ -159,4 +169,14 @@ class Constraint:
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words]
         if matcher.is_error():
             raise GuideNotFollowed(f"the output cannot follow it: {matcher.get_error()[:200]}")
-        return mask
+        return mask if self._limit is None else self._limited(self._limit, tokens, mask)
+
+    def _limited(self, limit: ThinkingLimit, tokens: list[int], mask: Int32Array) -> Int32Array:
+        """The mask without all but the token that ends the thinking, where it is time for it and it may stand here."""
+        limit.take(tokens)
+        token = limit.next_token
+        if token is None:
+            return mask
+        only = np.zeros_like(mask)
+        only[token // 32] = np.array(1 << token % 32, np.uint32).view(np.int32)
+        return only if (mask & only).any() else mask

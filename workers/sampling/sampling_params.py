@@ -18,6 +18,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_GUIDED_LENGTH = 65_536  # characters
 MAX_CHOICES = 1024
+MAX_TAG_LENGTH = 64  # characters
 MAX_BAD_WORDS = 64  # sequences of tokens; a text may be two
 MAX_BAD_WORD_TOKENS = 16
 MAX_ANSWERS = 128
@@ -162,6 +163,11 @@ def _validate_guided(params: SamplingParams, guided: Guided) -> None:
     _require(size <= MAX_GUIDED_LENGTH, f"guided.{guided.kind}", size, f"at most {MAX_GUIDED_LENGTH}", "characters")
     for text in texts:
         _require(bool(text), f"guided.{guided.kind}", 0, "at least 1", "characters")
+    if guided.thinking is not None:
+        for field in ("begin", "end"):
+            size = len(getattr(guided.thinking, field))
+            fits = 1 <= size <= MAX_TAG_LENGTH
+            _require(fits, f"guided.thinking.{field}", size, f"1 to {MAX_TAG_LENGTH}", "characters")
     for field in ("min_tokens", "bad_words", "bad_words_ids", "allowed_token_ids", "ignore_eos"):
         value = getattr(params, field)
         given = value if isinstance(value, int) else len(value)

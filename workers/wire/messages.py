@@ -13,6 +13,7 @@ from tandem.transfer.wire_map import WireMap
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.guided import Guided
 from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
+from tandem.workers.sampling.thinking import Thinking
 from tandem.workers.wire.reservation import Reservation
 from tandem.workers.wire.seal import is_sealed, seal
 
@@ -74,6 +75,9 @@ def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
         kind, texts = params.guided.kind, params.guided.texts
         value = inference_pb2.Choice(texts=texts) if kind == "choice" else texts[0]
         given["guided"] = inference_pb2.Guided(**{kind: value})  # type: ignore[arg-type]  # by their names
+        thinking, most = params.guided.thinking, params.guided.thinking_tokens
+        if thinking is not None:
+            given["guided"].thinking.CopyFrom(inference_pb2.Thinking(**vars(thinking), max_tokens=most))
     return inference_pb2.SamplingParams(**given)
 
 
@@ -81,7 +85,11 @@ def _guided(message: inference_pb2.Guided) -> Guided | None:
     kind = message.WhichOneof("kind")
     if kind is None:
         return None
-    return Guided(kind, tuple(message.choice.texts) if kind == "choice" else (getattr(message, kind),))
+    texts = tuple(message.choice.texts) if kind == "choice" else (getattr(message, kind),)
+    if not message.HasField("thinking"):
+        return Guided(kind, texts)
+    said = message.thinking
+    return Guided(kind, texts, Thinking(said.begin, said.end, said.opened), said.max_tokens)
 
 
 def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:

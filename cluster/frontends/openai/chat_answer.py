@@ -11,7 +11,7 @@ from tandem.cluster.frontends.openai.answer import Answer, chat_logprobs, event
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.tool_fields import NamedTool
-from tandem.cluster.text.parsers.formats import OutputFormats
+from tandem.cluster.text.parsers.formats import Left, OutputFormats
 from tandem.cluster.text.parsers.output_parser import OutputParser
 from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from tandem.cluster.text.tokenizer import Tokenizer
@@ -50,8 +50,11 @@ class ChatAnswers:
                 sampling = request.sampling
                 keeps_special = sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens
                 sampling.skip_special_tokens = False
-        opened = body.begins and await asyncio.to_thread(formats.opens_reasoning, body.template_kwargs)
-        return partial(formats.parser, calls, opened=opened, keep_special=keeps_special)
+        (request,) = requests
+        reasoning = await asyncio.to_thread(formats.reasoning, request.chat, body.template_kwargs, begins=body.begins)
+        if request.sampling.HasField("guided"):
+            reasoning = formats.think_before(request.sampling.guided, reasoning, body.most_tokens)
+        return partial(formats.parser, calls, opened=reasoning == Left.OPEN, keep_special=keeps_special)
 
 
 class ChatAnswer(Answer):

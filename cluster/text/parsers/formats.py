@@ -1,8 +1,9 @@
 """Which formats a checkpoint's answers have: what its configuration says, else what its chat template shows."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from tandem.cluster.text.chat_template import ChatTemplateError
@@ -11,6 +12,7 @@ from tandem.cluster.text.parsers.output_parser import Calls, OutputParser
 from tandem.cluster.text.parsers.reasoning import HARMONY, HARMONY_MARKS, TAGS, ThinkTags
 from tandem.cluster.text.parsers.tool_formats import FORMATS, ToolFormat
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.proto import inference_pb2
 
 AUTO, NONE = "auto", "none"
 SHOWN_TOOLS = (  # the first mark that a template has decides
@@ -24,7 +26,16 @@ SHOWN_TOOLS = (  # the first mark that a template has decides
     ('{"name": function name, "parameters"', "llama3_json"),
 )
 SHOWN_REASONING = (("<|channel|>", HARMONY), ("[THINK]", "mistral"), ("<think>", "think"), ("</think>", "think"))
-MOST_KNOWN = 64  # template variables whose prompts are known to open the reasoning or not
+MOST_KNOWN = 64  # template variables whose prompts' last words are known
+LEAST_THINKING = 64  # of max_tokens; with fewer an output that follows a guide begins with it
+
+
+class Left(Enum):
+    """Where a prompt leaves the model's reasoning."""
+
+    OPEN = "the prompt ends in the first of the tags"
+    OVER = "the prompt ends in the last of the tags, or within the answer"
+    TO_COME = "the answer may begin with it"
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class OutputFormats:
         special = frozenset() if tokenizer is None else tokenizer.special_texts
         self._special = tuple(sorted(special, key=len, reverse=True))
         self._marked = any(mark in special for mark in self._marks())
-        self._opened: dict[str, bool] = {}
+        self._reasoning: dict[str, Left] = {}
 
     @property
     def takes_tools(self) -> bool:
@@ -58,8 +69,9 @@ class OutputFormats:
 
     def needs_special_tokens(self, calls: Calls | None) -> bool:
         """Whether texts must keep the special tokens in them, for some are marks."""
-        forced = calls is not None and calls.forced
-        return self._marked and not forced and self._parses(calls)
+        if calls is not None and calls.forced:
+            return any(mark in self._special for mark in self._tags())
+        return self._marked and self._parses(calls)
 
     def parser(self, calls: Calls | None, *, opened: bool, keep_special: bool) -> OutputParser | None:
         """None where an answer is content as it stands. keep_special: special tokens that are no marks are content."""
@@ -73,36 +85,66 @@ class OutputFormats:
             calls, form.tools, form.tags, opened=opened, speaks_harmony=form.speaks_harmony, dropped=dropped
         )
 
-    def opens_reasoning(self, variables: Mapping[str, Any]) -> bool:
-        """Whether a prompt that is rendered with these variables ends in the first of the tags."""
+    def reasoning(self, chat: inference_pb2.Chat, variables: Mapping[str, Any], *, begins: bool) -> Left:
+        """Where the prompt of a chat leaves it. begins: it ends in the begin of an answer, else in its last message."""
         tags, tokenizer = self._format.tags, self._tokenizer
         if tags is None or tokenizer is None:
-            return False
+            return Left.OVER
+        if not begins:
+            said = chat.messages[-1].content if chat.messages and chat.continue_final_message else ""
+            return Left.OPEN if said.rfind(tags.begin) > said.rfind(tags.end) else Left.OVER
         key = json.dumps(variables, sort_keys=True)
-        if key not in self._opened:
-            if len(self._opened) >= MOST_KNOWN:
-                self._opened.clear()
-            self._opened[key] = _ends_in(tokenizer, variables, tags.begin)
-        return self._opened[key]
+        if key not in self._reasoning:
+            if len(self._reasoning) >= MOST_KNOWN:
+                self._reasoning.clear()
+            self._reasoning[key] = _left(tokenizer, variables, tags)
+        return self._reasoning[key]
+
+    def think_before(self, guided: inference_pb2.Guided, reasoning: Left, max_tokens: int | None) -> Left:
+        """Lets the model think before its output follows a guide. Where the parser begins then.
+
+        Not with few tokens, and not where the guide itself has the tags. A model that begins to think by itself has a
+        token for that.
+        """
+        tags, tokenizer = self._format.tags, self._tokenizer
+        if tags is None or tokenizer is None or any(tag in text for text in _texts(guided) for tag in self._tags()):
+            return reasoning
+        begins = len(tokenizer.encode(tags.begin, add_special_tokens=False)) == 1
+        thinks = reasoning == Left.OPEN or (reasoning == Left.TO_COME and begins)
+        if not thinks or (max_tokens is not None and max_tokens < LEAST_THINKING):
+            return Left.OVER
+        guided.thinking.begin, guided.thinking.end = tags.begin, tags.end
+        guided.thinking.opened = reasoning == Left.OPEN
+        return reasoning
 
     def _parses(self, calls: Calls | None) -> bool:
         form = self._format
         return calls is not None or form.tags is not None or form.speaks_harmony
 
+    def _tags(self) -> tuple[str, ...]:
+        tags = self._format.tags
+        return () if tags is None else (tags.begin, tags.end)
+
     def _marks(self) -> tuple[str, ...]:
         form = self._format
-        tags = () if form.tags is None else (form.tags.begin, form.tags.end)
         tools = () if form.tools is None else form.tools.marks
-        return (*tags, *tools, *(HARMONY_MARKS if form.speaks_harmony else ()))
+        return (*self._tags(), *tools, *(HARMONY_MARKS if form.speaks_harmony else ()))
 
 
 def _shown(template: str, marks: tuple[tuple[str, str], ...]) -> str:
     return next((name for mark, name in marks if mark in template), NONE)
 
 
-def _ends_in(tokenizer: Tokenizer, variables: Mapping[str, Any], tag: str) -> bool:
+def _left(tokenizer: Tokenizer, variables: Mapping[str, Any], tags: ThinkTags) -> Left:
     try:
-        prompt = tokenizer.render_chat([{"role": "user", "content": "?"}], variables=variables)
+        prompt = tokenizer.render_chat([{"role": "user", "content": "?"}], variables=variables).rstrip()
     except ChatTemplateError:
-        return False
-    return prompt.rstrip().endswith(tag)
+        return Left.TO_COME
+    if prompt.endswith(tags.begin):
+        return Left.OPEN
+    return Left.OVER if prompt.endswith(tags.end) else Left.TO_COME
+
+
+def _texts(guided: inference_pb2.Guided) -> Sequence[str]:
+    """Those of a guide that may say how the model thinks: a schema does not."""
+    return (guided.regex, guided.grammar, *guided.choice.texts)

@@ -9,10 +9,11 @@ import pytest
 import tokenizers
 
 from tandem.cluster.text.chat_template import ChatTemplate
-from tandem.cluster.text.parsers.formats import OutputFormats
+from tandem.cluster.text.parsers.formats import Left, OutputFormats
 from tandem.cluster.text.parsers.output_parser import Calls, OutputParser
 from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.proto import inference_pb2
 
 SCHEMAS: dict[str, Any] = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -208,9 +209,48 @@ def test_special_tokens_that_are_marks_stay_and_others_go() -> None:
 
 
 def test_prompts_that_open_the_reasoning() -> None:
-    source = "{{ messages[0].content }}{% if think %}<think>\n{% endif %}"
+    source = "{{ messages[0].content }}{% if think %}<think>\n{% elif think is false %}<think>\n\n</think>{% endif %}"
     formats = OutputFormats(Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), ChatTemplate(source, {})))
-    assert [formats.opens_reasoning({"think": value}) for value in (True, False, True)] == [True, False, True]
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="?")])
+    for think, left in ((True, Left.OPEN), (False, Left.OVER), (None, Left.TO_COME), (True, Left.OPEN)):
+        assert formats.reasoning(chat, {"think": think}, begins=True) == left
+    chat.continue_final_message = True
+    for content, left in (("<think>Hm. I", Left.OPEN), ("<think>Hm.</think>Yes", Left.OVER), ("Yes", Left.OVER)):
+        chat.messages[0].content = content
+        assert formats.reasoning(chat, {"think": True}, begins=False) == left
     made = formats.parser(None, opened=True, keep_special=False)
     assert made is not None
     assert joined(in_pieces(made, "a thought</think>said", 0)) == Said("said", "a thought", [])
+
+
+def test_models_think_before_what_follows_a_guide() -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<think>": 0, "a": 1}, unk_token="a"))
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE())
+    guide, own = inference_pb2.Guided(regex="[a-c]"), inference_pb2.Guided(regex="<think>a</think>b")
+    for tokenizer, guided, left, most, begins, opened in (
+        (inner, guide, Left.OPEN, None, Left.OPEN, True),
+        (inner, guide, Left.OPEN, 64, Left.OPEN, True),
+        (inner, guide, Left.OPEN, 63, Left.OVER, None),
+        (inner, guide, Left.OVER, None, Left.OVER, None),
+        (inner, guide, Left.TO_COME, None, Left.TO_COME, False),
+        (plain, guide, Left.TO_COME, None, Left.OVER, None),  # which has no token for the tag
+        (inner, own, Left.OPEN, None, Left.OPEN, None),
+    ):
+        formats = OutputFormats(Tokenizer(tokenizer, ChatTemplate("{#<think>#}", {})))
+        made = inference_pb2.Guided()
+        made.CopyFrom(guided)
+        assert formats.think_before(made, left, most) == begins
+        assert made.HasField("thinking") == (opened is not None)
+        assert made.thinking.opened == bool(opened)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_forced_calls_come_behind_the_reasoning(seed: int) -> None:
+    for calls, text in (
+        (Calls(SCHEMAS, named="weather"), TEXT),
+        (Calls(SCHEMAS, required=True), f'[{{"name": "weather", "parameters": {TEXT}}}]'),
+    ):
+        made = parser(THINKING, calls)
+        assert joined(in_pieces(made, f"<think>\nHm. <tool_call></think>\n\n{text}", seed)) == Said(
+            "", "Hm. <tool_call>", [W]
+        )

@@ -36,6 +36,7 @@ NOT_UNIT = (
     "tests/cluster/frontends/test_http_connection.py",
     "tests/cluster/frontends/test_http_server.py",
     "tests/cluster/frontends/test_large_requests.py",
+    "tests/cluster/frontends/test_min_tokens.py",
     "tests/cluster/frontends/test_monitoring.py",
     "tests/cluster/frontends/test_openapi.py",
     "tests/cluster/frontends/test_prompt_fields.py",

@@ -19,7 +19,7 @@ class OutputPart:
 
 
 class TextOutput:
-    """Detokenises one request's tokens in order and watches for its stop strings.
+    """Detokenises one request's tokens in order and watches for its stop strings behind the first min_tokens.
 
     Without a tokenizer the text stays empty, and stop strings were refused when the request was validated.
     """
@@ -28,6 +28,8 @@ class TextOutput:
         self._text = None if tokenizer is None else tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStringMatcher(params.stop, include=params.include_stop_str_in_output)
         self._watches = len(params.stop) > 0
+        self._least = params.min_tokens  # as in vLLM no stop string ends in the text of the first ones
+        self._count = 0
         self._show_stop_token = params.include_stop_str_in_output
 
     def add(self, token_ids: list[int], finish_reason: FinishReason) -> OutputPart:
@@ -40,12 +42,13 @@ class TextOutput:
         text, count = "", 0
         # Token by token only where a stop string may fall between two of them: each push decodes twice.
         for piece in ([token_id] for token_id in shown) if self._watches else [shown]:
-            text += self._stops.push(self._text.push(piece))
             count += len(piece)
+            self._count += len(piece)
+            text += self._stops.push(self._text.push(piece), ends=self._count > self._least)
             if self._stops.matched is not None:
                 return OutputPart(text, count, FinishReason.STOP, self._stops.matched)
         if finish_reason != FinishReason.RUNNING:
-            text += self._stops.push(self._text.flush())
+            text += self._stops.push(self._text.flush(), ends=self._count > self._least)
             if self._stops.matched is not None:
                 finish_reason = FinishReason.STOP
             text += self._stops.flush()

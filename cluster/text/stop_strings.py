@@ -14,26 +14,35 @@ class StopStringMatcher:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self._passed = 0  # characters of the held text in which no stop string may end
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that is now final; "" after a match (see `matched`)."""
+    def push(self, text: str, *, ends: bool = True) -> str:
+        """The text that is now final; "" after a match (see `matched`). ends: whether a stop string may end in this
+        text. One that ends later may begin in it either way."""
         if self.matched is not None or not self._stops:
             return text if self.matched is None else ""
         text = self._held + text
-        matches = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := text.find(stop)) >= 0]
+        if not ends:
+            self._passed = len(text)
+        matches = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := self._find(stop, text)) >= 0]
         if matches:
             end, begin, self.matched = min(matches)
             self._held = ""
             return text[: end if self._include else begin]
         keep = self._count_held(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        final = len(text) - keep
+        self._held, self._passed = text[final:], max(0, self._passed - final)
+        return text[:final]
 
     def flush(self) -> str:
         """The text that was held back, at the end of the request."""
         held, self._held = self._held, ""
         return held
+
+    def _find(self, stop: str, text: str) -> int:
+        """Where the first one begins that ends behind what has passed; -1 for none."""
+        return text.find(stop, max(0, self._passed + 1 - len(stop)))
 
     def _count_held(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""

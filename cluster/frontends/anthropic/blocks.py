@@ -75,6 +75,8 @@ Said = Annotated[Annotated[str, Tag("a text")] | Annotated[Blocks, Tag("a list")
 
 
 class Turn(Part):
+    refused = frozenset()
+
     role: Literal["user", "assistant"] = Field(description="'user' or 'assistant'")
     content: Said = Field(description="text, or a list of blocks of type text, thinking, tool_use or tool_result")
 

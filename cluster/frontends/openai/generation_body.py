@@ -44,6 +44,8 @@ IdLists = TypeAliasType("IdLists", Annotated[list[IdList], FailFast(), Field(max
 
 
 class StreamOptions(Part):
+    """A whole answer has its usage anyway, so they change nothing there."""
+
     refused = frozenset()
 
     include_usage: bool = Field(default=False, description="true or false")
@@ -89,10 +91,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     return_tokens_as_token_ids: bool = Field(default=False, description="true or false")
 
     @model_validator(mode="after")
-    def _options_of_streams(self) -> Self:
-        asks = self.stream_options is not None and any(self.stream_options.model_dump().values())
-        if asks and not self.stream:
-            raise ValueError("stream_options is of use only with stream: true")
+    def _ranks_no_stream(self) -> Self:
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
         return self

@@ -11,12 +11,16 @@ from tandem.cluster.protocol import MAX_MESSAGES
 
 
 class TextPart(Part):
+    refused = frozenset()
+
     type: Literal["text", "input_text", "output_text"] = Field(description="'text'")
     text: str = Field(description="text")
 
 
 class RefusalPart(Part):
     """An assistant's words, too."""
+
+    refused = frozenset()
 
     type: Literal["refusal"] = Field(description="'refusal'")
     refusal: str = Field(description="text")

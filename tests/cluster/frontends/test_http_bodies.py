@@ -166,12 +166,6 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         ),
         (
             CompletionBody,
-            {"prompt": "x", "stream_options": {"include_usage": True}},
-            "stream_options",
-            "only with stream: true",
-        ),
-        (
-            CompletionBody,
             {"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
             "stream_options.include_usage",
             "stream_options.include_usage is 1; it must be true or false",
@@ -298,6 +292,14 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
         assert not request.sampling.ListFields()
         assert request.request_id == "mine"
         assert not taken.headers
+
+
+@pytest.mark.parametrize("stream", [None, False])
+def test_a_whole_answer_has_usage_whatever_the_options_of_streams_say(stream: bool | None) -> None:
+    options = {"include_usage": True, "include_obfuscation": False}
+    for kind, body in ((CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": [TURN]})):
+        taken = read(kind, {**body, "stream": stream, "stream_options": options})
+        assert not taken.requests()[0].sampling.ListFields()
 
 
 def test_several_prompts_are_requests_with_ids_of_their_own() -> None:

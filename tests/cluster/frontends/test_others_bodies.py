@@ -51,6 +51,34 @@ def test_no_alternatives_without_logprobs() -> None:
     assert not asked(ChatBody, stream_options={"include_usage": False}).sampling.ListFields()
 
 
+MARK: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
+TOOLS: dict[type[Any], dict[str, Any]] = {
+    ChatBody: {"type": "function", "function": {"name": "f", **MARK}},
+    ResponsesBody: {"type": "function", "name": "f"},
+    MessagesBody: {"name": "f", "input_schema": {}},
+}
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_marks_for_caches_change_nothing(kind: type[Any]) -> None:
+    """Wherever Anthropic's clients, and those that speak for them, put them."""
+    said = {"content": [{"type": "text", "text": "a", **MARK}, {"type": "text", "text": "b", "citations": None}]}
+    turns = {"messages" if kind is not ResponsesBody else "input": [{"role": "user", **said, **MARK}]}
+    system = {"system": [{"type": "text", "text": "s", **MARK}]} if kind is MessagesBody else {}
+    body = read_body(kind, json.dumps(PLAIN[kind] | turns | system | MARK | {"tools": [TOOLS[kind] | MARK]}).encode())
+    (request,) = body.requests()
+    contents = [turn.content for turn in request.chat.messages]
+    assert contents == ["s"] * bool(system) + ["a\nb"]
+    assert [tool["function"]["name"] for tool in json.loads(request.chat.tools)] == ["f"]
+    assert "cache_control" not in request.chat.tools
+    assert body.headers == {"x-tandem-ignored": "cache_control"}
+
+
+def test_refusals_may_have_marks_too() -> None:
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no", **MARK, "annotations": []}]}
+    assert asked(ChatBody, messages=[TURN, said]).chat.messages[1].content == "no"
+
+
 def test_an_echo_without_output() -> None:
     sampling = asked(CompletionBody, echo=True, max_tokens=0).sampling
     assert (sampling.max_tokens, sampling.HasField("prompt_logprobs"), sampling.prompt_logprobs) == (0, True, 0)
@@ -70,7 +98,7 @@ def test_parts_of_messages() -> None:
 def test_tools_without_a_type() -> None:
     made = asked(ChatBody, tools=[TOOL], tool_choice={"function": {"name": "weather"}})
     assert json.loads(made.chat.tools)[0]["type"] == "function"
-    assert made.sampling.guided.json_schema == '{"type": "object"}'
+    assert json.loads(made.sampling.guided.json_schema)["type"] == "object"
 
 
 @pytest.mark.parametrize(

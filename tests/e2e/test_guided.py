@@ -29,7 +29,7 @@ from tests.cluster.scripted_model import named_events
 from tests.e2e.test_adaptive import ADAPTIVE, CHOICES, choosing, in_graphs
 from tests.fuzz.guides import check
 from tests.support.client_requests import complete, text_of, tokens_of
-from tests.support.http_client import CHATS, answer, chunks, post
+from tests.support.http_client import CHATS, COMPLETIONS, answer, chunks, post
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
@@ -240,7 +240,7 @@ def test_forced_tool_calls_follow_the_schemas(island: Island, stream: bool) -> N
     body = {"messages": [{"role": "user", "content": "?"}], "tools": tools, "max_tokens": 400}
     named = {"type": "function", "function": {"name": "large"}}
     seen = set[str]()
-    for seed, choice in itertools.product(range(4), ("required", named)):
+    for seed, choice in itertools.product(range(7), ("required", named)):
         asked = {**body, "tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
         if stream:
             deltas = [event["choices"][0]["delta"] for event in chunks(island.http, CHATS, **asked)]
@@ -349,3 +349,44 @@ def test_other_apis_think_before_what_follows_a_schema(island: Island, stream: b
         texts = [block[block["type"]] for block in sent.json()["content"]]
     assert texts[0]
     jsonschema.validate(json.loads(texts[1]), ANSWER)
+
+
+FIXED = {"type": "object", "properties": {"a": {"enum": [[1, 2]]}, "b": {"enum": ["x"]}}, "required": ["a", "b"]}
+
+
+def written(island: Island, path: str, stream: bool, bias: dict[str, int], **fields: Any) -> tuple[str, str]:
+    """The text of an answer, or the arguments of its call, and why it ended."""
+    prompt = {"prompt": "?"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "?"}]}
+    asked = {**prompt, "logit_bias": bias, "max_tokens": 100, "temperature": 0, **fields}
+    said = chunks(island.http, path, **asked) if stream else [answer(island.http, path, **asked)]
+    choices = [one["choices"][0] for one in said]
+    messages = [choice.get("message") or choice.get("delta") or {"content": choice.get("text")} for choice in choices]
+    calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
+    text = "".join(message.get("content") or "" for message in messages)
+    return "".join(calls) or text, choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_likes_spaces_has_no_more_of_them_than_asked_for(
+    island: Island, folder: Path, stream: bool
+) -> None:
+    """Calls that are forced have those of templates; other JSON has what the fields of vLLM say."""
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    bias = {str(token): 100 for text in (" ", "\n") for token in tokenizer.encode(text, add_special_tokens=False)}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": FIXED}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    compact = '{"a": [1, 2], "b": "x"}'
+    for choice, reason in (("required", "tool_calls"), (named, "stop")):
+        body = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        assert written(island, CHATS, stream, bias, **body) == (compact, reason)
+    for path in (COMPLETIONS, CHATS):
+        none = {"json": FIXED, "disable_any_whitespace": True}
+        assert written(island, path, stream, bias, structured_outputs=none) == (compact, "stop")
+        text, reason = written(
+            island, path, stream, bias, structured_outputs={"json": FIXED, "whitespace_pattern": " ?"}
+        )
+        assert (text.replace(" ", ""), reason) == (compact.replace(" ", ""), "stop")
+        assert "  " not in text
+        text, reason = written(island, path, stream, bias, structured_outputs={"json": FIXED})
+        assert ("x" in text, reason) == (False, "length")

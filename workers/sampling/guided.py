@@ -14,10 +14,13 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.workers.sampling.closed_schema import closed
+from tandem.workers.sampling.idle_keywords import without_idle
+from tandem.workers.sampling.schema_references import with_pointers
 from tandem.workers.sampling.thinking import Thinking, ThinkingLimit, behind
 
 if TYPE_CHECKING:
     from llguidance import GrammarFormat, LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 KINDS: "dict[str, GrammarFormat]" = {  # llguidance's names
     "json_schema": "json_schema",
@@ -104,12 +107,9 @@ class Grammars:
                 raise InvalidGuide(f"llguidance cannot use the checkpoint's tokenizer: {error}") from None
         text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
         try:
-            if guided.kind == "json_schema" and text.lstrip().startswith("{"):
-                text = json.dumps(closed(json.loads(text)))
-                if '"x-guidance"' in text:
-                    grammar = grammar_from("json_schema", text)
-                else:
-                    grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+            if guided.kind == "json_schema":
+                schema = closed(without_idle(with_pointers(json.loads(text))))
+                grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_spacing(schema))
             else:
                 grammar = grammar_from(KINDS[guided.kind], text)
         except (ValueError, RecursionError) as error:
@@ -121,6 +121,13 @@ class Grammars:
         if matcher.is_error():
             raise InvalidGuide(f"{guided.kind} cannot be compiled: {matcher.get_error()}")
         return matcher
+
+
+def _spacing(schema: object) -> "JsonCompileOptions":
+    """What holds unless the schema's own options say what stands between two tokens."""
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    says = isinstance(options, dict) and not options.keys().isdisjoint(("whitespace_pattern", "whitespace_flexible"))
+    return {} if says else {"whitespace_pattern": WHITESPACE}
 
 
 class Constraint:

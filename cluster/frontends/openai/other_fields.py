@@ -40,7 +40,6 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
-        "guided_whitespace_pattern": (),
         "include_reasoning": (True,),
         "input": (),
         "input_ids": (),

@@ -1,14 +1,16 @@
 """The fields of a chat about tools, by OpenAI's names."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
+from tandem.cluster.frontends.openai.guided_fields import COMPACT, with_options
 from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.text.parsers.output_parser import Calls
+from tandem.workers.sampling.schema_references import with_pointers
 
 MAX_TOOLS = 128
 MAX_TOOLS_TEXT = 1 << 18  # characters of all tools as JSON
@@ -16,6 +18,8 @@ MAX_CALLS = 1024  # in a message
 NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 NAME_WORDS = "a text of 1 to 128 letters, digits, _, . and -"
 ANY_OBJECT = {"type": "object"}
+SHAPES = frozenset({"type", "$ref", "$dynamicRef", "$recursiveRef", "anyOf", "oneOf", "allOf", "enum", "const"})
+"""Keywords that may say which type a value has."""
 
 
 class FunctionCall(Part):
@@ -133,20 +137,22 @@ class ToolFields(Part):
 
 
 def forced_schema(calls: Calls) -> dict[str, Any]:
-    """The JSON schema of what is generated: one tool's arguments, or a list of calls."""
+    """The JSON schema of what is generated: one tool's arguments, or a list of calls. It is spaced as templates show
+    calls: with more spaces a model could write those alone."""
     if calls.named:
-        return dict(calls.schemas[calls.named])
-    names = list(calls.schemas)
-    roots = {name: f"#/$defs/{number}" for number, name in enumerate(names)}
-    items = [_call_schema(name, roots[name]) for name in names]
+        return with_options(_arguments(calls.schemas[calls.named], "#"), COMPACT)
+    roots = {name: f"#/$defs/{number}" for number, name in enumerate(calls.schemas)}
     limit = {} if calls.most is None else {"maxItems": calls.most}
-    return {
+    listed = {
         "type": "array",
         "minItems": 1,
         **limit,
-        "items": {"anyOf": items},
-        "$defs": {str(number): _moved(calls.schemas[name], roots[name]) for number, name in enumerate(names)},
+        "items": {"anyOf": [_call_schema(name, root) for name, root in roots.items()]},
+        "$defs": {
+            str(number): _arguments(calls.schemas[name], root) for number, (name, root) in enumerate(roots.items())
+        },
     }
+    return with_options(listed, COMPACT)
 
 
 def _call_schema(name: str, parameters: str) -> dict[str, Any]:
@@ -158,15 +164,7 @@ def _call_schema(name: str, parameters: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references to itself begin at another root."""
-    if isinstance(schema, Mapping):
-        return {
-            name: root + value[1:]
-            if name == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, root)
-            for name, value in schema.items()
-        }
-    if isinstance(schema, Sequence) and not isinstance(schema, str):
-        return [_moved(value, root) for value in schema]
-    return schema
+def _arguments(parameters: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """The schema of a tool's parameters where its pointer is root. Arguments are an object, where it says nothing."""
+    says = not SHAPES.isdisjoint(parameters)
+    return with_pointers(parameters if says else {**ANY_OBJECT, **parameters}, root)

@@ -12,6 +12,7 @@ from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.completions import CompletionBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
+from tandem.cluster.frontends.openai.guided_fields import COMPACT
 from tandem.cluster.frontends.openai.read_body import read_body
 from tandem.cluster.frontends.openai.sampling_fields import SAMPLING
 from tandem.workers.wire.messages import prompt_from_bytes
@@ -346,6 +347,11 @@ def test_bias_and_words_by_token_ids() -> None:
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}}
+A_SPACE = {"whitespace_pattern": " ?"}
+
+
+def spaced(**options: Any) -> dict[str, Any]:
+    return SCHEMA | {"x-guidance": options}
 
 
 @pytest.mark.parametrize(
@@ -375,6 +381,44 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "default": N
         ({"structured_outputs": {"grammar": "g"}}, "grammar", "g"),
         ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, "json_schema", spaced(**COMPACT)),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}}, "json_schema", spaced(**A_SPACE)),
+        (
+            {"structured_outputs": {"json": json.dumps(spaced(lenient=True)), "whitespace_pattern": " ?"}},
+            "json_schema",
+            spaced(lenient=True, **A_SPACE),
+        ),
+        ({"structured_outputs": {"json": "true", "whitespace_pattern": " ?"}}, "json_schema", {"x-guidance": A_SPACE}),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            "json_schema",
+            {"type": "object", "x-guidance": dict(COMPACT)},
+        ),
+        ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": True}}, "regex", "a+"),
+        (
+            {
+                "structured_outputs": {
+                    "json": SCHEMA,
+                    "disable_any_whitespace": False,
+                    "whitespace_pattern": None,
+                    "disable_additional_properties": False,
+                    "structural_tag": None,
+                }
+            },
+            "json_schema",
+            SCHEMA,
+        ),
+        (
+            {"structured_outputs": {"json": {"allOf": [SCHEMA]}, "disable_additional_properties": True}},
+            "json_schema",
+            {"allOf": [SCHEMA | {"additionalProperties": False}], "x-guidance": {}},
+        ),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, "json_schema", spaced(**A_SPACE)),
+        (
+            {"response_format": {"type": "json_object"}, "guided_whitespace_pattern": " ?"},
+            "json_schema",
+            {"type": "object", "x-guidance": A_SPACE},
+        ),
     ],
 )
 def test_guided_output_by_each_name(fields: Any, kind: str, expected: Any) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.frontends.openai.tool_fields import forced_schema
+from tandem.cluster.text.parsers.output_parser import Calls
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.errors import ForwardFailed, InvalidCall
 from tandem.workers.requests.guide_errors import guide_error
@@ -95,25 +97,42 @@ def test_random_grammars(folder: Path, kind: str) -> None:
     assert ended > 0.9 * PROGRAMS
 
 
+def of_spaces(grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any]) -> str:
+    """What a model writes that likes spaces best."""
+    *_, space = tokenizer.encode(" ")
+    matcher, written = grammars.compile(Guided("json_schema", (json.dumps(schema),))), ""
+    while not matcher.is_stopped() and len(written) < ENOUGH:
+        mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+        token = space if allowed[space] else int(np.flatnonzero(allowed)[0])
+        matcher.consume_tokens([token])
+        written += tokenizer.decode([token]) if token != EOS else ""
+    return written
+
+
 def test_spaces_in_json_end(folder: Path) -> None:
-    """A model that likes spaces best writes the rest, too; one that asks for more of them by x-guidance gets them."""
+    """One that asks for more of them by x-guidance gets them."""
     tokenizer, grammars = Tokenizer.from_folder(folder), Grammars(folder, VOCAB, (EOS,))
     assert tokenizer is not None
-    *_, space = tokenizer.encode(" ")
-    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], **NO_MORE}
-    for more in ({}, {"x-guidance": {"whitespace_pattern": " +"}}):
-        matcher, written = grammars.compile(Guided("json_schema", (json.dumps(schema | more),))), ""
-        while not matcher.is_stopped() and len(written) < ENOUGH:
-            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
-            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
-            token = space if allowed[space] else int(np.flatnonzero(allowed)[0])
-            matcher.consume_tokens([token])
-            written += tokenizer.decode([token]) if token != EOS else ""
-        if more:
-            assert written.strip() == "{"
-        else:
-            assert json.loads(written) == {"a": 7}
-            assert max(map(len, re.findall(" +", written))) == 32
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], **NO_MORE}
+    for more in ({}, {"x-guidance": {"lenient": True}}, {"$defs": {"x-guidance": {"whitespace_pattern": " +"}}}):
+        written = of_spaces(grammars, tokenizer, schema | more)
+        assert json.loads(written) == {"a": 7}
+        assert max(map(len, re.findall(" +", written))) == 32
+    assert of_spaces(grammars, tokenizer, schema | {"x-guidance": {"whitespace_pattern": " +"}}).strip() == "{"
+    assert of_spaces(grammars, tokenizer, schema | {"x-guidance": {"whitespace_flexible": False}}) == '{"a":7}'
+    grammars.close()
+
+
+@pytest.mark.parametrize("own", [{}, {"x-guidance": {"whitespace_pattern": " +"}}])
+def test_forced_calls_have_the_spaces_of_templates_and_no_others(folder: Path, own: dict[str, Any]) -> None:
+    tokenizer, grammars = Tokenizer.from_folder(folder), Grammars(folder, VOCAB, (EOS,))
+    assert tokenizer is not None
+    lists = {"type": "array", "items": {"enum": [7, {"x": 1, "y": []}]}, "minItems": 3, "maxItems": 3}
+    schema = {"type": "object", "properties": {"a": lists, "b": {"enum": [{}]}}, "required": ["a", "b"], **own}
+    for calls in (Calls({"f": schema}, required=True, most=2), Calls({"f": schema}, named="f")):
+        written = of_spaces(grammars, tokenizer, forced_schema(calls))
+        assert written == json.dumps(json.loads(written))
     grammars.close()
 
 

@@ -1,7 +1,9 @@
 """The checkpoint's tokenizer: text to token ids and back, one token at a time."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -15,6 +17,18 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PANIC = "PanicException"  # the name of what the library raises when it fails: it derives from BaseException only
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 33 MB
 HELD_TOKENS = 16  # more than a character takes: the bytes that are still missing will not come
+BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabulary of SentencePiece
+
+
+def _byte_letters() -> Mapping[str, int]:
+    """The letter that stands for each byte in a byte-level vocabulary, as GPT-2 chose them."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in shown]
+    letters = {chr(byte): byte for byte in shown} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+    return MappingProxyType(letters)
+
+
+BYTES = _byte_letters()
 
 
 class TokenizerFailed(ValueError):
@@ -104,6 +118,16 @@ class Tokenizer:
         once, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 of token_text(), or the token's own bytes where it is a part of a character."""
+        text, piece = self.token_text(token_id), self._inner.id_to_token(token_id)
+        if piece is None or REPLACEMENT not in text:
+            return text.encode()
+        byte = BYTE_PIECE.fullmatch(piece)
+        if byte is not None:
+            return bytes.fromhex(byte[1])
+        return bytes(map(BYTES.__getitem__, piece)) if BYTES.keys() >= set(piece) else text.encode()
+
     def stream(self, *, skip_special_tokens: bool = True) -> "TextStream":
         return TextStream(self, skip_special_tokens)
 
@@ -134,6 +158,11 @@ class TextStream:
         if (incomplete or len(text) == self._emitted) and len(held) < HELD_TOKENS:
             return ""
         return self._emit_most(held) if incomplete else self._emit(text)
+
+    @property
+    def whole(self) -> int:
+        """Characters that are held back although they are complete, with a token that ends in a part of another."""
+        return len(self._decode(self._context + self._held)[self._emitted :].rstrip(REPLACEMENT)) if self._held else 0
 
     def flush(self) -> str:
         """The text that was held back, at the end of the request. Incomplete bytes become the replacement character."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from tandem.cluster.frontends.http.reply import encode
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
-from tandem.cluster.text.tokenizer import REPLACEMENT, Tokenizer
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.wire.messages import PROMPT_DTYPE, prompt_from_bytes
 
@@ -145,15 +145,15 @@ class Answer(AnyAnswer):
                 str(one.token_id): {
                     "logprob": logprob_value(one),
                     "rank": ranked.get(one.token_id),
-                    "decoded_token": self._token(one.token_id),
+                    "decoded_token": self._decoded(one.token_id),
                 }
                 for one in shown
             }
             entries.append(entry if token.HasField("chosen") else None)
         return entries
 
-    def _token(self, token_id: int) -> str:
-        return token_name(token_id, self._tokenizer)
+    def _decoded(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
         return FINISH_REASONS.get(message.finish_reason)
@@ -171,18 +171,29 @@ def event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-def token_name(token_id: int, tokenizer: Tokenizer | None) -> str:
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+def token_name(token_id: int, tokenizer: Tokenizer | None, part: str = "") -> str:
+    """Its text. The bytes of a part of a character are escaped, behind `part`, so that unlike tokens have unlike names.
+    tokenizer None: its id."""
+    if tokenizer is None:
+        return f"token_id:{token_id}"
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return part + data.decode(errors="backslashreplace")
 
 
-def chat_logprobs(tokens: Iterable[inference_pb2.TokenLogprobs], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Each token with those likeliest in its place, as chats give them. tokenizer None: ids name them."""
+def chat_logprobs(
+    tokens: Iterable[inference_pb2.TokenLogprobs], tokenizer: Tokenizer | None, *, by_id: bool = False
+) -> list[dict[str, Any]]:
+    """Each token with those likeliest in its place, as chats give them. by_id: ids name them, as without a
+    tokenizer."""
 
     def entry(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
-        """bytes is null for a token that is only a part of a character."""
-        text = token_name(token.token_id, tokenizer)
-        encoded = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": logprob_value(token), "bytes": encoded}
+        """bytes: the token's own, also of a part of a character; null without a tokenizer."""
+        text = token_name(token.token_id, None if by_id else tokenizer)
+        own = None if tokenizer is None else list(tokenizer.token_bytes(token.token_id))
+        return {"token": text, "logprob": logprob_value(token), "bytes": own}
 
     return [entry(token.chosen) | {"top_logprobs": [entry(other) for other in token.top]} for token in tokens]
 

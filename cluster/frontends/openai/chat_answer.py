@@ -119,7 +119,8 @@ class ChatAnswer(Answer):
         return "tool_calls" if reason == "stop" and called and not named else reason
 
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-        return {"content": chat_logprobs(tokens, self._tokenizer), "refusal": None}
+        by_id = self._body.return_tokens_as_token_ids
+        return {"content": chat_logprobs(tokens, self._texts, by_id=by_id), "refusal": None}
 
 
 def _joined(parts: list[Part], body: ChatBody, is_chunk: bool) -> dict[str, Any]:

@@ -8,14 +8,16 @@ from pydantic import Discriminator, FailFast, Field, Tag, field_validator, model
 from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.openai.answer import Answer, logprob_value
+from tandem.cluster.frontends.openai.answer import Answer, logprob_value, token_name
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, too_long
 from tandem.cluster.protocol import Prompt
+from tandem.cluster.text.token_offsets import TokenOffsets
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.sampling.sampling_params import MAX_ANSWERS
 
+PART = "bytes:"  # begins the name of a token that is a part of a character, as OpenAI's API has it
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 Text = Annotated[str, Tag("one-text")]
 Ids = Annotated[TokenIds, Tag("one-ids")]
@@ -139,55 +141,73 @@ class CompletionAnswer(Answer):
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
-    _offset = 0  # characters of the tokens so far
-    _echoed = False
+    _offsets: TokenOffsets | None = None  # of the output, once it has begun
+    _echoed: str | None = None  # the prompt's text, once it is told
 
     def _choice(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         """An echoed prompt stands in the whole choice, or in its first chunk."""
         body = self._body
         assert isinstance(body, CompletionBody)
-        if not body.echo or self._echoed:
+        if not body.echo or self._echoed is not None:
             return super()._choice(message, is_chunk)
-        self._echoed = True
         prompt = body.prompts[message.index]
-        ids = None if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
-        echoed = None if body.logprobs is None else self._echo(prompt, message.prompt_logprobs)
+        self._echoed = prompt if isinstance(prompt, str) else self._text_of(prompt)
         choice = super()._choice(message, is_chunk)
-        choice["text"] = (prompt if ids is None else self._text_of(ids)) + choice["text"]
-        if echoed is not None:
+        choice["text"] = self._echoed + choice["text"]
+        if body.logprobs is not None:
+            echoed = self._echo(prompt, message.prompt_logprobs)
             choice["logprobs"] = {name: echoed[name] + choice["logprobs"][name] for name in echoed}
         return choice
 
-    def _text_of(self, ids: list[int]) -> str:
-        return "" if self._texts is None else self._texts.decode(ids)
+    def _text_of(self, prompt: Prompt) -> str:
+        return "" if self._texts is None else self._texts.decode([one for one in prompt if isinstance(one, int)])
 
     def _echo(self, prompt: Prompt, tokens: Sequence[inference_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
         """The prompt's part of logprobs. Nothing precedes its first token, which has none."""
         first, most = self._first_token(prompt), self._body.num_logprobs or 0
-        self._offset = len(first)
+        offsets = TokenOffsets(self._texts, text=self._echoed)
+        begin = {"tokens": self._name(first), "token_logprobs": None, "top_logprobs": None}
+        begin["text_offset"] = offsets.next(first)
         shown = [inference_pb2.TokenLogprobs(chosen=token.chosen, top=token.top[:most]) for token in tokens[1:]]
-        rest = self._logprobs(shown)
-        begin = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        rest = self._listed(shown, offsets)
         return {name: [value, *rest[name]] for name, value in begin.items()}
 
-    def _first_token(self, prompt: Prompt) -> str:
+    def _first_token(self, prompt: Prompt) -> int:
         if isinstance(prompt, str):
             assert self._texts is not None, "a text was refused without a tokenizer"
             special = self._body.add_special_tokens is not False
-            return self._token(self._texts.encode(prompt, add_special_tokens=special)[0])
+            return self._texts.encode(prompt, add_special_tokens=special)[0]
         (first, *_) = prompt
         assert isinstance(first, int)
-        return self._token(first)
+        return first
 
     def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         return {"text": message.text}
 
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-        names, values, tops, offsets = [], [], [], []
+        if self._offsets is None:
+            skips = self._body.skip_special_tokens is not False
+            begin = len(self._echoed or "")
+            self._offsets = TokenOffsets(self._texts, begin=begin, skip_special_tokens=skips)
+        return self._listed(tokens, self._offsets)
+
+    def _listed(self, tokens: Iterable[inference_pb2.TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any]:
+        names, values, tops, places = [], [], [], []
         for token in tokens:
-            names.append(self._token(token.chosen.token_id))
+            names.append(self._name(token.chosen.token_id))
             values.append(logprob_value(token.chosen))
-            tops.append({self._token(other.token_id): logprob_value(other) for other in (*token.top, token.chosen)})
-            offsets.append(self._offset)
-            self._offset += len(names[-1])
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+            tops.append(self._alternatives(token))
+            places.append(offsets.next(token.chosen.token_id))
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": places}
+
+    def _alternatives(self, token: inference_pb2.TokenLogprobs) -> dict[str, float]:
+        """Each by its name. Where two have the same text, the chosen one has it, or else the likelier."""
+        ids: dict[str, int] = {}
+        for one in (token.chosen, *token.top):
+            name = self._name(one.token_id)
+            ids[name if ids.get(name, one.token_id) == one.token_id else token_name(one.token_id, None)] = one.token_id
+        names = {token_id: name for name, token_id in ids.items()}
+        return {names[one.token_id]: logprob_value(one) for one in (*token.top, token.chosen)}
+
+    def _name(self, token_id: int) -> str:
+        return token_name(token_id, self._tokenizer, PART)

@@ -36,7 +36,11 @@ ONE_ANSWER = [field for field in SAMPLING if field.name not in OF_SEVERAL]
 """Those of APIs whose calls have one answer, and other names for its length and its log-probabilities."""
 
 if TYPE_CHECKING:
-    SamplingFields = OneAnswerFields = Part
+
+    class SamplingFields(Part):
+        skip_special_tokens: bool | None
+
+    OneAnswerFields = SamplingFields
 else:
     SamplingFields, OneAnswerFields = (
         create_model(name, __base__=Part, **{field.name: _sampling_field(field) for field in fields})

@@ -11,7 +11,9 @@ from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.completions import CompletionAnswer, CompletionBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.frontends.openai.read_body import read_body
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
+from tests.support.byte_tokenizers import byte_fallback, byte_level
 
 MODEL = 'a "model": \\ "token_ids":[] \u00e9'
 TEXTS = ("first", '"quoted", \\ and "token_ids":[]', "\0", "", "\u2028 \U0001f600\n\n", "data: [DONE]", "last")
@@ -66,3 +68,78 @@ def test_each_chunk_has_its_own_logprobs() -> None:
     for index, message in enumerate(messages(TEXTS)):
         message.logprobs.add().chosen.token_id = index
         assert json.loads(stream.chunk(message))["choices"][0]["logprobs"]["tokens"] == [f"token_id:{index}"]
+
+
+TEXT = "a \N{SWAN}"  # whose last character has four bytes, of which the first comes with the space
+
+
+def scored(tokenizer: Tokenizer) -> list[inference_pb2.TokenLogprobs]:
+    """The tokens of TEXT, each with the two before it in the vocabulary."""
+    found = []
+    for token in tokenizer.encode(TEXT):
+        one = inference_pb2.TokenLogprobs()
+        one.chosen.token_id = token
+        for other in (token - 1, token - 2):
+            one.top.add().token_id = other
+        found.append(one)
+    return found
+
+
+def message(tokenizer: Tokenizer) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(request_id="r", text=TEXT, logprobs=scored(tokenizer))
+
+
+def test_chats_tell_parts_of_characters_by_their_bytes() -> None:
+    tokenizer = byte_level()
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
+    for by_id in (False, True):
+        body = read_body(ChatBody, json.dumps(fields | {"return_tokens_as_token_ids": by_id}).encode())
+        choice = ChatAnswer(body, MODEL, tokenizer, lambda: None).choice(message(tokenizer))
+        entries = choice["logprobs"]["content"]
+        assert b"".join(bytes(one["bytes"]) for one in entries) == TEXT.encode()
+        names = [one["token"] for one in entries]
+        assert names == (
+            [f"token_id:{one}" for one in tokenizer.encode(TEXT)] if by_id else ["a", " \\xf0", "\\x9f\\xa6", "\\xa2"]
+        )
+        for one in entries:
+            assert len({tuple(other["bytes"]) for other in (one, *one["top_logprobs"])}) == 3
+    body = read_body(ChatBody, json.dumps(fields).encode())
+    (first, *_) = ChatAnswer(body, MODEL, None, lambda: None).choice(message(tokenizer))["logprobs"]["content"]
+    assert (first["token"], first["bytes"]) == (f"token_id:{tokenizer.encode(TEXT)[0]}", None)
+
+
+def test_completions_tell_parts_of_characters_apart() -> None:
+    tokenizer = byte_level()
+    body = read_body(CompletionBody, json.dumps({"prompt": [5], "logprobs": 2}).encode())
+    found = CompletionAnswer(body, MODEL, tokenizer).choice(message(tokenizer))["logprobs"]
+    assert found["tokens"] == ["a", "bytes: \\xf0", "bytes:\\x9f\\xa6", "bytes:\\xa2"]
+    assert found["text_offset"] == [0, 1, 2, 2]
+    for name, top in zip(found["tokens"], found["top_logprobs"], strict=True):
+        assert (len(top), list(top)[-1]) == (3, name)
+
+
+def test_alternatives_of_the_same_text_stay_apart() -> None:
+    """As bytes and pieces of SentencePiece; the chosen one has the text."""
+    tokenizer = byte_fallback()
+    piece, byte = tokenizer.encode("a")[0], 1 + ord("a")
+    body = read_body(CompletionBody, json.dumps({"prompt": [5], "logprobs": 2}).encode())
+    for chosen, top in ((piece, (byte, piece)), (byte, (byte, piece)), (5, (byte, piece))):
+        one = inference_pb2.TokenLogprobs()
+        one.chosen.token_id, one.chosen.logprob = chosen, -float(chosen)
+        for other in top:
+            one.top.add(token_id=other, logprob=-float(other))
+        answer = CompletionAnswer(body, MODEL, tokenizer)
+        (told,) = answer.choice(inference_pb2.GenerateResponse(logprobs=[one]))["logprobs"]["top_logprobs"]
+        assert sorted(told.values()) == sorted({-float(token) for token in (chosen, *top)})
+        assert told["a"] == -float(chosen if chosen in top else byte)
+
+
+def test_an_echo_and_its_output_have_offsets_in_one_text() -> None:
+    tokenizer = byte_level()
+    body = read_body(CompletionBody, json.dumps({"prompt": TEXT, "logprobs": 0, "echo": True}).encode())
+    told = message(tokenizer)
+    told.prompt_logprobs.extend([inference_pb2.TokenLogprobs(), *scored(tokenizer)[1:]])
+    choice = CompletionAnswer(body, MODEL, tokenizer).choice(told)
+    assert choice["text"] == TEXT + TEXT
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 3, 4, 5, 5]
+    assert choice["logprobs"]["tokens"] == ["a", "bytes: \\xf0", "bytes:\\x9f\\xa6", "bytes:\\xa2"] * 2

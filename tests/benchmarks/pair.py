@@ -16,6 +16,7 @@ import numpy as np
 from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import CHANNEL_OPTIONS, Timings
 from tandem.cluster.config import load_config
+from tandem.cluster.processes.processes import Processes
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
@@ -46,15 +47,19 @@ class Request:
 
 
 @contextmanager
-def running_cluster(config: str, model: Path, overrides: dict[str, Any]) -> Iterator[Cluster]:
-    """deploy/`config` under a name of this process, on any port, with random weights in the shape of `model`."""
+def running_cluster(
+    config: str, model: Path, overrides: dict[str, Any], processes: Processes | None = None
+) -> Iterator[Cluster]:
+    """deploy/`config` under a name of this process, on any port, with random weights in the shape of `model`.
+
+    processes: None starts a Ray."""
     common = {
         "name": f"bench-{os.getpid()}",
         "gateway.port": 0,
         "model.path": str(model),
         "model.load_format": "dummy",
     }
-    cluster = Cluster(load_config(DEPLOY / config, common | overrides))
+    cluster = Cluster(load_config(DEPLOY / config, common | overrides), processes)
     cluster.start()
     try:
         yield cluster

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any, Self
 
+from pydantic_core import from_json
+
 from tandem.cluster.frontends.anthropic.body import MessagesBody
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import ErrorForm, encode
@@ -150,9 +152,16 @@ def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Arguments, which max_tokens may have cut off."""
+    """Arguments. Those that max_tokens has cut off are what came, with the begin of the last text."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        value = None
+        value = _begun(text)
     return value if isinstance(value, dict) else {}
+
+
+def _begun(text: str) -> Any:
+    try:
+        return from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return None

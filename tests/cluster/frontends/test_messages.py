@@ -108,6 +108,25 @@ def test_forced_calls(gateway: OpenGateway, model: Script) -> None:
         assert (call["name"], call["input"], said["stop_reason"]) == ("weather", {"city": "x"}, "tool_use")
 
 
+@pytest.mark.parametrize("begin", ["", '[{"name": "weather", "parameters": '])
+def test_a_call_that_is_cut_off_has_the_arguments_that_came(
+    gateway: OpenGateway, model: Script, tokenizer: Tokenizer, begin: str
+) -> None:
+    choice = {"type": "any"} if begin else {"type": "tool", "name": "weather"}
+    text = begin + '{"city": "Łódź", "days": [1, 23]}' + "}]" * bool(begin)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for came, arguments in (
+        ('{"city', {}),
+        ("Łód", {"city": "Łód"}),
+        ("[1, 2", {"city": "Łódź", "days": [1, 2]}),
+        ("23]", {"city": "Łódź", "days": [1, 23]}),
+    ):
+        count = next(one for one in range(len(tokens)) if came in tokenizer.decode(tokens[:one]))
+        model.begin(text)
+        said = answer(gateway.http, PATH, **ASK | {"max_tokens": count}, tools=[TOOL], tool_choice=choice)
+        assert ([call["input"] for call in said["content"]], said["stop_reason"]) == ([arguments], "max_tokens")
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

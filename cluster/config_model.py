@@ -36,6 +36,11 @@ def model_name(path: str) -> str:
     return f"{owner[1]}/{owner[2]}" if owner else folder.name
 
 
+def model_root(path: str) -> str:
+    """Where a checkpoint is, for clients that look for its tokenizer: the hub id of a snapshot, else its folder."""
+    return model_name(path) if Path(path).parent.name == "snapshots" else path
+
+
 def _snapshot(hub_id: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.cluster.config_model import find_model, model_name
+from tandem.cluster.config_model import find_model, model_name, model_root
 from tandem.cluster.config_nodes import GatewayNodes
 from tandem.cluster.config_units import (
     AnyWorkers,
@@ -82,6 +82,11 @@ class ModelSection(Section):
     def names(self) -> list[str]:
         """What it is called, the name in answers first."""
         return self.served_model_name or [model_name(self.path or "")]
+
+    @property
+    def root(self) -> str:
+        """Where clients find its tokenizer: see model_root()."""
+        return model_root(self.path or "")
 
 
 class CacheSection(Section):

@@ -302,6 +302,7 @@ class Gateway:
                 self._tokenizer,
                 OutputFormats(self._tokenizer, section.tool_parser, section.reasoning_parser),
                 names=self._names,
+                root=settings.config.model.root,
                 max_model_len=self._model.limits.longest,
                 max_bytes=self._max_bytes,
                 bodies=self._bodies,

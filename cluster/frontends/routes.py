@@ -57,17 +57,19 @@ def api_routes(
     formats: OutputFormats,
     *,
     names: Sequence[str],
+    root: str,
     max_model_len: int,
     max_bytes: int,
     bodies: BodyBudget,
     readers: Readers,
     beside: Routes | None = None,
 ) -> Routes:
-    """Both APIs. formats: of the checkpoint's answers. names: of the model; all are accepted, answers have the
-    first. max_bytes: of one body. bodies: counts them. readers: read long ones. beside: routes that /openapi.json
-    describes, too."""
-    about = {"object": "model", "created": int(time.time()), "owned_by": "tandem", "max_model_len": max_model_len}
-    cards = [{"id": name, **about} for name in names]
+    """Both APIs. formats: of the checkpoint's answers. names: of the model; all are accepted, answers have the first.
+    root: where the checkpoint is. max_bytes: of one body. bodies: counts them. readers: read long ones. beside: routes
+    that /openapi.json describes, too."""
+    about = {"object": "model", "created": int(time.time()), "owned_by": "tandem"}
+    served = {"root": root, "parent": None, "max_model_len": max_model_len}  # as in vLLM
+    cards = [{"id": name, **about, **served} for name in names]
     model, *aliases = names
     turns = FairTurns(REQUESTS_A_ROUND)
     shared = requests, model, max_bytes, max_model_len, turns, bodies, readers, tuple(aliases)

@@ -375,9 +375,10 @@ class TestModelNames:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.chdir(tmp_path)
         model = load_config(None, {"model.path": "Nobody/tiny-1b"}).model
-        assert (model.path, model.names) == (str(snapshot), ["Nobody/tiny-1b"])
+        assert (model.path, model.names, model.root) == (str(snapshot), ["Nobody/tiny-1b"], "Nobody/tiny-1b")
         absent = load_config(None, {"model.path": "Nobody/other"}).model
         assert (absent.path, absent.names) == (str(tmp_path / "Nobody" / "other"), ["other"])
         (tmp_path / "Nobody" / "tiny-1b").mkdir(parents=True)
         folder = load_config(None, {"model.path": "Nobody/tiny-1b"}).model
         assert (folder.path, folder.names) == (str(tmp_path / "Nobody" / "tiny-1b"), ["tiny-1b"])
+        assert folder.root == folder.path

@@ -56,12 +56,12 @@ def only_choice(body: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
-def test_health_and_models(island: Island) -> None:
+def test_health_and_models(island: Island, folder: Path) -> None:
     assert get(island.http, "/health").json() == {"status": "ok"}
     listed = get(island.http, "/v1/models").json()
     (model,) = listed["data"]
     assert (listed["object"], model["id"], model["object"]) == ("list", "model", "model")
-    assert model["max_model_len"] == 512
+    assert (model["max_model_len"], model["root"], model["parent"]) == (512, str(folder), None)
     assert abs(model["created"] - time.time()) < 3600
     assert get(island.http, "/v1/models/model").json() == model
     other = refused(get(island.http, "/v1/models/other"), 404)
@@ -353,7 +353,7 @@ def test_log_probabilities_of_the_prompt(island: Island, path: str) -> None:
     asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": CHAT}
     body = answer(island.http, path, **asked, max_tokens=0, prompt_logprobs=1)
     choice = only_choice(body)
-    first, *rest = choice["prompt_logprobs"]
+    first, *rest = (choice if path == COMPLETIONS else body)["prompt_logprobs"]
     assert first is None
     assert len(rest) + 1 == body["usage"]["prompt_tokens"]
     for entry in rest:

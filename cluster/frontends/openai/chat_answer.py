@@ -17,6 +17,8 @@ from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content,
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
+OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")  # fields of the prompt, which several answers share
+
 
 class ChatAnswers:
     """Makes the answers of one gateway's chats."""
@@ -87,13 +89,13 @@ class ChatAnswer(Answer):
         self._count(message)
         chunk = self._chunk(message)
         (choice,) = chunk["choices"]
-        says = any(choice.get(name) for name in ("delta", "finish_reason", "logprobs", "token_ids", "prompt_logprobs"))
-        return event(encode(chunk)) if says or "prompt_token_ids" in chunk else ""
+        says = any(choice.get(name) for name in ("delta", "finish_reason", "logprobs", "token_ids"))
+        return event(encode(chunk)) if says or not chunk.keys().isdisjoint(OF_PROMPT) else ""
 
     def _object(self, kind: str, request_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chat has one prompt, whose tokens stand beside the choices, as in vLLM."""
-        prompts = [choice.pop("prompt_token_ids") for choice in choices if "prompt_token_ids" in choice]
-        return super()._object(kind, request_id, choices) | ({"prompt_token_ids": prompts[0]} if prompts else {})
+        """A chat has one prompt. What is told of it stands beside the choices, as in vLLM."""
+        told = [{name: choice.pop(name) for name in OF_PROMPT if name in choice} for choice in choices]
+        return super()._object(kind, request_id, choices) | (told[0] if told else {})
 
     def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         if not is_chunk:

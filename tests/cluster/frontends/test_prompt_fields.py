@@ -168,11 +168,12 @@ class TestStreams:
         self, island: Island, path: str, prompt: dict[str, Any], most: int
     ) -> None:
         body = {**GREEDY, **prompt, "max_tokens": most, "prompt_logprobs": 1}
-        (whole,) = answer(island.http, path, **body)["choices"]
-        first, *others = [event["choices"][0] for event in chunks(island.http, path, **body)]
-        assert len(first["prompt_logprobs"]) > 2
-        assert first["prompt_logprobs"] == whole["prompt_logprobs"]
-        assert not any("prompt_logprobs" in other for other in others)
+        said, events = answer(island.http, path, **body), chunks(island.http, path, **body)
+        (whole,), (first, *others) = said["choices"], [event["choices"][0] for event in events]
+        told, (begin, *rest) = (said, events) if path == CHATS else (whole, [first, *others])  # a chat has one prompt
+        assert len(begin["prompt_logprobs"]) > 2
+        assert begin["prompt_logprobs"] == told["prompt_logprobs"]
+        assert not any("prompt_logprobs" in other for other in (*rest, *(said["choices"] if path == CHATS else ())))
         texts = [one["text"] if path == COMPLETIONS else one["delta"]["content"] for one in (first, *others)]
         assert "".join(texts) == (whole["text"] if path == COMPLETIONS else whole["message"]["content"])
 

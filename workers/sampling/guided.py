@@ -15,6 +15,7 @@ import numpy as np
 from tandem.cache.plan.arrays import Int32Array
 from tandem.workers.sampling.closed_schema import closed
 from tandem.workers.sampling.idle_keywords import without_idle
+from tandem.workers.sampling.property_names import with_properties
 from tandem.workers.sampling.schema_references import with_pointers
 from tandem.workers.sampling.thinking import Thinking, ThinkingLimit, behind
 
@@ -108,7 +109,7 @@ class Grammars:
         text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
         try:
             if guided.kind == "json_schema":
-                schema = closed(without_idle(with_pointers(json.loads(text))))
+                schema = closed(with_properties(without_idle(with_pointers(json.loads(text)))))
                 grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_spacing(schema))
             else:
                 grammar = grammar_from(KINDS[guided.kind], text)

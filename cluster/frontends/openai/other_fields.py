@@ -96,7 +96,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Other servers' names for fields that some body has."""
 
-NOTHING: Mapping[str, object] = MappingProxyType({"seed": -1})
+NOTHING: Mapping[str, object] = MappingProxyType({"seed": -1, "logprobs": False})
 """Values of supported fields that stand for a missing field."""
 
 IGNORED_HEADER = "x-tandem-ignored"
@@ -114,7 +114,7 @@ def take_out(values: dict[str, Any], known: Collection[str]) -> list[str]:
     ignored = []
     for name in [name for name in values if name not in known]:
         value = values.pop(name)
-        if name in HARMLESS:
+        if name in HARMLESS or value is None:
             continue
         if name in ONLY:
             _check_unsupported(name, value)

@@ -282,7 +282,7 @@ def test_a_refusal_that_names_no_field_is_passed_on() -> None:
 NEUTRAL = {"priority": 0, "seed": -1, "length_penalty": 1, "early_stopping": False, "use_beam_search": False}
 NEUTRAL |= {"min_tokens": None, "spaces_between_special_tokens": True, "store": True, "verbosity": "low"}
 NEUTRAL |= {"reasoning_effort": "high", "service_tier": "flex", "metadata": {"a": "b"}, "parallel_tool_calls": True}
-NEUTRAL |= {"cache_salt": "", "separate_reasoning": True}
+NEUTRAL |= {"cache_salt": "", "separate_reasoning": True, "logprobs": False, "stop_sequences": None, "colour": None}
 NEUTRAL |= {"response_format": {"type": "text"}, "stream": True, "stream_options": {"include_obfuscation": False}}
 
 

@@ -1,6 +1,7 @@
 """Rewritten JSON schemas: what is valid by the given one is valid by the rewritten one, and nothing else, as jsonschema
 says of random values."""
 
+import itertools
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ from llguidance import LLMatcher
 
 from tandem.workers.sampling.closed_schema import without_others
 from tandem.workers.sampling.idle_keywords import FORMATS, without_idle
+from tandem.workers.sampling.property_names import with_properties
 from tandem.workers.sampling.schema_references import with_pointers
 from tests.support.random_schemas import add_idle_keywords, random_referring_schema, random_value, valid
 
@@ -41,6 +43,42 @@ def test_random_keywords_that_ask_for_nothing_change_nothing() -> None:
         for _ in range(VALUES):
             value = random_value(chance)
             assert valid(value, made) == valid(value, schema), (schema, made, value)
+
+
+NAMES: list[dict[str, Any]] = [
+    {"type": "string", "enum": ["a", "b", 3]},
+    {"const": "a", "title": "t"},
+    {"pattern": "^[a$]"},
+    {"type": "string", "pattern": "e"},
+    {"minLength": 2},
+    {"minLength": 1, "maxLength": 3},
+    {"type": "string", "maxLength": 1},
+]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_rules_for_names_hold(names: dict[str, Any]) -> None:
+    for held, more in ((True, {}), ({"type": "integer"}, {"required": ["a"]}), (False, {}), (None, {"type": "object"})):
+        schema = {"propertyNames": names, **({} if held is None else {"additionalProperties": held}), **more}
+        made = with_properties({"items": schema})["items"]
+        assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(made)) or held is False
+        for chosen in itertools.chain.from_iterable(
+            itertools.combinations(["", "a", "b", "$ref", "e"], n) for n in range(4)
+        ):
+            for number in (1, "x"):
+                value = dict.fromkeys(chosen, number)
+                assert valid(value, made) == valid(value, schema), (made, value)
+
+
+def test_rules_for_names_stay_where_no_other_keyword_has_them() -> None:
+    for schema in (
+        {"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}},
+        {"propertyNames": {"not": {"const": "a"}}},
+        {"propertyNames": {"type": "object"}},
+        {"propertyNames": {"pattern": "a", "minLength": 2}},
+        {"propertyNames": False},
+    ):
+        assert with_properties(schema) == schema
 
 
 @pytest.mark.parametrize(

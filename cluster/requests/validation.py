@@ -384,7 +384,7 @@ class RequestValidator:
 
 def _limited(guided: Guided, max_tokens: int) -> Guided:
     """With a limit of its thinking, so that the output has tokens left for what follows the guide."""
-    most = max_tokens - min(max_tokens // 2, MOST_KEPT)
+    most = max_tokens - min(max_tokens * 3 // 4, MOST_KEPT)
     return replace(guided, thinking_tokens=guided.thinking_tokens or max(1, most))
 
 

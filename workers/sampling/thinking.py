@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 ANYTHING = r"/(.|\n)*/"
-SPACES = r"/[ \t\r\n]{0,8}/"  # which models write behind the last tag
+LINE_ENDS = r"/\n{0,2}/"  # which models write behind the last tag
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ def behind(thinking: Thinking, grammar: str, tokenizer: "LLTokenizer") -> str:
     """
     end = _symbol(thinking.end, tokenizer)
     if end.startswith("<"):  # a token of its own, and never text
-        thought = f"reasoning {end} spaces\nreasoning: {ANYTHING}"
+        thought = f"reasoning {end} line_ends\nreasoning: {ANYTHING}"
     else:
-        thought = f"reasoning spaces\nreasoning[suffix={end}]: {ANYTHING}"
+        thought = f"reasoning line_ends\nreasoning[suffix={end}]: {ANYTHING}"
     start = "thought @guide" if thinking.opened else f"@guide | {_symbol(thinking.begin, tokenizer)} thought @guide"
-    lark = f"start: {start}\nthought: {thought}\nspaces: {SPACES}\n"
+    lark = f"start: {start}\nthought: {thought}\nline_ends: {LINE_ENDS}\n"
     parts: list[dict[str, Any]] = [{"lark_grammar": grammar}]
     if grammar.lstrip().startswith("{"):
         parts = json.loads(grammar)["grammars"]

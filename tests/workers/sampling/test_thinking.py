@@ -10,6 +10,7 @@ import tokenizers
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.workers.sampling.guided import Constraint, Grammars, Guided
 from tandem.workers.sampling.thinking import Thinking
+from tests.support.random_guides import KINDS, random_guide
 
 EOS, VOCAB = 1, 544
 GUIDE = ("regex", ("[a-c]{2}",))
@@ -99,14 +100,37 @@ def test_thinking_ends_behind_so_many_tokens_wherever_a_request_is_placed_again(
         assert output[-1] == EOS
         text = tokenizer.decode(output[:-1], skip_special_tokens=False)
         assert re.fullmatch(
-            r"(<t>)?.*</t>\s{0,8}[a-c]{2}" if opened else r"(<t>.*</t>\s{0,8})?[a-c]{2}", text, re.DOTALL
+            r"(<t>)?.*</t>\n{0,2}[a-c]{2}" if opened else r"(<t>.*</t>\n{0,2})?[a-c]{2}", text, re.DOTALL
         )
         thought += "</t>" in text
         end = len(tokenizer.encode("</t>", add_special_tokens=False).ids)
-        assert len(output) <= LIMIT + 3 + end + 8 + 3  # a character, the tag, spaces and what follows the guide
+        assert len(output) <= LIMIT + 3 + end + 2 + 3  # a character, the tag, line ends and what follows the guide
         for again_at in range(0, len(output), 7):
             assert draw(grammars, how, seed, again_at) == output
     assert thought >= 2
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60))])
+def test_behind_the_last_tag_masks_are_those_of_the_guide(
+    grammars: Grammars, tokenizer: tokenizers.Tokenizer, seed: int
+) -> None:
+    """But for line ends at the begin."""
+    random_one = random_guide(KINDS[seed % len(KINDS)], seed)
+    guide = Guided(random_one.kind, (random_one.content,))
+    opened, rng = seed % 4 > 0, np.random.default_rng(seed)
+    both = grammars.constraint(Guided(guide.kind, guide.texts, Thinking("<t>", "</t>", opened)))
+    alone = grammars.constraint(guide)
+    both.follow(tokenizer.encode(("" if opened else "<t>") + "Hm. {</t>", add_special_tokens=False).ids)
+    for count in range(80):
+        may, line_ends = allowed(alone), set[int]()
+        if count == 0:
+            line_ends = {token for token in allowed(both) if tokenizer.decode([token])[:1] == "\n"}
+        assert set(allowed(both)) - line_ends == set(may) - line_ends
+        token = int(rng.choice(may))
+        if token == EOS:
+            return
+        for one in (both, alone):
+            one.follow((token,))
 
 
 def test_the_tag_waits_for_the_rest_of_a_character(grammars: Grammars, tokenizer: tokenizers.Tokenizer) -> None:

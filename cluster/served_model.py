@@ -27,13 +27,14 @@ class ServedModel:
     def of_config(cls, config: ClusterConfig, max_model_len: int, num_pages: int) -> "ServedModel":
         """ModelError for a checkpoint that is not served. Imports torch."""
         from tandem.cache.plan.kv_scales import KVScales
+        from tandem.workers.checkpoint.tokenizer_files import end_tokens
         from tandem.workers.models.drafters.drafter_config import load_drafter_config
         from tandem.workers.models.kv_scales import stores_fp8
         from tandem.workers.models.registry import load_config
         from tandem.workers.runner.model_cache import kv_layout
 
-        cache = config.cache
-        model = load_config(Path(config.model.path or ""), config.model.dtype)
+        cache, folder = config.cache, Path(config.model.path or "")
+        model = load_config(folder, config.model.dtype)
         drafter = load_drafter_config(config.speculation.settings, model)
         num_layers = model.num_layers + (0 if drafter is None else drafter.num_layers)
         # The scales do not change the size.
@@ -51,6 +52,6 @@ class ServedModel:
             str(model.dtype).removeprefix("torch."),
             model.num_layers,
             kv_layout(model, cache.page_size, scales, drafter).token_bytes,
-            tuple(model.eos_token_ids),
+            end_tokens(folder, model.eos_token_ids, model.vocab_size),
             limits,
         )

@@ -73,6 +73,7 @@ NOT_UNIT = (
     "tests/transfer/nvshmem/test_device_build.py",
     "tests/transfer/test_shared_memory.py",
     "tests/transfer/test_tcp.py",
+    "tests/workers/checkpoint",
     "tests/workers/decode/test_kernel_threads.py",
     "tests/workers/handoff/test_late_calls.py",
     "tests/workers/handoff/test_local_reservations.py",

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
+from tandem.workers.checkpoint.tokenizer_files import end_tokens
 from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_bytes
 from tandem.workers.connections import lenient_options
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
@@ -90,11 +92,18 @@ class Worker:
         self._loop: StepLoop | None = None
         self._step_thread: StepThread | None = None
         self._grammars: Grammars | None = None
+        self._eos_token_ids: tuple[int, ...] = ()  # after load()
         self._server: grpc.aio.Server | None = None
 
     def load(self) -> None:
-        """Reads the weights; loaded_bytes and total_bytes can be read by another thread meanwhile."""
+        """Reads weights and end tokens; loaded_bytes and total_bytes can be read by another thread meanwhile."""
+        with ThreadPoolExecutor(1, "tokenizer") as aside:
+            model = self.model_config
+            ends = aside.submit(end_tokens, Path(self.config.model_path), model.eos_token_ids, model.vocab_size)
+            self._load_weights()
+            self._eos_token_ids = ends.result()
 
+    def _load_weights(self) -> None:
         config, folder = self.config, Path(self.config.model_path)
         before = 0, 0
 
@@ -272,9 +281,7 @@ class Worker:
         runner = ModelRunner(self._model, cache)
         loop = self._loop = self._make_loop(runner, cache)
         self._step_thread = StepThread(loop, "step")
-        grammars = self._grammars = Grammars(
-            Path(config.model_path), self.model_config.vocab_size, self.model_config.eos_token_ids
-        )
+        grammars = self._grammars = Grammars(Path(config.model_path), self.model_config.vocab_size, self._eos_token_ids)
         service = WorkerService(
             config,
             self.model_config.vocab_size,
@@ -320,7 +327,7 @@ class Worker:
             sharing=self._sharing,
             verify=config.verify_kv,
             lease_seconds=config.lease_seconds,
-            eos_token_ids=self.model_config.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
             token_seconds=config.token_seconds,
             speculation=config.speculation,
         )

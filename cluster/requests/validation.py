@@ -14,7 +14,7 @@ from tandem.cluster.protocol import MAX_MESSAGES
 from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.requests.default_sampling import with_defaults
 from tandem.cluster.requests.model_limits import ModelLimits
-from tandem.cluster.text.chat_template import ChatTemplateError
+from tandem.cluster.text.chat_template import CHOSEN, ChatTemplateError
 from tandem.cluster.text.encoder_prompt import (
     NO_ENCODER,
     EncoderPrompt,
@@ -303,7 +303,9 @@ class RequestValidator:
             raise InvalidRequest("chat.add_generation_prompt is true; with continue_final_message false is accepted")
         if message.chat.template_kwargs:
             try:
-                template_variables(message.chat)
+                variables = template_variables(message.chat)
+                if variables.get(CHOSEN) is not None:
+                    self._tokenizer.chat_templates.check(variables[CHOSEN])
             except ChatTemplateError as error:
                 raise InvalidRequest(f"chat.{error}") from None
         size = len(message.text) or message.chat.ByteSize()

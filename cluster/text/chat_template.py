@@ -16,13 +16,15 @@ from jinja2.parser import Parser
 
 from tandem.cluster.text.template_sandbox import Sandbox
 from tandem.workers.checkpoint.errors import InvalidTokenizer
+from tandem.workers.checkpoint.tokenizer_files import DEFAULT, MAX_TEMPLATE_BYTES
 
 RENDER_SECONDS = 2.0
 MOST_SAID = 500  # characters of what a template says, which may repeat what it was given
-MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have 30 kB
 MAX_INDENT = 64
 GOES_ON = "\N{WORD JOINER}goes-on\N{WORD JOINER} "  # behind the message that an answer continues
 TEMPLATE_FILE = "<template>"  # what jinja calls the code of a template that came as a string
+FOR_TOOLS = "tool_use"  # the name of the template for requests with tools
+CHOSEN = "chat_template"  # the variable that names a template
 
 
 class ChatTemplateError(ValueError):
@@ -89,6 +91,39 @@ class ChatTemplate:
                 return self._template.render(given)
         except Exception as error:  # a template may raise anything; for the caller all of it is the template's refusal
             raise ChatTemplateError(f"the chat template refuses these messages: {error!s:.{MOST_SAID}}") from error
+
+
+class ChatTemplates:
+    """The templates of a checkpoint, by name. It may have none."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """special_tokens: see ChatTemplate. Raises InvalidTokenizer when one does not compile."""
+        self._named = {name: ChatTemplate(source, special_tokens) for name, source in sources.items()}
+        self.source = "\n".join(sources.values())
+
+    def choose(self, tools: object = None, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
+        """As transformers chooses: the template that the variable `chat_template` names, else FOR_TOOLS of a request
+        with tools where there is one, else DEFAULT. ChatTemplateError where it is not there."""
+        if not self._named:
+            raise ChatTemplateError("the checkpoint has no chat template; send text or token ids")
+        chosen = (variables or {}).get(CHOSEN)
+        if chosen is not None:
+            self.check(chosen)
+            return self._named[chosen]
+        if tools is not None and FOR_TOOLS in self._named:
+            return self._named[FOR_TOOLS]
+        if DEFAULT not in self._named:
+            raise ChatTemplateError(
+                f"the checkpoint's chat templates are named {', '.join(self._named)}, and none is named {DEFAULT}; "
+                f"name one of them as {CHOSEN} among the template's variables"
+            )
+        return self._named[DEFAULT]
+
+    def check(self, chosen: object) -> None:
+        """ChatTemplateError unless it is the name of a template."""
+        if not isinstance(chosen, str) or chosen not in self._named:
+            names = ", ".join(self._named) or "none, for the checkpoint has no chat template"
+            raise ChatTemplateError(f"template_kwargs.{CHOSEN} is {chosen!r:.80}; names of templates: {names}")
 
 
 def _readings(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -11,7 +11,7 @@ from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
 MAX_TEMPLATE_KWARGS = 16_384  # characters
-OWN_VARIABLES = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
 def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRequest) -> Int64Array:
@@ -28,14 +28,15 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
         return np.array(tokenizer.encode(message.text, add_special_tokens=special), np.int64)
     chat = message.chat
     messages = [_turn(index, turn) for index, turn in enumerate(chat.messages)]
-    if "developer" not in tokenizer.template_source:
+    tools, variables = _tools(chat), template_variables(chat)
+    if "developer" not in tokenizer.chat_templates.choose(tools, variables).source:
         messages = [turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in messages]
     begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
     ids = tokenizer.encode_chat(
         messages,
-        tools=_tools(chat),
+        tools=tools,
         add_special_tokens=message.add_special_tokens,
-        variables=template_variables(chat),
+        variables=variables,
         add_generation_prompt=begins,
         continue_final_message=chat.continue_final_message,
     )

@@ -8,14 +8,11 @@ from typing import Any
 
 import tokenizers
 
-from tandem.cluster.text.chat_template import MAX_TEMPLATE_BYTES, MOST_SAID, ChatTemplate, ChatTemplateError
-from tandem.workers.checkpoint.errors import InvalidTokenizer
-from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.checkpoint.files import check_size, open_regular, read_text
+from tandem.cluster.text.chat_template import MOST_SAID, ChatTemplates
+from tandem.workers.checkpoint.tokenizer_files import TokenizerFiles
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PANIC = "PanicException"  # the name of what the library raises when it fails: it derives from BaseException only
-MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 33 MB
 HELD_TOKENS = 16  # more than a character takes: the bytes that are still missing will not come
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabulary of SentencePiece
 
@@ -36,11 +33,11 @@ class TokenizerFailed(ValueError):
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json and chat template, if any. Threads may share it. decode() may skip special_ids."""
+    """A checkpoint's tokenizer and chat templates, if any. Threads may share it. decode() may skip special_ids."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, chat_templates: ChatTemplates | None) -> None:
         self._inner = inner
-        self._chat_template = chat_template
+        self.chat_templates = chat_templates or ChatTemplates({}, {})
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_texts = frozenset(token.content for token in added.values() if token.special)
@@ -48,31 +45,23 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
         """None without a tokenizer.json: the model takes token ids only. Raises InvalidTokenizer, InvalidConfig."""
-        path = folder / "tokenizer.json"
-        if not path.exists():
+        files = TokenizerFiles.read(folder)
+        if files is None:
             return None
-        with open_regular(path) as file:
-            check_size(path, file, MAX_TOKENIZER_BYTES)
-        try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise InvalidTokenizer(f"{path} is not a readable tokenizer: {error}") from None
-        inner.no_truncation()
-        inner.no_padding()
-        return cls(inner, _read_chat_template(folder))
+        return cls(files.tokenizer(), ChatTemplates(files.chat_templates, files.special_tokens))
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return bool(self.chat_templates.source)
 
     @property
     def template_source(self) -> str:
-        """The chat template as the checkpoint has it; empty for none."""
-        return "" if self._chat_template is None else self._chat_template.source
+        """All chat templates as the checkpoint has them; empty for none."""
+        return self.chat_templates.source
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids with a text, added tokens included. The model's vocabulary may be larger."""
+        """Number of ids with a text, added tokens included. The model's vocabulary may have more or fewer."""
         return self._inner.get_vocab_size()
 
     def agrees(self, other: "Tokenizer") -> bool:
@@ -103,9 +92,7 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt's text. options and errors as those of encode_chat()."""
-        if self._chat_template is None:
-            raise ChatTemplateError("the checkpoint has no chat template; send text or token ids")
-        return self._chat_template.render(messages, **options)
+        return self.chat_templates.choose(options.get("tools"), options.get("variables")).render(messages, **options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -191,41 +178,3 @@ class TextStream:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-
-def _read_chat_template(folder: Path) -> ChatTemplate | None:
-    """chat_template.jinja, else chat_template of tokenizer_config.json: a text, or a list with one named default."""
-    path = folder / "tokenizer_config.json"
-    fields = Fields.from_file(path) if path.exists() else Fields({}, path.name)
-    source = fields.raw("chat_template")
-    if isinstance(source, list):
-        named = [entry for entry in source if isinstance(entry, dict)]
-        source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    own_file = folder / "chat_template.jinja"
-    if own_file.exists():
-        try:
-            source = read_text(own_file, MAX_TEMPLATE_BYTES)
-        except UnicodeDecodeError as error:
-            raise InvalidTokenizer(f"{own_file} cannot be read: {error}") from None
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise InvalidTokenizer(f"{fields.source}: chat_template is a {type(source).__name__}; it must be a string")
-    return ChatTemplate(source, _special_tokens(fields) | _older_special_tokens(folder, fields))
-
-
-def _older_special_tokens(folder: Path, fields: Fields) -> dict[str, str]:
-    """The tokens of special_tokens_map.json. They precede a tokenizer_config.json that is too old for added tokens."""
-    path = folder / "special_tokens_map.json"
-    return {} if "added_tokens_decoder" in fields or not path.exists() else _special_tokens(Fields.from_file(path))
-
-
-def _special_tokens(fields: Fields) -> dict[str, str]:
-    """bos_token and its like: a string, or an object with the string as content."""
-    tokens = {}
-    for name in fields.names():
-        value = fields.raw(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens

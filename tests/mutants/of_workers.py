@@ -126,4 +126,12 @@ WORKERS = (
             "test_thinking_ends_behind_so_many_tokens_wherever_a_request_is_placed_again",
         ),
     ),
+    Mutant(
+        name="mask-beyond-the-vocabulary",
+        file="workers/sampling/guided.py",
+        find="        mask[-1] &= self._last\n",
+        replace="",
+        reason="A grammar allows no id that the model lacks, or a row with no other id looks as if it had one.",
+        tests=("tests/workers/sampling/test_guided.py::test_no_id_is_allowed_that_model_or_tokenizer_lacks",),
+    ),
 )

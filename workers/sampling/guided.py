@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array
+from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.checkpoint.tokenizer_files import TokenizerFiles
 from tandem.workers.sampling.closed_schema import closed
 from tandem.workers.sampling.idle_keywords import without_idle
 from tandem.workers.sampling.property_names import with_properties
@@ -22,6 +24,7 @@ from tandem.workers.sampling.thinking import Thinking, ThinkingLimit, behind
 if TYPE_CHECKING:
     from llguidance import GrammarFormat, LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
+    from tokenizers import Tokenizer
 
 KINDS: "dict[str, GrammarFormat]" = {  # llguidance's names
     "json_schema": "json_schema",
@@ -59,8 +62,9 @@ class Grammars:
     """Compiles grammars for one tokenizer, and keeps the latest. Any thread may use it."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """folder: that of the checkpoint, whose tokenizer is read when the first grammar comes."""
-        self._path = folder / "tokenizer.json"
+        """folder: that of the checkpoint, whose tokenizer is read when the first grammar comes. vocab_size: the
+        model's, of which the tokenizer may have more ids or fewer."""
+        self._folder = folder
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
@@ -96,16 +100,10 @@ class Grammars:
 
     def _compile(self, guided: Guided) -> "LLMatcher":
         try:
-            from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+            from llguidance import LLMatcher, LLParserLimits, grammar_from
         except ModuleNotFoundError:
             raise InvalidGuide("grammars need llguidance, the extra `guided`, which is not installed") from None
-        if not self._path.exists() or not self._eos_token_ids:
-            raise InvalidGuide("grammars need a tokenizer.json and an end token, and the checkpoint lacks one of them")
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = LLTokenizer(str(self._path), self._vocab_size, list(self._eos_token_ids))
-            except ValueError as error:
-                raise InvalidGuide(f"llguidance cannot use the checkpoint's tokenizer: {error}") from None
+        tokenizer = self._tokenizer = self._tokenizer or self._read_tokenizer()
         text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
         try:
             if guided.kind == "json_schema":
@@ -118,10 +116,40 @@ class Grammars:
         if guided.thinking is not None:
             grammar = behind(guided.thinking, grammar, self._tokenizer)
         limits = LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, max_grammar_size=MOST_SYMBOLS, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidGuide(f"{guided.kind} cannot be compiled: {matcher.get_error()}")
         return matcher
+
+    def _read_tokenizer(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        try:
+            files = TokenizerFiles.read(self._folder)
+            tokenizer = None if files is None else files.tokenizer()
+        except ModelError as error:
+            raise InvalidGuide(f"the checkpoint's tokenizer cannot be read: {error}") from None
+        if tokenizer is None or not self._eos_token_ids:
+            raise InvalidGuide("grammars need a tokenizer.json and an end token, and the checkpoint lacks one of them")
+        serialized, size = _within(tokenizer, self._vocab_size)
+        try:
+            return LLTokenizer(serialized, size, list(self._eos_token_ids))
+        except ValueError as error:
+            raise InvalidGuide(f"llguidance cannot use the checkpoint's tokenizer: {error}") from None
+
+
+def _within(tokenizer: "Tokenizer", vocab_size: int) -> tuple[str, int]:
+    """The tokenizer as JSON, without added tokens that a model with so many ids lacks, and how many ids both have.
+
+    llguidance writes text that is certain in the tokens that the tokenizer makes of it. What is left beyond vocab_size
+    is of tokenizer.json's own vocabulary; Constraint forbids it.
+    """
+    serialized, own = tokenizer.to_str(), tokenizer.get_vocab(with_added_tokens=False)
+    if tokenizer.get_vocab_size() > vocab_size:
+        parts = json.loads(serialized)
+        parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < vocab_size]
+        serialized = json.dumps(parts)
+    return serialized, max(vocab_size, 1 + max(own.values(), default=0))
 
 
 def _spacing(schema: object) -> "JsonCompileOptions":
@@ -141,6 +169,7 @@ class Constraint:
         self._limit = limit
         self._pool = pool
         self._words = -(-vocab_size // 32)
+        self._last = (1 << (vocab_size - 1) % 32 + 1) - 1  # those bits of the last word that stand for a token
         self._mask: Future[Int32Array] | None = None
         self.consumed = 0  # output tokens
         self.error: Exception | None = None
@@ -174,10 +203,14 @@ class Constraint:
         matcher = self._matcher
         if tokens:
             matcher.consume_tokens(tokens)
-        mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words]
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._words].copy()
         if matcher.is_error():
             raise GuideNotFollowed(f"the output cannot follow it: {matcher.get_error()[:200]}")
-        return mask if self._limit is None else self._limited(self._limit, tokens, mask)
+        mask[-1] &= self._last
+        if not mask.any():
+            raise GuideNotFollowed("the output cannot follow it: the model has no token that may come next")
+        allowed = mask.view(np.int32)
+        return allowed if self._limit is None else self._limited(self._limit, tokens, allowed)
 
     def _limited(self, limit: ThinkingLimit, tokens: list[int], mask: Int32Array) -> Int32Array:
         """The mask without all but the token that ends the thinking, where it is time for it and it may stand here."""

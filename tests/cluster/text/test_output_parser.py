@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tandem.cluster.text.chat_template import ChatTemplate
+from tandem.cluster.text.chat_template import ChatTemplates
 from tandem.cluster.text.parsers.formats import Left, OutputFormats
 from tandem.cluster.text.parsers.output_parser import Calls, OutputParser
 from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -46,7 +46,7 @@ def parser(template: str, calls: Calls | None = CALLS, special: tuple[str, ...] 
     """Of a checkpoint with this chat template, whose tokenizer has these special tokens."""
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.add_special_tokens(list(special))
-    formats = OutputFormats(Tokenizer(inner, ChatTemplate("{#" + template + "#}", {})), **options)
+    formats = OutputFormats(Tokenizer(inner, ChatTemplates({"default": "{#" + template + "#}"}, {})), **options)
     made = formats.parser(calls, opened=False, keep_special=False)
     assert made is not None
     return made
@@ -197,7 +197,7 @@ def test_ids_are_as_templates_want_them() -> None:
 def test_special_tokens_that_are_marks_stay_and_others_go() -> None:
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.add_special_tokens([MISTRAL, "<s>"])
-    formats = OutputFormats(Tokenizer(inner, ChatTemplate("{#[TOOL_CALLS]#}", {})))
+    formats = OutputFormats(Tokenizer(inner, ChatTemplates({"default": "{#[TOOL_CALLS]#}"}, {})))
     assert formats.needs_special_tokens(CALLS)
     assert not formats.needs_special_tokens(None)
     assert not formats.needs_special_tokens(Calls(SCHEMAS, named="now"))
@@ -210,7 +210,9 @@ def test_special_tokens_that_are_marks_stay_and_others_go() -> None:
 
 def test_prompts_that_open_the_reasoning() -> None:
     source = "{{ messages[0].content }}{% if think %}<think>\n{% elif think is false %}<think>\n\n</think>{% endif %}"
-    formats = OutputFormats(Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), ChatTemplate(source, {})))
+    formats = OutputFormats(
+        Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), ChatTemplates({"default": source}, {}))
+    )
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="?")])
     for think, left in ((True, Left.OPEN), (False, Left.OVER), (None, Left.TO_COME), (True, Left.OPEN)):
         assert formats.reasoning(chat, {"think": think}, begins=True) == left

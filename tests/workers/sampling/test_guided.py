@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Inner
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.frontends.openai.tool_fields import forced_schema
@@ -108,6 +109,49 @@ def of_spaces(grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any]) 
         matcher.consume_tokens([token])
         written += tokenizer.decode([token]) if token != EOS else ""
     return written
+
+
+PADS = [f"[PAD{number}]" for number in range(40)]
+
+
+@pytest.mark.parametrize("added", [1, 40])
+def test_a_tokenizer_may_have_more_ids_than_the_model(folder: Path, tmp_path: Path, added: int) -> None:
+    """Also where a text is certain that the tokenizer would write in one of them."""
+    inner = Inner.from_file(str(folder / "tokenizer.json"))
+    inner.add_tokens(PADS[:added])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert inner.get_vocab_size() == VOCAB + added
+    grammars, guided = Grammars(tmp_path, VOCAB, (EOS,)), Guided("regex", (r"(\[PAD0\]|[A-P]+|\[PAD39\] and){1,3}",))
+    outputs = [draw(grammars, guided, seed, again_at=1 + seed) for seed in range(8)]
+    texts = {inner.decode(output[:-1]) for output in outputs if output[-1] == EOS}
+    assert all(re.fullmatch(guided.texts[0], text) for text in texts)
+    assert any("[PAD0]" in text for text in texts)
+    grammars.close()
+
+
+@pytest.mark.parametrize("vocab_size", [321, 352, 360, 600])
+def test_no_id_is_allowed_that_model_or_tokenizer_lacks(folder: Path, vocab_size: int) -> None:
+    """Here the model lacks ids of tokenizer.json's own vocabulary."""
+    grammars = Grammars(folder, vocab_size, (EOS,))
+    mask = grammars.constraint(Guided("regex", ("(.|\n)*",))).mask()
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
+    whole = Grammars(folder, VOCAB, (EOS,)).compile(Guided("regex", ("(.|\n)*",))).compute_bitmask()
+    expected = np.unpackbits(np.frombuffer(whole, np.uint8), bitorder="little").astype(bool)
+    allowed = min(vocab_size, VOCAB)
+    assert bits[:allowed].tolist() == expected[:allowed].tolist()
+    assert not bits[allowed:].any()
+    assert bits[200:allowed].any()
+    grammars.close()
+
+
+def test_a_grammar_that_only_tokens_beyond_the_model_follow_ends_the_request(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    text = next(text for text in map(tokenizer.token_text, range(320, VOCAB)) if text.strip().isalpha())
+    (token,) = tokenizer.encode(text, add_special_tokens=False)
+    constraint = Grammars(folder, token, (EOS,)).constraint(Guided("choice", (text,)))
+    assert (constraint.mask() == -1).all()
+    assert str(guide_error(constraint)).endswith("the model has no token that may come next")
 
 
 def test_spaces_in_json_end(folder: Path) -> None:

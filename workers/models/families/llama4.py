@@ -20,6 +20,7 @@ NAMES = ExpertNames("feed_forward", "router", projections=None, transposed=True,
 HEAD_DIM, EPS, THETA, DENSE_SIZE, CHUNK, FULL_EVERY, FLOOR, SCALE = 128, 1e-5, 5e5, 16384, 8192, 4, 8192, 0.1
 ROPE_TYPES = ("default", "linear", "llama3")  # those that keep the length of q and k, which are normalised behind it
 OF_WHOLE = ("architectures", "dtype", "torch_dtype", "quantization_config")  # not in text_config, or not always
+TOKENS = ("bos_token_id", "eos_token_id")  # of the whole model, where text_config has none
 CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
@@ -58,6 +59,7 @@ def fields_of_text(fields: Fields) -> Fields:
     text = fields.section("text_config")
     values = {name: text.raw(name) for name in text.names()}
     values |= {name: fields.raw(name) for name in OF_WHOLE if name in fields}
+    values |= {name: fields.raw(name) for name in TOKENS if name not in text}
     return Fields(values, text.source)
 
 

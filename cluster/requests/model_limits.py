@@ -45,7 +45,7 @@ class ModelLimits:
             max_sliding_tokens=max_sliding_tokens,
             cannot_slide=model.cannot_slide,
             max_encoder_tokens=model.max_encoder_tokens(max_batch_tokens, page_size),
-            max_decoder_tokens=model.max_position_embeddings,
+            max_decoder_tokens=model.max_positions,
             decoder_start_token_id=model.decoder_start_token_id or 0,
         )
 

@@ -75,6 +75,7 @@ class ModelConfig:
     attn_softcap: float | None = None  # see PagedKVCache, like attn_scale
     attn_scale: float | None = None
     local_rope: RopeParameters | None = None  # of layers with a window, where theirs is another
+    counts_stretch: bool = False  # max_position_embeddings is what RoPE's factor has made of the trained length
     quantization: Quantization = AS_COMPUTED  # of the checkpoint
     latent: LatentConfig | None = None  # every layer keeps latents
     chunked: ChunkedConfig | None = None  # some layers attend in chunks
@@ -139,16 +140,25 @@ class ModelConfig:
 
     @property
     def max_length(self) -> int:
-        """Most positions of a sequence. With dynamic RoPE max_position_embeddings is where the scaling begins."""
-        stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
-        encoded = 0 if self.encoder is None else self.encoder.max_length
-        return encoded + int(self.max_position_embeddings * stretch)
+        """Most positions of a sequence, an encoder's too."""
+        return self.max_positions + (0 if self.encoder is None else self.encoder.max_length)
+
+    @property
+    def max_positions(self) -> int:
+        """Most positions that are rotated, as vLLM counts them: linear and dynamic RoPE stretch
+        max_position_embeddings, YaRN stretches the original length. Where another type has a factor,
+        max_position_embeddings counts it already."""
+        rope = self.local_rope if self.rope.rope_type == "none" and self.local_rope is not None else self.rope
+        if self.counts_stretch or rope.rope_type not in ("linear", "dynamic", "yarn"):
+            return self.max_position_embeddings
+        stretched = rope.original_max_position_embeddings if rope.rope_type == "yarn" else None
+        return int((stretched or self.max_position_embeddings) * rope.factor)
 
     def max_encoder_tokens(self, max_batch_tokens: int, page_size: int) -> int:
         """The longest prompt of the encoder, which one forward computes as whole pages; 0 without an encoder."""
         if self.encoder is None:
             return 0
-        return min(self.encoder.max_position_embeddings, max_batch_tokens // page_size * page_size)
+        return min(self.encoder.max_positions, max_batch_tokens // page_size * page_size)
 
     @property
     def cannot_slide(self) -> str:

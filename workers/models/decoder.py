@@ -240,7 +240,7 @@ class Encoder:
 
     def __init__(self, config: ModelConfig, decoder: DenseDecoder) -> None:
         self._config, self._decoder = config, decoder
-        self._rotary = RotaryEmbedding(config.rope, config.max_position_embeddings, decoder.device, config.dtype)
+        self._rotary = RotaryEmbedding(config.rope, config.max_positions, decoder.device, config.dtype)
 
     def __call__(self, token_ids: Tensor, lengths: Sequence[int], borders: Sequence[int]) -> Tensor:
         """Its output [Σ borders, H], 0 where that is padding. See DenseDecoder.encode."""

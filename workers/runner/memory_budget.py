@@ -114,7 +114,7 @@ def run_largest_forward(model: Decoder, max_batch_tokens: int, max_sequences: in
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
     if isinstance(model, DenseDecoder) and model.config.encoder is not None:
-        longest = min(max_batch_tokens, model.config.encoder.max_position_embeddings)
+        longest = min(max_batch_tokens, model.config.encoder.max_positions)
         model.encode(tokens[:longest], [longest], [longest], WithoutPages(max_positions, tokens))
     logits = model.forward(tokens, WithoutPages(max_positions, tokens), tokens[:rows])
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)

@@ -298,6 +298,33 @@ def test_longrope(tmp_path: Path) -> None:
     assert (config.rope_switch, config.max_length) == (32, 128)
 
 
+def scaled(rope_type: str, factor: float, original: int | None = None) -> dict[str, Any]:
+    lengths = {} if original is None else {"original_max_position_embeddings": original}
+    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+    return {"rope_type": rope_type, "factor": factor, **lengths, **bands}
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling", "length"),
+    [
+        ({**QWEN3, "max_position_embeddings": 40_960}, scaled("yarn", 4.0, 32_768), 131_072),
+        ({**QWEN3, "max_position_embeddings": 32_768}, scaled("yarn", 4.0), 131_072),
+        ({**QWEN3, "max_position_embeddings": 131_072}, scaled("yarn", 2.0, 32_768), 65_536),
+        ({**GPT_OSS, "max_position_embeddings": 131_072}, scaled("yarn", 32.0, 4096), 131_072),
+        ({**LLAMA, "max_position_embeddings": 16_384}, scaled("linear", 4.0), 65_536),
+        ({**LLAMA, "max_position_embeddings": 4096}, scaled("dynamic", 2.5), 10_240),
+        ({**LLAMA, "max_position_embeddings": 131_072}, scaled("llama3", 8.0, 8192), 131_072),
+        ({**GEMMA3, "max_position_embeddings": 131_072}, scaled("linear", 8.0), 131_072),
+        ({**LLAMA, "max_position_embeddings": 4096}, {}, 4096),
+    ],
+)
+def test_lengths_are_those_that_vllm_derives(
+    tmp_path: Path, fields: dict[str, Any], scaling: dict[str, Any], length: int
+) -> None:
+    """Its factor multiplies the length, of YaRN the original one; not with llama3 and longrope, nor of Gemma 3."""
+    assert load_config(write(tmp_path, {**fields, "rope_scaling": scaling})).max_length == length
+
+
 @pytest.mark.parametrize("length", [4096, 8192, 131_072])
 @pytest.mark.parametrize("within", [{}, {"original_max_position_embeddings": 2048}])
 def test_longrope_switches_where_transformers_does(tmp_path: Path, within: dict[str, int], length: int) -> None:

@@ -40,6 +40,7 @@ def read_gemma3(fields: Fields) -> ModelConfig:
     )
     return dataclasses.replace(
         config,
+        counts_stretch=True,
         qk_norm=True,
         local_rope=read_rope(
             fields, config.head_dim, layer_type="sliding_attention", theta_field="rope_local_base_freq"

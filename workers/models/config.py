@@ -249,7 +249,7 @@ def _read_heads(fields: Fields, num_kv_heads: int | None, head_dim: int | None) 
 
 
 def read_dtype(fields: Fields) -> torch.dtype:
-    """From dtype (transformers 5) or torch_dtype (4); float32 when neither is given, as in transformers."""
+    """From dtype (transformers 5) or torch_dtype (4); float32 when neither is given: see load_config."""
     name = "dtype" if "dtype" in fields else "torch_dtype"
     value = fields.text(name, "float32").removeprefix("torch.")
     if value not in DTYPES:

@@ -24,6 +24,7 @@ from tandem.workers.models.families import (
     qwen,
     t5gemma,
 )
+from tandem.workers.models.weights import stored_dtype
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
     {
@@ -52,17 +53,22 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
     }
 )
 
+PARTS = ("text_config", "encoder", "decoder")  # of a config.json that is made of several
+
 
 def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     """config.json and generation_config.json of a checkpoint folder; raises ModelError.
 
-    dtype: "auto" takes the checkpoint's, else a name of tandem.cache.plan.layout.DTYPES. The end-of-sequence ids are
-    those of generation_config.json where it has any, as in transformers' generate.
+    dtype: "auto" takes that of config.json, else that of the weights, as transformers does; else a name of
+    tandem.cache.plan.layout.DTYPES. The end-of-sequence ids are those of generation_config.json where it has any, as
+    in transformers' generate; end_tokens() adds the tokenizer's.
     """
     if not folder.is_dir():
         raise CheckpointMissing(f"model folder {folder} is not there; it must be a folder with config.json")
     fields = Fields.from_file(folder / "config.json")
     config = FAMILIES[_read_architecture(fields)](fields)
+    if dtype == "auto" and not _names_dtype(fields):
+        dtype = stored_dtype(folder) or dtype
     if dtype != "auto":
         if dtype not in DTYPES:
             raise InvalidConfig(f"dtype is {dtype!r}; it must be auto or one of {', '.join(DTYPES)}")
@@ -77,6 +83,12 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
         if config.encoder is not None and starts:
             config = dataclasses.replace(config, decoder_start_token_id=starts[0])
     return config
+
+
+def _names_dtype(fields: Fields) -> bool:
+    """Whether a dtype stands in config.json, or in its part about the text or a half of the model."""
+    parts = [fields.section(name) for name in PARTS if isinstance(fields.raw(name), dict)]
+    return any(name in part for part in (fields, *parts) for name in ("dtype", "torch_dtype"))
 
 
 def _read_architecture(fields: Fields) -> str:

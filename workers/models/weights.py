@@ -11,9 +11,10 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from tandem.cache.plan.layout import DTYPES
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, new_staging
+from tandem.workers.checkpoint.safetensors_file import STORED_DTYPES, SafetensorsFile, new_staging
 from tandem.workers.checkpoint.stored import Part, Plain, StoredWeight
 from tandem.workers.checkpoint.stored_weights import stored_weights
 from tandem.workers.models.compressed.decoder import HyperDecoder
@@ -107,6 +108,19 @@ def weight_files(folder: Path) -> list[Path]:
         found = f"; {_listing(pickles)} is a pickle, which is never read: convert it to safetensors" if pickles else ""
         raise CheckpointMissing(f"{folder} has no weights; it must have model.safetensors or {INDEX}{found}")
     return paths
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """The type in DTYPES of the first weight that has one, in the order of names in the first file: as transformers
+    finds it. None without weights, and where none has one. Raises InvalidConfig and InvalidWeights."""
+    try:
+        path = weight_files(folder)[0]
+    except CheckpointMissing:  # which is said when they are loaded, and dummy weights need none
+        return None
+    with SafetensorsFile(path) as file:
+        stored = (STORED_DTYPES.get(file.tensors[name].dtype_name) for name in sorted(file.tensors))
+    names = (str(dtype).removeprefix("torch.") for dtype in stored)
+    return next((name for name in names if name in DTYPES), None)
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:

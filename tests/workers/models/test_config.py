@@ -105,6 +105,50 @@ def test_dtype_is_read_and_overridden(tmp_path: Path, name: str) -> None:
         load_config(folder, "int8")
 
 
+F16, BF16, F32, F8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"z": F16, "a": BF16, "m": F32}, BF16),
+        ({"b": F16, "a.scale": torch.uint8, "a": F8}, F16),  # quantized weights have no dtype to compute in
+        ({"a": torch.int64}, F32),
+    ],
+)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_dtype_is_that_of_the_weights_where_the_config_names_none(
+    tmp_path: Path, stored: dict[str, torch.dtype], expected: torch.dtype, indexed: bool
+) -> None:
+    """That of the first by name in the first file, as in transformers."""
+    from safetensors.torch import save_file
+    from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
+
+    file = tmp_path / ("one.safetensors" if indexed else "model.safetensors")
+    save_file({name: torch.ones(4).to(dtype) for name, dtype in stored.items()}, file)
+    if indexed:
+        save_file({"0": torch.ones(1, dtype=F32)}, tmp_path / "two.safetensors")
+        weight_map = {"0": "two.safetensors"} | dict.fromkeys(stored, "one.safetensors")
+        write(tmp_path, {"weight_map": weight_map}, "model.safetensors.index.json")
+    folder = write(tmp_path, {**LLAMA, "torch_dtype": None})
+    assert load_config(folder).dtype == expected
+    if expected != F32:
+        assert get_state_dict_dtype(load_state_dict(file, map_location="meta")) == expected
+    assert load_config(folder, "float16").dtype == F16
+    assert load_config(write(tmp_path, {**LLAMA, "torch_dtype": "float32"})).dtype == F32
+
+
+def test_dtype_of_a_nested_config_precedes_that_of_the_weights(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1, dtype=BF16)}, tmp_path / "model.safetensors")
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "eos_token_id": [3, 5], "bos_token_id": 4}
+    text = {**MIXTRAL, "num_key_value_heads": 2}
+    assert load_config(write(tmp_path, {**whole, "text_config": text})).dtype == BF16
+    config = load_config(write(tmp_path, {**whole, "text_config": {**text, "dtype": "float16", "eos_token_id": 7}}))
+    assert (config.dtype, config.eos_token_ids, config.bos_token_id) == (F16, (7,), 4)
+
+
 def test_generation_config_has_the_last_word_on_eos(tmp_path: Path) -> None:
     write(tmp_path, {**LLAMA, "eos_token_id": 2, "bos_token_id": 1})
     assert load_config(tmp_path).eos_token_ids == (2,)

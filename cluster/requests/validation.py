@@ -287,6 +287,7 @@ class RequestValidator:
             bare, spaced = (
                 tuple(self._tokenizer.encode(space + text.lstrip(), add_special_tokens=False)) for space in ("", " ")
             )
+            self._check_vocabulary("sampling.bad_words", np.array(bare, np.int64), of_text=True)
             words += [bare] if bare else []
             if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
                 words.append(spaced)
@@ -357,7 +358,9 @@ class RequestValidator:
             raise InvalidRequest(f"{name} is empty; at least one token{' id' * (kind == 'token_ids')} is needed")
         if kind in ("token_ids", "token_bytes"):
             self._check_vocabulary("token_ids.ids" if kind == "token_ids" else kind, token_ids)
-        return token_ids if kept is None else token_ids[max(0, len(token_ids) - kept) :].copy()  # without the rest
+        token_ids = token_ids if kept is None else token_ids[max(0, len(token_ids) - kept) :].copy()  # without the rest
+        self._check_vocabulary(kind, token_ids, of_text=True)
+        return token_ids
 
     def _join(
         self, encoder_ids: Int64Array, message: inference_pb2.GenerateRequest
@@ -375,13 +378,16 @@ class RequestValidator:
         padding = np.zeros(encoder.border - encoder.length, np.int64)
         return np.concatenate((encoder_ids, padding, decoder_ids)), encoder
 
-    def _check_vocabulary(self, field: str, ids: Int64Array) -> None:
-        largest = int(ids.max(initial=0))
-        if largest >= self._limits.vocab_size:
-            raise InvalidRequest(
-                f"{field}[{int(ids.argmax())}] is {largest}; the vocabulary has "
-                f"{self._limits.vocab_size} entries, 0 … {self._limits.vocab_size - 1}"
-            )
+    def _check_vocabulary(self, field: str, ids: Int64Array, *, of_text: bool = False) -> None:
+        """Also of a text: a tokenizer may have tokens that the model lacks."""
+        vocab_size, largest = self._limits.vocab_size, int(ids.max(initial=0))
+        if largest < vocab_size:
+            return
+        named = f"{field}[{int(ids.argmax())}] is {largest}"
+        if of_text and self._tokenizer is not None:
+            text = self._tokenizer.decode([largest], skip_special_tokens=False)
+            named = f"{field} has {text!r:.80}, which is token {largest}"
+        raise InvalidRequest(f"{named}; the vocabulary has {vocab_size} entries, 0 … {vocab_size - 1}")
 
 
 def _limited(guided: Guided, max_tokens: int) -> Guided:

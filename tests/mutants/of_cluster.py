@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 ROUTER = "tests/cluster/routing/test_router.py"
 RESUME = "tests/cluster/requests/test_resume.py"
+FILES = "tests/e2e/test_checkpoint_files.py"
 CLAIMED = "tests/cluster/requests/test_claimed_ids.py"
 WRITTEN = "tests/cluster/text/test_calls_as_written.py"
 ADMISSION = "tests/cluster/routing/test_admission.py"
@@ -230,5 +231,13 @@ CLUSTER = (
         replace="        return whole\n",
         reason="Arguments that max_tokens cuts off are broken JSON, or a client calls a function with half a path.",
         tests=(f"{WRITTEN}::test_what_max_tokens_cuts_off_is_no_whole_json",),
+    ),
+    Mutant(
+        name="text-beyond-the-vocabulary",
+        file="cluster/requests/validation.py",
+        find="        self._check_vocabulary(kind, token_ids, of_text=True)\n",
+        replace="",
+        reason="The model has each token of a text, or a worker refuses it and names no field.",
+        tests=(f"{FILES}::test_a_token_that_the_model_lacks_is_refused_over_grpc",),
     ),
 )

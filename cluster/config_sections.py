@@ -69,14 +69,15 @@ class ModelSection(Section):
     """what clients call the model: all names are accepted, answers have the first; null is the hub id or the folder's
     name"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """element type of weights and KV; auto takes the checkpoint's"""
+    """element type of weights and KV; auto takes config.json's, or that of the stored weights where it names none"""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """where weights come from; dummy draws them at random and needs config.json only"""
     generation_config: Literal["auto", "none"] = "auto"
     """what requests get that name no temperature, top_p, top_k, min_p or repetition_penalty: with auto those that the
     checkpoint's generation_config.json names; with none the protocol's defaults"""
     max_model_len: Positions | None = Field(default=None, le=1 << 24)
-    """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit"""
+    """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit, which RoPE of
+    type linear, dynamic or yarn multiplies by its factor"""
 
     @property
     def names(self) -> list[str]:

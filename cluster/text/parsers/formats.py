@@ -27,6 +27,10 @@ SHOWN_TOOLS = (  # the first mark that a template has decides
 )
 SHOWN_REASONING = (("<|channel|>", HARMONY), ("[THINK]", "mistral"), ("<think>", "think"), ("</think>", "think"))
 MOST_KNOWN = 64  # template variables whose prompts' last words are known
+ANY_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 LEAST_THINKING = 64  # of max_tokens; with fewer an output that follows a guide begins with it
 
 
@@ -93,11 +97,12 @@ class OutputFormats:
         if not begins:
             said = chat.messages[-1].content if chat.messages and chat.continue_final_message else ""
             return Left.OPEN if said.rfind(tags.begin) > said.rfind(tags.end) else Left.OVER
-        key = json.dumps(variables, sort_keys=True)
+        tools = [ANY_TOOL] if chat.tools else None  # the checkpoint may have a template for requests with tools
+        key = json.dumps([tools is None, variables], sort_keys=True)
         if key not in self._reasoning:
             if len(self._reasoning) >= MOST_KNOWN:
                 self._reasoning.clear()
-            self._reasoning[key] = _left(tokenizer, variables, tags)
+            self._reasoning[key] = _left(tokenizer, tools, variables, tags)
         return self._reasoning[key]
 
     def think_before(self, guided: inference_pb2.Guided, reasoning: Left, max_tokens: int | None) -> Left:
@@ -135,9 +140,12 @@ def _shown(template: str, marks: tuple[tuple[str, str], ...]) -> str:
     return next((name for mark, name in marks if mark in template), NONE)
 
 
-def _left(tokenizer: Tokenizer, variables: Mapping[str, Any], tags: ThinkTags) -> Left:
+def _left(
+    tokenizer: Tokenizer, tools: list[dict[str, Any]] | None, variables: Mapping[str, Any], tags: ThinkTags
+) -> Left:
+    messages = [{"role": "user", "content": "?"}]
     try:
-        prompt = tokenizer.render_chat([{"role": "user", "content": "?"}], variables=variables).rstrip()
+        prompt = tokenizer.render_chat(messages, tools=tools, variables=variables).rstrip()
     except ChatTemplateError:
         return Left.TO_COME
     if prompt.endswith(tags.begin):

@@ -216,7 +216,12 @@ def test_prompts_that_open_the_reasoning() -> None:
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="?")])
     for think, left in ((True, Left.OPEN), (False, Left.OVER), (None, Left.TO_COME), (True, Left.OPEN)):
         assert formats.reasoning(chat, {"think": think}, begins=True) == left
-    chat.continue_final_message = True
+    sources = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}<think>\n"}
+    named = OutputFormats(Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), ChatTemplates(sources, {})))
+    for tools, left in (("", Left.TO_COME), ("[{}]", Left.OPEN), ("", Left.TO_COME)):
+        chat.tools = tools
+        assert named.reasoning(chat, {}, begins=True) == left
+    chat.tools, chat.continue_final_message = "", True
     for content, left in (("<think>Hm. I", Left.OPEN), ("<think>Hm.</think>Yes", Left.OVER), ("Yes", Left.OVER)):
         chat.messages[0].content = content
         assert formats.reasoning(chat, {"think": True}, begins=False) == left
@@ -238,7 +243,7 @@ def test_models_think_before_what_follows_a_guide() -> None:
         (plain, guide, Left.TO_COME, None, Left.OVER, None),  # which has no token for the tag
         (inner, own, Left.OPEN, None, Left.OPEN, None),
     ):
-        formats = OutputFormats(Tokenizer(tokenizer, ChatTemplate("{#<think>#}", {})))
+        formats = OutputFormats(Tokenizer(tokenizer, ChatTemplates({"default": "{#<think>#}"}, {})))
         made = inference_pb2.Guided()
         made.CopyFrom(guided)
         assert formats.think_before(made, left, most) == begins

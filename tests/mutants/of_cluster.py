@@ -240,4 +240,14 @@ CLUSTER = (
         reason="The model has each token of a text, or a worker refuses it and names no field.",
         tests=(f"{FILES}::test_a_token_that_the_model_lacks_is_refused_over_grpc",),
     ),
+    Mutant(
+        name="free-spaces-in-forced-calls",
+        file="cluster/frontends/openai/tool_fields.py",
+        find="    return with_options(listed, COMPACT)\n",
+        replace="    return listed\n",
+        reason="Forced calls have the spaces of templates alone, or a model spends its tokens on more of them.",
+        tests=(
+            "tests/workers/sampling/test_guided.py::test_forced_calls_have_the_spaces_of_templates_and_no_others[own0]",
+        ),
+    ),
 )

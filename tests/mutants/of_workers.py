@@ -134,4 +134,12 @@ WORKERS = (
         reason="A grammar allows no id that the model lacks, or a row with no other id looks as if it had one.",
         tests=("tests/workers/sampling/test_guided.py::test_no_id_is_allowed_that_model_or_tokenizer_lacks",),
     ),
+    Mutant(
+        name="spaces-for-ever",
+        file="workers/sampling/guided.py",
+        find='return {} if says else {"whitespace_pattern": WHITESPACE}',
+        replace="return {}",
+        reason="Spaces between tokens of JSON have a bound, or a model that likes them writes nothing else.",
+        tests=("tests/workers/sampling/test_guided.py::test_spaces_in_json_end",),
+    ),
 )

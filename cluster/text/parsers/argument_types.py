@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ ALIASES = {
 TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 ALTERNATIVES = ("anyOf", "oneOf")
 MOST_SCHEMAS = 256  # that are looked at for one parameter: references may go in circles
+WHOLE = re.compile(r"[+-]?\d{1,300}", re.ASCII)
 EXACT = 1 << 53  # integers below it are floats, too
 
 
@@ -30,10 +32,12 @@ def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
     parameters: the schema of all. null and None are None where the parameter may be null or may be no string. A text
     that is no value of its type stays one.
     """
-    kinds, literals = _allowed(parameters, key)
-    if text in literals:
+    kinds, listed = _allowed(parameters, key)
+    if text in listed:
         return text
-    word = text.strip().lower()
+    value, word = _parsed(text), text.strip().lower()
+    if any(type(one) is type(value) and one == value for one in listed):
+        return value
     nothing = word in ("null", "none")
     if nothing and ("null" in kinds or (kinds and "string" not in kinds)):
         return None
@@ -41,7 +45,8 @@ def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
         return text
     if "boolean" in kinds and word in ("true", "false"):
         return word == "true"
-    value = _parsed(text)
+    if kinds & {"integer", "number"} and WHOLE.fullmatch(word):  # also with zeros before it, which JSON has not
+        return int(word)
     if not kinds:  # it may be anything, a text too
         return value if isinstance(value, dict | list) else text
     if isinstance(value, str) and kinds & {"array", "object"}:
@@ -58,18 +63,18 @@ def properties(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _allowed(parameters: Mapping[str, Any], key: str) -> tuple[frozenset[str], list[Any]]:
-    """Types that the argument may have, empty where the schema says nothing, and its texts where these are listed."""
-    kinds, literals = set[str](), list[Any]()
+    """Types that the argument may have, empty where the schema says nothing, and its values where these are listed."""
+    kinds, listed = set[str](), list[Any]()
     for schema in _of_key(parameters, key):
         for one in _alike(schema, parameters):
             values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
-            literals += [value for value in values if isinstance(value, str)]
+            listed += values
             named = one.get("type")
             names = named if isinstance(named, list) else [named]
             known = {ALIASES.get(name.lower(), name.lower()) for name in names if isinstance(name, str)} & TYPES
             kinds |= known or {_kind(value) for value in values}
             kinds |= {"null"} if one.get("nullable") is True else set()
-    return frozenset(kinds), literals
+    return frozenset(kinds), listed
 
 
 def _of_key(parameters: Mapping[str, Any], key: str) -> Iterator[Mapping[str, Any]]:

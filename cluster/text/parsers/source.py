@@ -77,19 +77,25 @@ class Source:
                 return
             yield
 
-    def starts(self, *marks: str) -> Waiting[str | None]:
-        """Reads one of the marks where the text goes on with it, and returns it. None where it goes on otherwise."""
+    def sees(self, *marks: str) -> Waiting[str | None]:
+        """The mark that the text goes on with, which stays. None where it goes on otherwise."""
         while True:
-            rest = self._text[self._offset :]
+            rest = self._rest
             for mark in marks:
                 if rest.startswith(mark):
-                    return self._read(len(mark))
+                    return mark
             if self.ended or not any(mark.startswith(rest) for mark in marks):
                 return None
             yield
 
+    def starts(self, *marks: str) -> Waiting[str | None]:
+        """Reads one of the marks where the text goes on with it, and returns it. None where it goes on otherwise."""
+        mark = yield from self.sees(*marks)
+        self._read(len(mark or ""))
+        return mark
+
     def ends(self, *marks: str) -> bool:
-        """Whether the text ends here, or in the begin of a mark, which is read. Behind starts() or peek()."""
+        """Whether the text ends here, or in the begin of a mark, which is read. Behind sees() or peek()."""
         ends = self.ended and (not self._rest or any(mark.startswith(self._rest) for mark in marks))
         self._read(len(self._rest) if ends else 0)
         return ends

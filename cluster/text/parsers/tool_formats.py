@@ -22,9 +22,8 @@ from tandem.cluster.text.parsers.json_calls import (
 from tandem.cluster.text.parsers.parts import Parts
 from tandem.cluster.text.parsers.python_calls import pythonic
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
-from tandem.cluster.text.parsers.xml_calls import FUNCTION, TOOL_END, function_call, pairs_call
+from tandem.cluster.text.parsers.xml_calls import FUNCTION, TOOL, TOOL_END, function_call, pairs_call
 
-TOOL = "<tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 

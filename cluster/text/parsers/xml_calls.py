@@ -12,9 +12,10 @@ from tandem.cluster.text.parsers.calls import Schemas, name_before, offered, who
 from tandem.cluster.text.parsers.parts import Parts
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
 
-TOOL_END = "</tool_call>"
+TOOL, TOOL_END = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER, PARAMETER_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
 FOLLOWING = (PARAMETER, FUNCTION_END, TOOL_END)  # what stands behind a parameter
+BEHIND = {PARAMETER_END: FOLLOWING, FUNCTION_END: (TOOL_END, FUNCTION, TOOL)}  # else such a tag is part of a value
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
@@ -73,15 +74,15 @@ def _parameter(
         yield from source.starts(">")
     texts: list[str] = []
     marks = (PARAMETER_END, f"\n{PARAMETER}", *names, FUNCTION_END, TOOL_END)
-    following = mark = yield from source.upto(marks, texts.append)
-    while mark == PARAMETER_END:
+    mark = yield from source.upto(marks, texts.append)
+    while mark in BEHIND:
         spaces: list[str] = []
         yield from source.spaces(spaces.append)
-        following = yield from source.starts(*FOLLOWING)
-        if following is not None or source.ends(*FOLLOWING):
+        if (yield from source.sees(*BEHIND[mark])) is not None or source.ends(*BEHIND[mark]):
             break
-        texts += [PARAMETER_END, *spaces]  # a part of the value
-        following = mark = yield from source.upto(marks, texts.append)
+        texts += [mark, *spaces]  # a part of the value
+        mark = yield from source.upto(marks, texts.append)
+    following = (yield from source.starts(*FOLLOWING)) if mark == PARAMETER_END else mark
     text = "".join(texts).removeprefix("\n").removesuffix("\n")
     arguments.add(key, text, cut=mark is None and source.cut)
     if following is None or following in FOLLOWING:

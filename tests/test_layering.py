@@ -87,7 +87,11 @@ HOMES = {
         "cluster/processes/ray_nodes.py",
         "cluster/processes/ray_processes.py",
     },
-    "h11": {"cluster/cli/bench/event_streams.py", "cluster/frontends/http/connection.py"},
+    "h11": {
+        "cluster/cli/bench/event_streams.py",
+        "cluster/frontends/http/connection.py",
+        "cluster/frontends/http/strict_http.py",
+    },
     "llguidance": {"workers/sampling/guided.py", "workers/sampling/thinking.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "opentelemetry": {"cluster/tracing/exporter.py"},

@@ -4,7 +4,7 @@ import asyncio
 
 from tandem.cluster.frontends.http.caller import ClientGone, header
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.http.reply import Receive, Scope
+from tandem.cluster.frontends.http.reply import BODY_BYTES, Receive, Scope
 from tandem.cluster.requests.body_budget import Body
 
 BODY_SECONDS = 60.0  # for a client's body
@@ -37,13 +37,13 @@ async def _read(scope: Scope, receive: Receive, held: Body, max_bytes: int) -> b
         if message["type"] == "http.disconnect":
             raise ClientGone
         data += message["body"]
-        _check_size(len(data), max_bytes)
-        held.hold(max(declared, len(data)))
+        received = max(len(data), scope["state"].get(BODY_BYTES, 0))
+        _check_size(received, max_bytes)
+        held.hold(max(declared, received))
         more = message["more_body"]
     return data
 
 
 def _check_size(size: int, max_bytes: int) -> None:
     if size > max_bytes:
-        # The connection stays open: a client that still sends would not read the answer of one that is closed.
         raise HttpError(413, f"the body has {size} bytes or more; {max_bytes} are accepted (gateway.max_message_mib)")

@@ -13,6 +13,8 @@ encode = json.JSONEncoder(separators=(",", ":")).encode
 """JSON as the HTTP frontend writes it: no spaces, no line ends."""
 
 EVENTS = "text/event-stream; charset=utf-8"
+BODY_BYTES = "body_bytes"
+"""In a scope's state: how many bytes of the body have come, with the framing of its chunks."""
 LAST_SECONDS = 60.0  # for a client to read the end of its answer
 
 Scope = MutableMapping[str, Any]

@@ -4,12 +4,14 @@ import asyncio
 import os
 import socket
 import ssl
+from functools import partial
 
 import uvicorn
 
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.frontends.http.app import HttpApp
+from tandem.cluster.frontends.http.backlog import Backlog
 from tandem.cluster.frontends.http.connection import IDLE_SECONDS, Connection
 
 START_POLL_SECONDS = 0.001
@@ -51,7 +53,7 @@ class HttpServer:
         listener = self._listen()
         config = uvicorn.Config(
             self._app,
-            http=Connection,
+            http=partial(Connection, backlog=Backlog()),  # type: ignore[arg-type]  # what makes a protocol
             timeout_keep_alive=IDLE_SECONDS,  # type: ignore[arg-type]  # any number
             ws="none",
             lifespan="off",

@@ -156,6 +156,14 @@ ACCESS = (
         tests=("tests/cluster/frontends/test_http_bounds.py::TestHeadsAndFraming",),
     ),
     Mutant(
+        name="all-connections-accepted-at-once",
+        file="cluster/frontends/http/server.py",
+        find="            backlog=ACCEPTED,",
+        replace="            backlog=2048,",
+        reason="Few connections are accepted in one turn of the event loop, or a flood of TLS handshakes stops all others.",
+        tests=("tests/cluster/frontends/test_http_bounds.py::TestTurns::test_few_connections_are_taken_in_a_turn",),
+    ),
+    Mutant(
         name="served-under-a-foreign-name",
         file="cluster/frontends/http/app.py",
         find="        if self._token is None and foreign:\n",

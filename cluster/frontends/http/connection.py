@@ -174,7 +174,7 @@ class Connection(H11Protocol):
     def _still_sends(self) -> bool:
         """Whether more of a request may come, or has come and is not read."""
         state = self.conn.their_state
-        return state in (h11.SEND_BODY, h11.ERROR) or (bool(self._unread) and state is not h11.IDLE)
+        return self.conn.is_broken or state is h11.SEND_BODY or (bool(self._unread) and state is not h11.IDLE)
 
     @property
     def _is_asked_in_full(self) -> bool:

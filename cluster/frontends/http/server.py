@@ -15,6 +15,8 @@ from tandem.cluster.frontends.http.backlog import Backlog
 from tandem.cluster.frontends.http.connection import IDLE_SECONDS, Connection
 
 START_POLL_SECONDS = 0.001
+ACCEPTED = 2  # connections in one turn of the event loop; over TLS each costs it 3 ms
+QUEUED = 2048  # connections that wait for that in the kernel
 END_SECONDS = 2.0  # from the end of calls to the end of connections that no client reads
 SILENT_SECONDS = 60  # without a sign of life, or with data that the client does not read
 OPTIONS = (  # which connections inherit from their listener
@@ -54,6 +56,7 @@ class HttpServer:
         config = uvicorn.Config(
             self._app,
             http=partial(Connection, backlog=Backlog()),  # type: ignore[arg-type]  # what makes a protocol
+            backlog=ACCEPTED,  # asyncio accepts as many in one turn
             timeout_keep_alive=IDLE_SECONDS,  # type: ignore[arg-type]  # any number
             ws="none",
             lifespan="off",
@@ -73,6 +76,7 @@ class HttpServer:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(START_POLL_SECONDS)
+        listener.listen(QUEUED)
         port = listener.getsockname()[1]
         return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 

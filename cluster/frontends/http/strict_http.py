@@ -22,6 +22,7 @@ class StrictHttp(h11.Connection):
     """
 
     refusal = "the request is not HTTP/1.1"
+    is_broken = False  # whether next_event() has raised
     sends_events = False  # whether the answer is a stream of events
     events = 0  # that have come since the owner last set this to 0
     body_bytes = 0  # of the request's body on the wire so far: sizes of chunks and all
@@ -47,7 +48,7 @@ class StrictHttp(h11.Connection):
                 self._check_ends(event)
                 self.body_bytes = 0
         except h11.RemoteProtocolError as error:
-            self.refusal = str(error)
+            self.refusal, self.is_broken = str(error), True
             raise
         return event
 

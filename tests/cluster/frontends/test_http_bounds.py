@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.frontends.http.app import HttpApp, Routes
 from tandem.cluster.frontends.http.body import read_body_of
+from tandem.cluster.frontends.http.connection import Connection
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
-from tandem.cluster.frontends.http.server import HttpServer
+from tandem.cluster.frontends.http.server import ACCEPTED, HttpServer
 from tandem.cluster.frontends.http.strict_http import StrictHttp
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
@@ -241,6 +243,30 @@ class TestTurns:
 
         opened.run(test, parsed)
 
+    def test_few_connections_are_taken_in_a_turn(
+        self, opened: Open, parsed: Parsed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Though many may wait."""
+        made: Counter[int] = Counter()
+        of_uvicorn = Connection.connection_made
+
+        def counted(connection: Connection, transport: asyncio.BaseTransport) -> None:
+            made[parsed.turn] += 1
+            of_uvicorn(connection, transport)
+
+        monkeypatch.setattr(Connection, "connection_made", counted)
+
+        async def test() -> None:
+            with ExitStack() as stack:
+                for _ in range(100):  # while the event loop stands
+                    stack.enter_context(socket.create_connection(("127.0.0.1", opened.port)))
+                async with opened.client() as client:
+                    assert (await client.ask(HEALTH)).status == 200
+
+        opened.run(test, parsed)
+        assert made.total() == 101
+        assert max(made.values()) <= ACCEPTED + 1  # Python 3.13 takes one more than it is told
+
 
 class TestHeadsAndFraming:
     @pytest.mark.parametrize(
@@ -254,9 +280,11 @@ class TestHeadsAndFraming:
         ],
     )
     def test_heads_that_take_long_to_parse(self, opened: Open, request_bytes: bytes, reason: str) -> None:
+        """Their clients read why, however much they have sent."""
+
         async def test() -> None:
             async with opened.client() as client:
-                answer = await client.ask(request_bytes + b"\r\n" + HEALTH)
+                answer = await client.ask(request_bytes + b"\r\n" + HEALTH * 20_000)
                 assert (answer.status, answer.message) == (400, reason)
                 assert await client.is_ended()
 

@@ -160,7 +160,7 @@ ACCESS = (
         file="cluster/frontends/http/server.py",
         find="            backlog=ACCEPTED,",
         replace="            backlog=2048,",
-        reason="Few connections are accepted in one turn of the event loop, or a flood of TLS handshakes stops all others.",
+        reason="Few connections are accepted in one turn of the event loop, or a flood of handshakes stops all others.",
         tests=("tests/cluster/frontends/test_http_bounds.py::TestTurns::test_few_connections_are_taken_in_a_turn",),
     ),
     Mutant(

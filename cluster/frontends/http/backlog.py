@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-A_TURN = 4  # connections that go on in one turn of the event loop
+A_TURN = 2  # connections that go on in one turn of the event loop
 
 
 class Backlog:

@@ -9,6 +9,7 @@ from tandem.cluster.frontends.http.reply import EVENTS
 
 LENGTH, CODING, CLOSE = b"content-length", b"transfer-encoding", (b"connection", b"close")
 MOST_HEAD = 16 << 10  # bytes of a request's head
+MOST_LINE = 4 << 10  # bytes of its first line, whose path is unescaped
 MOST_LINES = 128  # of a request's head
 MOST_FRAMING = 512  # bytes of one chunk's size and extensions, or of all trailers
 MOST_UNREAD = 1 << 16  # bytes of a body that are read behind an early answer, so that the connection stays
@@ -77,10 +78,13 @@ class StrictHttp(h11.Connection):
     def _check_head(self, head: bytes) -> None:
         if len(head) > MOST_HEAD:
             raise h11.RemoteProtocolError(f"the head has more than {MOST_HEAD} bytes")
+        first = head.find(b"\n")
+        if first > MOST_LINE:
+            raise h11.RemoteProtocolError(f"the request line has {first} bytes; {MOST_LINE} are accepted")
         lines = head.count(b"\n")
         if lines > MOST_LINES:
             raise h11.RemoteProtocolError(f"the head has {lines} lines; {MOST_LINES} are accepted")
-        wrong = NOT_IN_A_HEADER.search(head, max(0, head.find(b"\n")))
+        wrong = NOT_IN_A_HEADER.search(head, max(0, first))
         if wrong is not None:
             raise h11.RemoteProtocolError(f"illegal header line: it has the byte {wrong[0]!r}")
 

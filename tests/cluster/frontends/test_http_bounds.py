@@ -273,6 +273,7 @@ class TestHeadsAndFraming:
         ("request_bytes", "reason"),
         [
             (head(*(b"a: b" for _ in range(128))), "the head has 133 lines; 128 are accepted"),
+            (head(path=b"/" + b"%41" * 1400), "the request line has 4216 bytes; 4096 are accepted"),
             (head(b"a: " + b"x" * (16 << 10)), "the head has more than 16384 bytes"),
             (head(b"a:" + b" " * 9000 + b"\0"), r"illegal header line: it has the byte b'\x00'"),
             (head(b"a:" + b" " * 9000 + b"\r\r"), r"illegal header line: it has the byte b'\r'"),

@@ -34,20 +34,26 @@ class ServerSecurity:
     def check(self) -> None:
         """ConfigError for a file that cannot be read or used."""
         self.token()
-        self.credentials()
+        self.tls("h2")
 
     def token(self) -> str | None:
         if self.api_key is not None:
             return check_token("security.api_key", self.api_key)
         return None if self.token_file is None else read_token(Path(self.token_file))
 
-    def credentials(self) -> grpc.ServerCredentials | None:
-        """None without TLS. ConfigError as check()."""
+    def tls(self, protocol: str) -> ssl.SSLContext | None:
+        """For a server of that protocol (ALPN). None without TLS. ConfigError as check()."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        pair = _read_pair("security.", self.tls_key, self.tls_cert)
-        ca = None if self.client_ca is None else _read_ca("security.client_ca", self.client_ca)
-        return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+        _read_pair("security.", self.tls_key, self.tls_cert)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(_expanded(self.tls_cert), _expanded(self.tls_key))
+        context.set_alpn_protocols([protocol])
+        if self.client_ca is not None:
+            _read_ca("security.client_ca", self.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(_expanded(self.client_ca))
+        return context
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError, Unavailable
 from tandem.cluster.frontends.account import ClusterAccount
 from tandem.cluster.frontends.admin import Admin
-from tandem.cluster.frontends.grpc_server import grpc_server, open_port
+from tandem.cluster.frontends.grpc_server import bind_port, grpc_server
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
@@ -62,6 +62,7 @@ from tandem.cluster.tracing.exporter import otlp_exporter
 from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
+from tandem.workers.http2.call_turns import CallTurns
 from tandem.workers.sampling.guided import Grammars
 from tandem.workers.tls import Identity
 
@@ -204,14 +205,17 @@ class Gateway:
         self._admin = Admin(scrape, self._tracer, self._links, adaptive=bound is not None)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._peers = await self._peer_server()
-        self._server = self._grpc_server()
+        turns = CallTurns()
+        self._server = self._grpc_server(turns)
         self._http, self._monitor = self._http_servers(scrape)
-        address = open_port(self._server, section.host, settings.port, settings.security.credentials())
+        shared = settings.shares_ports
+        self._port, address = bind_port(self._server, turns, section.host, settings.port, shared=shared)
         http, monitor = [None if server is None else await server.start() for server in (self._http, self._monitor)]
         self._addresses = GatewayAddresses(address, http, monitor, "" if self._peers is None else self._peers.address)
         self._account.grpc_address, self._account.http_address = address, http or ""
         await self._tell_health()
         await self._server.start()
+        await self._port.open(settings.security.tls("h2"))
         return self._addresses
 
     def _open_tracer(self) -> tuple[Tracer, Callable[[], None]]:
@@ -265,7 +269,7 @@ class Gateway:
         self._table.put(Column.PORT, await peers.start())
         return peers
 
-    def _grpc_server(self) -> grpc.aio.Server:
+    def _grpc_server(self, turns: CallTurns) -> grpc.aio.Server:
         """With its services, without a port."""
         settings = self._settings
         server = grpc_server(
@@ -273,8 +277,8 @@ class Gateway:
             self._bodies,
             settings.security.token(),
             self._max_bytes,
-            shared=settings.shares_ports,
-            rejected=self._metrics.rejected_grpc,
+            turns,
+            self._metrics.rejected_grpc,
         )
         model = model_info(self._names, self._model, self._tokenizer)
         inference = Inference(self._requests, model, self._account.info, self._metrics.rejected_grpc)
@@ -330,11 +334,13 @@ class Gateway:
         self._readiness.drain()
         self._admin.close()
         await self._health.enter_graceful_shutdown()
+        self._port.close()
         http = [server for server in (self._http, self._monitor) if server is not None]
         ends = [asyncio.ensure_future(server.stop(grace + LAST_SECONDS)) for server in (self._server, *http)]
         await asyncio.wait(ends, timeout=grace)
         self._requests.end(Unavailable(f"{CLUSTER_ENDS}{why}"))
         await asyncio.gather(*ends)
+        self._port.release()
         for task in self._tasks:
             task.cancel()
         await self._router.close()

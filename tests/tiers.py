@@ -32,6 +32,7 @@ NOT_UNIT = (
     "tests/cluster/cli/test_runtime_dir.py",
     "tests/cluster/cli/test_top.py",
     "tests/cluster/frontends/test_cors.py",
+    "tests/cluster/frontends/test_floods.py",
     "tests/cluster/frontends/test_grpc_tools.py",
     "tests/cluster/frontends/test_http_connection.py",
     "tests/cluster/frontends/test_http_server.py",

@@ -1,6 +1,8 @@
 """The gateway's gRPC server, with bounds on calls at a time and on clients' silence."""
 
 import asyncio
+import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -13,7 +15,10 @@ from tandem.cluster.requests.call_limit import CallLimit, connections_per_fronte
 from tandem.cluster.statuses import grpc_status, refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
 from tandem.workers.connections import lenient_options
+from tandem.workers.http2.call_turns import CallTurns
+from tandem.workers.http2.guarded_port import CallLooks, GuardedPort, client_host
 from tandem.workers.service.well_formed import WellFormedRequired
+from tandem.workers.tls import bracketed
 
 IDLE_MS = 600_000  # of a connection without a call; clients connect again by themselves
 SILENT_MS = 60_000  # without a sign of life, and again without the answer to a ping
@@ -21,6 +26,7 @@ REQUEST_SECONDS = 60.0  # for a client's request, or for all requests of a call
 ANSWER_BYTES = 1 << 24  # of one message of an answer, which may have many log-probabilities
 SLOW_SECONDS = 0.05  # between two looks at whether a message is there
 SLOW_LOOKS = 5  # after which one counts as the largest: gRPC does not say how far it is
+UNREAD_CALLS = 512  # of one connection, whose requests have not come: it cannot fill gateway.max_calls with them
 OPEN_CALLS = 256  # of each method that needs no token: strangers take no room from callers
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -31,29 +37,23 @@ def grpc_server(
     bodies: BodyBudget,
     token: str | None,
     max_bytes: int,
-    *,
-    shared: bool,
+    turns: CallTurns,
     rejected: Callable[[str], None],
 ) -> grpc.aio.Server:
-    """A server without services and without a port. max_bytes: of one message. token: None admits everybody. rejected:
-    hears of each call that no method takes, by its status.
-
-    shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
-    """
+    """A server without services and without a port. max_bytes: of one message. token: None admits everybody. turns: of
+    its port. rejected: hears of each call that no method takes, by its status."""
     access = [] if token is None else [TokenRequired(token, lambda: rejected(grpc.StatusCode.UNAUTHENTICATED.name))]
     bounded = BoundedCalls(limit, bodies, max_bytes, rejected)
     return grpc.aio.server(
-        options=server_options(max_bytes, shared), interceptors=[*access, bounded, WellFormedRequired()]
+        options=server_options(max_bytes), interceptors=[CallLooks(turns), *access, bounded, WellFormedRequired()]
     )
 
 
-def server_options(max_bytes: int, shared: bool) -> tuple[tuple[str, int], ...]:
+def server_options(max_bytes: int) -> tuple[tuple[str, int], ...]:
     """As grpc_server(); bounds on messages, connections and silence."""
     return (
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_send_message_length", max(max_bytes, ANSWER_BYTES)),
-        ("grpc.so_reuseport", int(shared)),  # by default a second gateway could share a port that is in use
-        ("grpc.max_allowed_incoming_connections", connections_per_frontend()),
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.keepalive_time_ms", SILENT_MS),
         ("grpc.keepalive_timeout_ms", SILENT_MS),
@@ -62,17 +62,21 @@ def server_options(max_bytes: int, shared: bool) -> tuple[tuple[str, int], ...]:
     )
 
 
-def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> str:
-    """HOST:PORT; port 0 takes any free one. StartFailed when it cannot be had."""
-    host = f"[{host}]" if ":" in host else host
-    address = f"{host}:{port}"
+def bind_port(
+    server: grpc.aio.Server, turns: CallTurns, host: str, port: int, *, shared: bool
+) -> tuple[GuardedPort, str]:
+    """What opens the port once the server has started, and HOST:PORT; port 0 takes any free one. StartFailed when it
+    cannot be had.
+
+    shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
+    """
+    guarded = GuardedPort(server, turns, max(1, connections_per_frontend() // 2))  # each has two files
     try:
-        if credentials is None:
-            return f"{host}:{server.add_insecure_port(address)}"
-        return f"{host}:{server.add_secure_port(address, credentials)}"
-    except RuntimeError as error:
+        return guarded, f"{bracketed(host)}:{guarded.bind(host, port, shared=shared)}"
+    except OSError as error:
         raise StartFailed(
-            f"gateway.port {port} on {host} cannot be opened; choose a free one, or 0 for any free one"
+            f"gateway.port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}); "
+            "choose a free one, or 0 for any free one"
         ) from error
 
 
@@ -87,6 +91,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         self._bodies = bodies
         self._max_bytes = max_bytes
         self._rejected = rejected
+        self._unread: Counter[str] = Counter()  # calls, by their connections
         self._open = {method: CallLimit(OPEN_CALLS) for method in OPEN_METHODS}
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
@@ -115,7 +120,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         async def behave(_: object, context: grpc.aio.ServicerContext) -> Any:
             body = self._bodies.open(host_of(context))
             try:
-                request = await self._read(context, body)
+                request = await self._received(context, body)
                 current_body.set(body)
                 answering = method(request, context)
                 del request  # which may be large, and the call long
@@ -124,6 +129,20 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
                 body.release()
 
         return behave
+
+    async def _received(self, context: grpc.aio.ServicerContext, body: Body) -> Any:
+        """The call's request, unless too many others of its connection have not come either."""
+        connection = context.peer()
+        if self._unread[connection] >= UNREAD_CALLS:
+            reason = f"requests of {UNREAD_CALLS} calls over this connection have not come yet"
+            await refuse(context, Overloaded(f"{reason}; finish some, or open another connection"))
+        self._unread[connection] += 1
+        try:
+            return await self._read(context, body)
+        finally:
+            self._unread[connection] -= 1
+            if not self._unread[connection]:
+                del self._unread[connection]
 
     async def _read(self, context: grpc.aio.ServicerContext, body: Body) -> Any:
         """The call's request. One that comes slowly holds what the largest would."""
@@ -184,7 +203,7 @@ def _in_time(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitab
 
 def host_of(context: grpc.aio.ServicerContext) -> str:
     """The client's host, without its port."""
-    return context.peer().rpartition(":")[0]
+    return client_host(context.peer())
 
 
 async def _too_late(context: grpc.aio.ServicerContext) -> NoReturn:

@@ -5,9 +5,10 @@ import os
 from multiprocessing.connection import Connection
 
 from tests.benchmarks.strangers.attacks import Answers, Attack, Target
+from tests.benchmarks.strangers.grpc_attacks import GRPC_ATTACKS
 from tests.benchmarks.strangers.http_attacks import HTTP_ATTACKS
 
-ATTACKS: dict[str, Attack] = {**HTTP_ATTACKS}
+ATTACKS: dict[str, Attack] = {**HTTP_ATTACKS, **GRPC_ATTACKS}
 NICE = 10
 
 

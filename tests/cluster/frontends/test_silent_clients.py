@@ -188,8 +188,22 @@ class TestGrpc:
         with open_gateway(model, alone=True) as opened, Client(opened.grpc) as client:
             assert client.model_info().vocab_size
             with connected(opened.grpc) as connection:
+                connection.sendall(PREFACE)
                 until(lambda: ended(connection))
             assert client.model_info().vocab_size  # it connects anew
+
+    @pytest.mark.parametrize("said", [b"", PREFACE[:10]])
+    def test_a_connection_that_does_not_begin(self, model: Path, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+        monkeypatch.setattr("tandem.workers.http2.guarded_port.SILENT_SECONDS", 0.1)
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
+            connection.sendall(said)
+            until(lambda: ended(connection))
+
+    @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\0\x01\0"])
+    def test_another_protocol(self, model: Path, said: bytes) -> None:
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
+            connection.sendall(said)
+            until(lambda: ended(connection))
 
     def test_a_client_that_vanishes(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It sends a whole call, and then answers no ping."""
@@ -217,7 +231,7 @@ class TestGrpc:
 
     def test_bounds_on_silence(self) -> None:
         """Each has a default of its own that is much longer, or none."""
-        options = dict(server_options(1 << 20, shared=False))
+        options = dict(server_options(1 << 20))
         for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms"):
             assert options[f"grpc.{name}"] == 60_000
         assert options["grpc.max_connection_idle_ms"] == 600_000
@@ -242,6 +256,7 @@ class TestGrpc:
     def test_connections_are_bounded(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.grpc_server.connections_per_frontend", lambda: 1)
         with open_gateway(model, alone=True) as opened, connected(opened.grpc) as first:
+            first.sendall(PREFACE)
             assert first.recv(100)  # it is taken
             with connected(opened.grpc) as second:
                 until(lambda: ended(second))

@@ -1,0 +1,128 @@
+"""Clients that send calls faster than the gateway looks at them, and those that call beside them."""
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.cluster.client import Client
+from tandem.cluster.protocol import build_request
+from tandem.cluster.statuses import RETRY_AFTER_KEY
+from tandem.proto import inference_pb2
+from tandem.workers.http2.call_turns import CallTurns
+from tests.benchmarks.strangers import grpc_attacks as attacks
+from tests.cluster.open_gateway import PROMPT, OpenGateway, open_gateway
+from tests.cluster.requests.test_bursts import standing_still
+from tests.support.checkpoints import save_checkpoint
+from tests.support.waiting import until
+
+CALLS = 2000
+GREETING = attacks.PREFACE + attacks.frame(attacks.SETTINGS) + attacks.frame(attacks.SETTINGS, attacks.ACK)
+HEADERS = attacks.call_headers(attacks.MODEL)
+FLOODS = {
+    "calls": attacks.whole(HEADERS),
+    "calls of no method": attacks.whole(attacks.call_headers("/none/none")),
+    "calls that are reset": attacks.then_reset(attacks.whole(HEADERS)),
+    "headers that are reset": attacks.then_reset(attacks.opened(HEADERS)),
+    "headers without a path": attacks.opened(attacks.literal("te", "trailers")),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("floods"))
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each call that the gateway has looked at."""
+    seen, looked = list[None](), CallTurns.looked
+    monkeypatch.setattr(CallTurns, "looked", lambda turns: (seen.append(None), looked(turns)))
+    return seen
+
+
+def flooding(opened: OpenGateway, frames: attacks.Frames, calls: int = CALLS) -> socket.socket:
+    """A connection on which that many calls are sent, in a thread: the gateway may take them slowly."""
+    host, _, port = opened.grpc.rpartition(":")
+    connection = socket.create_connection((host, int(port)), 60)
+    content = GREETING + b"".join(map(frames, range(calls)))
+    threading.Thread(target=_send, args=(connection, content), daemon=True).start()
+    return connection
+
+
+def _send(connection: socket.socket, content: bytes) -> None:
+    with suppress(OSError):  # the test may be over
+        connection.sendall(content)
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_a_call_is_not_behind_all_calls_of_others(model: Path, looks: list[None], kind: str) -> None:
+    with open_gateway(model) as opened, Client(opened.grpc) as client, ExitStack() as stack:
+        assert client.model_info().vocab_size
+        with standing_still(opened):
+            for _ in range(2):
+                stack.enter_context(flooding(opened, FLOODS[kind]))
+        before = len(looks)
+        assert client.model_info().vocab_size
+        assert len(looks) - before < CALLS // 4  # it came while the gateway stood still, or soon after
+
+
+def test_resets_are_slowed_down(model: Path, looks: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.workers.http2.guarded_port.RESETS", (0.001, 100))
+    flood = FLOODS["headers that are reset"]
+    with open_gateway(model) as opened, Client(opened.grpc) as client, flooding(opened, flood):
+        until(lambda: len(looks) >= 100)
+        for _ in range(20):
+            assert client.model_info().vocab_size
+        assert len(looks) < 200 < CALLS
+
+
+def test_frames_that_bring_nothing_are_slowed_down(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.workers.http2.guarded_port.SMALL_FRAMES", (0.001, 100))
+    settings = attacks.frame(attacks.SETTINGS)
+    with open_gateway(model) as opened, flooding(opened, lambda _: settings) as connection:
+        connection.settimeout(0.5)
+        heard = b""
+        with suppress(TimeoutError):
+            while True:
+                heard += connection.recv(1 << 16)
+        assert heard.count(attacks.frame(attacks.SETTINGS, attacks.ACK)) <= 100 + 64
+
+
+def test_one_connection_does_not_hold_all_calls_with_requests_that_do_not_come(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.cluster.frontends.grpc_server.UNREAD_CALLS", 3)
+    over = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        over.wait(60)
+        yield from ()
+
+    with open_gateway(model) as opened, grpc.insecure_channel(opened.grpc) as channel:
+        calls: list[Any] = [channel.stream_stream(attacks.GENERATE)(never()) for _ in range(5)]
+        until(lambda: sum(call.done() for call in calls) == 2)
+        refused = [call for call in calls if call.done()]
+        assert Counter(call.code() for call in refused) == {grpc.StatusCode.RESOURCE_EXHAUSTED: 2}
+        assert all(RETRY_AFTER_KEY in dict(call.trailing_metadata()) for call in refused)
+        local = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(opened.grpc, local) as other:
+            method: Any = other.unary_unary(attacks.GENERATE, inference_pb2.GenerateRequest.SerializeToString)
+            assert method(build_request(PROMPT, {"max_tokens": 1}, None), timeout=60)
+        over.set()
+
+
+def test_a_host_is_known_by_its_address(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of hosts, and turns of clients, go by it."""
+    hosts = list[str]()
+    with open_gateway(model) as opened, Client(opened.grpc) as client:
+        opened_bodies = opened.gateway._bodies.open
+        monkeypatch.setattr(opened.gateway._bodies, "open", lambda host: (hosts.append(host), opened_bodies(host))[1])
+        assert client.model_info().vocab_size
+    assert hosts == ["ipv4:127.0.0.1"]

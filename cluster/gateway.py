@@ -266,7 +266,7 @@ class Gateway:
         elif settings.processes == 1:
             return None
         peers = PeerServer(settings.peer_token, requests.give, self._queue.give_way, self._tracer.find, abroad)
-        self._table.put(Column.PORT, await peers.start())
+        self._table.put(Column.SOCKET, await peers.start())
         return peers
 
     def _grpc_server(self, turns: CallTurns) -> grpc.aio.Server:

@@ -27,6 +27,7 @@ from tandem.workers.connections import lenient_options
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import longest_append
+from tandem.workers.http2.private_socket import PrivateSocket
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
@@ -94,6 +95,7 @@ class Worker:
         self._grammars: Grammars | None = None
         self._eos_token_ids: tuple[int, ...] = ()  # after load()
         self._server: grpc.aio.Server | None = None
+        self._socket: PrivateSocket | None = None
 
     def load(self) -> None:
         """Reads weights and end tokens; loaded_bytes and total_bytes can be read by another thread meanwhile."""
@@ -171,7 +173,7 @@ class Worker:
         self._transport.join(handles)
 
     def serve(self, host: str = HOST, identity: Identity | None = None) -> str:
-        """Starts stepping and answering; HOST:PORT of the worker service. host: the address to listen on.
+        """Starts stepping and answering; what gRPC calls the worker service. host: the address to listen on.
 
         identity: asks callers for mutual TLS. ValueError without it unless host is a loopback address.
         """
@@ -230,6 +232,9 @@ class Worker:
         if self._server is not None:
             self._events.run(self._server.stop(grace=None), timeout=10)
             self._server = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         if self._step_thread is not None:
             self._step_thread.stop()
             self._step_thread = None
@@ -310,13 +315,14 @@ class Worker:
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
-        free = f"{bracketed(host)}:0"
         if identity is None:
-            port = self._server.add_insecure_port(free)
+            self._socket = PrivateSocket(self._server)
+            address = self._socket.target
         else:
-            port = self._server.add_secure_port(free, identity.server_credentials())
+            free = f"{bracketed(host)}:0"
+            address = f"{bracketed(host)}:{self._server.add_secure_port(free, identity.server_credentials())}"
         await self._server.start()
-        return f"{bracketed(host)}:{port}"
+        return address
 
     def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> StepLoop:
         """On the event loop, which tokens go through."""

@@ -113,10 +113,10 @@ class Claims:
     async def _ask(self, claim: Claim, holder: int) -> peer_pb2.ClaimOutcome:
         """The outcome in a process of this host."""
         request = _request(claim)
-        column, port = self._table.id_column(claim.request_id), self._table.of(holder, Column.PORT)
-        while port and self._table.of(holder, Column.PORT) == port and self._table.of(holder, column):
+        column, there = self._table.id_column(claim.request_id), self._table.of(holder, Column.SOCKET)
+        while there and self._table.of(holder, Column.SOCKET) == there and self._table.of(holder, column):
             try:
-                return (await self._links.stub(port).Claim(request, timeout=CLAIM_SECONDS)).outcome
+                return (await self._links.stub(there).Claim(request, timeout=CLAIM_SECONDS)).outcome
             except (grpc.aio.AioRpcError, grpc.aio.UsageError):
                 await asyncio.sleep(AGAIN_SECONDS)
         return peer_pb2.CLAIM_OUTCOME_FREE

@@ -13,6 +13,7 @@ from tandem.cluster.peers.hosts import PEER_NAME, GatewayHost, GatewayHosts
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.proto import admin_pb2, inference_pb2, peer_pb2, peer_pb2_grpc
 from tandem.workers.authentication import authorized
+from tandem.workers.http2.private_socket import private_target
 from tandem.workers.tls import Identity
 
 TRACE_SECONDS = 2.0  # for each process that is asked
@@ -23,7 +24,8 @@ OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000
 
 
 class PeerLinks:
-    """Channels, opened when first needed: to processes of this host by port, to those of other hosts by HOST:PORT.
+    """Channels, opened when first needed: to processes of this host by the numbers of their sockets, to those of other
+    hosts by HOST:PORT.
 
     Owned by the gateway's event loop.
     """
@@ -54,9 +56,9 @@ class PeerLinks:
             self._hosts = hosts
 
     def stub(self, peer: int | str) -> Any:
-        """Of the process that listens on that port of this host, or at that address of another one."""
+        """Of the process of this host that has the socket of that number, or at that address of another host."""
         if peer not in self._channels:
-            there: set[int | str] = {self._table.of(other, Column.PORT) for other in self._table.others()}
+            there: set[int | str] = {self._table.of(other, Column.SOCKET) for other in self._table.others()}
             there.update(*(host.peers for host in self.hosts))
             for gone in self._channels.keys() - there:
                 channel, _ = self._channels.pop(gone)
@@ -69,7 +71,7 @@ class PeerLinks:
 
     def _open(self, peer: int | str) -> grpc.aio.Channel:
         if isinstance(peer, int):
-            return grpc.aio.insecure_channel(f"127.0.0.1:{peer}", options=OPTIONS)
+            return grpc.aio.insecure_channel(private_target(peer), options=OPTIONS)
         assert self._identity is not None, "who knows other hosts has something to show them"
         named = [*OPTIONS, ("grpc.ssl_target_name_override", PEER_NAME)]
         return grpc.aio.secure_channel(peer, self._identity.channel_credentials(), options=named)
@@ -80,7 +82,7 @@ class PeerLinks:
         for other in sorted(having, key=lambda other: -self._table.of(other, client_column)):
             request = peer_pb2.GiveWayRequest(client=client_column)
             try:
-                stub = self.stub(self._table.of(other, Column.PORT))
+                stub = self.stub(self._table.of(other, Column.SOCKET))
                 if (await stub.GiveWay(request, timeout=GIVE_WAY_SECONDS)).gave_way:
                     return True
             except (grpc.aio.AioRpcError, grpc.aio.UsageError):
@@ -135,7 +137,7 @@ class PeerLinks:
 
     def _all(self) -> list[int | str]:
         """All other processes, this host's first."""
-        near = [self._table.of(other, Column.PORT) for other in self._table.others()]
+        near = [self._table.of(other, Column.SOCKET) for other in self._table.others()]
         return [*near, *(peer for host in self.hosts for peer in host.peers)]
 
     async def close(self) -> None:

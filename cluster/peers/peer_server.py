@@ -1,4 +1,4 @@
-"""Where a gateway process hears from the others: on loopback, and at its host's address from those of other hosts."""
+"""Where a gateway process hears from the others: on a socket of its own, and at its host's address from other hosts."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from tandem.cluster.peers.claims import Claim
 from tandem.proto import admin_pb2, inference_pb2, peer_pb2, peer_pb2_grpc
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.connections import lenient_options
+from tandem.workers.http2.private_socket import PrivateSocket
 from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.tls import Identity, bracketed
 
@@ -51,8 +52,8 @@ class PeerServer(peer_pb2_grpc.PeerServicer):
         peer_pb2_grpc.add_PeerServicer_to_server(self, self._server)
 
     async def start(self) -> int:
-        """Its port on loopback, a free one. StartFailed where the host's address cannot be listened on."""
-        port = self._server.add_insecure_port(f"{HOST}:0")
+        """The number of its socket for this host. StartFailed where the host's address cannot be listened on."""
+        self._socket = PrivateSocket(self._server)
         if self._abroad is not None:
             host, credentials = self._abroad.host, self._abroad.identity.server_credentials()
             try:
@@ -61,10 +62,11 @@ class PeerServer(peer_pb2_grpc.PeerServicer):
                 raise StartFailed(f"{host} cannot be listened on for gateways of other hosts: {error}") from error
             self.address = f"{bracketed(host)}:{far}"
         await self._server.start()
-        return port
+        return self._socket.number
 
     async def stop(self) -> None:
         await self._server.stop(0)
+        self._socket.close()
 
     async def Claim(self, request: peer_pb2.ClaimRequest, context: grpc.aio.ServicerContext) -> peer_pb2.ClaimResponse:
         give = self._abroad.give_host if self._abroad and request.whole_host else self._give

@@ -33,7 +33,7 @@ LASTING_CELLS = 1 << 10  # of a process and those that follow it
 class Column(IntEnum):
     """The single numbers of a row."""
 
-    PORT = 0  # of the process's peer server; 0: there is no process
+    SOCKET = 0  # the number of its peer server's; 0: there is no process
     PID = auto()
     CALLS = auto()  # under way, through both frontends
     ACTIVE = auto()  # requests that are placed or wait for room
@@ -168,7 +168,7 @@ class GatewayTable:
 
     def others(self) -> list[int]:
         """The other processes that are there."""
-        return [other for other in range(self.processes) if other != self.process and self.of(other, Column.PORT)]
+        return [other for other in range(self.processes) if other != self.process and self.of(other, Column.SOCKET)]
 
     def _hash(self, text: str) -> int:
         digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).digest()

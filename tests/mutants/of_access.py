@@ -203,4 +203,28 @@ ACCESS = (
         reason="Only a PE's certificate opens a connection to pages, or a gateway that was broken into writes there.",
         tests=("tests/transfer/test_tcp.py::test_whoever_has_no_certificate_of_a_pe_is_refused",),
     ),
+    Mutant(
+        name="calls-of-one-before-all-others",
+        file="workers/http2/call_turns.py",
+        find="calls = min(CALLS_A_TURN, CALLS_AHEAD - self._ahead)",
+        replace="calls = CALLS_A_TURN",
+        reason="Few calls are in gRPC's line at a time, or those of one connection keep others waiting for seconds.",
+        tests=("tests/workers/http2/test_call_turns.py::test_no_more_calls_go_ahead_than_the_server_looks_at",),
+    ),
+    Mutant(
+        name="turns-lost-to-no-calls",
+        file="workers/http2/call_turns.py",
+        find="        if looks == self._looks:\n            self._ahead = 0\n",
+        replace="",
+        reason="Headers that make no call are forgotten, or a few of them stop all calls for ever.",
+        tests=("tests/workers/http2/test_call_turns.py::test_calls_that_the_server_never_sees_hold_nobody_up",),
+    ),
+    Mutant(
+        name="any-number-of-resets",
+        file="workers/http2/guarded_port.py",
+        find="self._resets.spend(passed.resets, now)",
+        replace="0.0",
+        reason="A client resets a bounded number of calls, or each costs the gateway as much as a call.",
+        tests=("tests/cluster/frontends/test_floods.py::test_resets_are_slowed_down",),
+    ),
 )

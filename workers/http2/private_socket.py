@@ -6,6 +6,8 @@ import tempfile
 
 import grpc.aio
 
+FILE_BITS = 24
+
 
 class PrivateSocket:
     """A Unix socket that lies in no folder: others cannot see it, and nothing is left of it. Made before its server
@@ -16,16 +18,18 @@ class PrivateSocket:
         try:
             path = os.path.join(folder, "grpc")
             server.add_insecure_port(f"unix:{path}")
-            self.number = os.open(path, os.O_PATH)  # still leads there when the path is gone
+            self._file = os.open(path, os.O_PATH)  # still leads there when the path is gone
         finally:
             shutil.rmtree(folder)
-        self.target = private_target(os.getpid(), self.number)
+        self.number = os.getpid() << FILE_BITS | self._file
+        self.target = private_target(self.number)
         self.path = self.target.removeprefix("unix:")
 
     def close(self) -> None:
-        os.close(self.number)
+        os.close(self._file)
 
 
-def private_target(pid: int, number: int) -> str:
-    """What gRPC calls the PrivateSocket of that number in a process."""
-    return f"unix:/proc/{pid}/fd/{number}"
+def private_target(number: int) -> str:
+    """What gRPC calls the PrivateSocket of that number, which is unlike those of all others on its host."""
+    process, file = number >> FILE_BITS, number & (1 << FILE_BITS) - 1
+    return f"unix:/proc/{process}/fd/{file}"

@@ -17,6 +17,7 @@ from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, table_bytes
 from tandem.proto import peer_pb2, peer_pb2_grpc
 from tandem.workers.authentication import authorized
+from tandem.workers.http2.private_socket import private_target
 
 TOKEN = "a token of all processes"
 CLAIM = Claim("mine", resumes=False, stamp=5)
@@ -56,7 +57,7 @@ class Peers:
         for process in (1, 2):
             give = partial(self._give, process)
             servers.append(PeerServer(TOKEN, give, partial(self._give_way, process), lambda request_id: None))
-            self.tables[process].put(Column.PORT, await servers[-1].start())
+            self.tables[process].put(Column.SOCKET, await servers[-1].start())
         try:
             await test(self)
         finally:
@@ -113,7 +114,7 @@ def test_who_does_not_answer_is_not_waited_for_and_still_asked(monkeypatch: pyte
 def test_who_ends_meanwhile_runs_it_no_more() -> None:
     async def test(peers: Peers) -> None:
         peers.hold(1)
-        peers.tables[1].put(Column.PORT, 1)  # nobody listens there
+        peers.tables[1].put(Column.SOCKET, 1)  # nobody listens there
         taking = asyncio.create_task(peers.take())
         await asyncio.sleep(0.1)
         assert not taking.done()
@@ -127,7 +128,7 @@ def test_who_ends_meanwhile_runs_it_no_more() -> None:
 @pytest.mark.parametrize("token", ["", "another token"])
 def test_strangers_are_not_heard(token: str) -> None:
     async def test(peers: Peers) -> None:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{peers.tables[0].of(1, Column.PORT)}") as channel:
+        async with grpc.aio.insecure_channel(private_target(peers.tables[0].of(1, Column.SOCKET))) as channel:
             stub = authorized(peer_pb2_grpc.PeerStub(channel), token)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Claim(peer_pb2.ClaimRequest(request_id="mine", resumes=True, stamp=9), timeout=10)
@@ -148,7 +149,7 @@ def test_the_process_where_most_of_a_client_waits_is_asked_first_to_let_it_give_
         assert await peers.links.give_way(column)
         assert peers.told == [(2, column), (1, column)]
         peers.waiting = set()
-        peers.tables[2].put(Column.PORT, 1)  # it has ended
+        peers.tables[2].put(Column.SOCKET, 1)  # it has ended
         assert not await peers.links.give_way(column)
         assert peers.told[2:] == [(1, column)]
 

@@ -72,7 +72,7 @@ class Hosts:
         for process, give, give_host in ((0, first.give, first.give_host), (1, self._give, self._give)):
             abroad = Abroad("127.0.0.1", IDENTITY, give_host, gateways, lambda: self.there[0].placed)
             server = PeerServer(TOKEN, give, lambda _: False, lambda _: None, abroad)
-            self.there[process].put(Column.PORT, await server.start())
+            self.there[process].put(Column.SOCKET, await server.start())
             servers.append(server)
         self.peers = [server.address for server in servers]
         self.know(*self.peers[:1])

@@ -70,7 +70,7 @@ def test_a_worker_s_load_is_what_all_processes_have_placed_in_all_epochs() -> No
 def test_a_cleared_row_counts_nothing_but_its_restarts() -> None:
     tables = views()
     for table in tables:
-        for column in (Column.PORT, Column.CALLS, table.id_column("x"), table.client_column("c")):
+        for column in (Column.SOCKET, Column.CALLS, table.id_column("x"), table.client_column("c")):
             table.put(column, 3)
     assert tables[0].others() == [1, 2]
     tables[0].clear(1, restarts=4)

@@ -90,7 +90,7 @@ async def processes() -> AsyncIterator[Process]:
     requests = ActiveRequests(*parts, max_attempts=1, request_seconds=60.0)
     process = Process(table, other, requests, router)
     server = PeerServer(TOKEN, process.give, lambda client: False, lambda request_id: None)
-    other.put(Column.PORT, await server.start())
+    other.put(Column.SOCKET, await server.start())
     try:
         yield process
     finally:

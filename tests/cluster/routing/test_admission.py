@@ -141,7 +141,7 @@ def tables(processes: int) -> list[GatewayTable]:
     memory = mmap.mmap(-1, table_bytes(processes, 1))
     views = [GatewayTable(memory, processes, 1, process, "key") for process in range(processes)]
     for number, view in enumerate(views):
-        view.put(Column.PORT, 1 + number)
+        view.put(Column.SOCKET, 1 + number)
     return views
 
 

@@ -1,10 +1,22 @@
 """Where a checkpoint lies: a folder, or a hub id in this machine's Hugging Face cache. Nothing is downloaded."""
 
+import os
 import re
 from pathlib import Path
 
+from tandem.workers.checkpoint.files import MAX_NAME
+
+MAX_PATH = 4095  # bytes, as Linux has it
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SNAPSHOT = re.compile(r"models--(.+?)--(.+)")
+
+
+def usable_path(path: str) -> str:
+    """The path itself. ValueError for one that no file can have."""
+    names = Path(path).parts
+    if "\0" in path or len(os.fsencode(path)) > MAX_PATH or any(len(os.fsencode(name)) > MAX_NAME for name in names):
+        raise ValueError(f"must be a path of at most {MAX_PATH} bytes, at most {MAX_NAME} in each name, without NUL")
+    return path
 
 
 def find_model(path: str) -> str:
@@ -12,7 +24,7 @@ def find_model(path: str) -> str:
 
     A folder of that name comes first. An id that is not in the cache is taken for a path, too.
     """
-    folder = Path(path).expanduser()
+    folder = Path(usable_path(path)).expanduser()
     if HUB_ID.fullmatch(path) and not folder.exists():
         folder = _snapshot(path) or folder
     return str(folder.resolve())

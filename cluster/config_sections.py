@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.cluster.config_model import find_model, model_name, model_root
+from tandem.cluster.config_model import find_model, model_name, model_root, usable_path
 from tandem.cluster.config_nodes import GatewayNodes
 from tandem.cluster.config_units import (
     AnyWorkers,
@@ -46,7 +46,7 @@ from tandem.workers.logs import LogSettings
 
 def _resolve(path: str) -> str:
     """Workers do not share the caller's working directory."""
-    return str(Path(path).expanduser().resolve())
+    return str(Path(usable_path(path)).expanduser().resolve())
 
 
 def _names(value: object) -> object:

@@ -8,6 +8,7 @@ from typing import Literal
 from tandem.proto import inference_pb2
 from tandem.workers.checkpoint.errors import InvalidConfig
 from tandem.workers.checkpoint.fields import MAX_INTEGER, Fields
+from tandem.workers.checkpoint.files import is_there
 from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
 
 FILE = "generation_config.json"
@@ -20,7 +21,7 @@ def default_sampling(folder: Path, source: Literal["auto", "none"]) -> Mapping[s
     Its do_sample changes nothing, as in vLLM. InvalidConfig for a value that no request may have.
     """
     path = folder / FILE
-    if source == "none" or not path.exists():
+    if source == "none" or not is_there(path):
         return {}
     fields = Fields.from_file(path)
     found: dict[str, float] = {}

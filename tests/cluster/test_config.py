@@ -382,3 +382,15 @@ class TestModelNames:
         folder = load_config(None, {"model.path": "Nobody/tiny-1b"}).model
         assert (folder.path, folder.names) == (str(tmp_path / "Nobody" / "tiny-1b"), ["tiny-1b"])
         assert folder.root == folder.path
+
+
+@pytest.mark.parametrize("key", ["model.path", "speculation.draft", "logging.folder", "security.token_file"])
+@pytest.mark.parametrize("path", ["x" * 5000, "a/" + "é" * 128, "a\0b", "a/" * 2048])
+def test_a_path_that_no_file_has_is_refused_by_its_key(key: str, path: str) -> None:
+    method = {"speculation.method": "draft_model"} if key == "speculation.draft" else {}
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {**method, key: path})
+    said = str(caught.value)
+    assert said.startswith(f"{key} is ")
+    assert "it must be a path of at most 4095 bytes, at most 255 in each name, without NUL" in said
+    assert len(said) < 700

@@ -112,7 +112,9 @@ class Fields:
         return Fields(value, f"{self.source}: {name}")
 
     def invalid(self, name: str, accepted: str) -> InvalidConfig:
-        return InvalidConfig(f"{self.source}: {name} is {SHOWN.repr(self._values.get(name))}; it must be {accepted}")
+        return InvalidConfig(
+            f"{self.source}: {_cut(name)} is {SHOWN.repr(self._values.get(name))}; it must be {accepted}"
+        )
 
     def names(self) -> list[str]:
         return list(self._values)
@@ -122,8 +124,12 @@ class Fields:
         if value is not None:
             return value
         if default is None:
-            raise InvalidConfig(f"{self.source}: {name} is missing; it must be {accepted}")
+            raise InvalidConfig(f"{self.source}: {_cut(name)} is missing; it must be {accepted}")
         return default
+
+
+def _cut(name: str) -> str:
+    return SHOWN.repr(name)[1:-1]
 
 
 def _is_finite(value: object) -> bool:

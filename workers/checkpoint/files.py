@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 from tandem.workers.checkpoint.errors import CheckpointMissing
 
+MAX_NAME = 255  # bytes of a file's name, as Linux has it
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -14,6 +15,20 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
 }
+
+
+def is_there(path: Path) -> bool:
+    """Whether the folder has a file of that name, or a link that leads nowhere. Opening one of these fails."""
+    return os.path.lexists(path)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a folder can have a file of that name: a bare one, without a path."""
+    try:
+        size = len(os.fsencode(name))
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold
+        return False
+    return 1 <= size <= MAX_NAME and name not in (".", "..") and not {"/", "\0"} & set(name)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -31,6 +46,8 @@ def open_regular(path: Path) -> BinaryIO:
                 return os.fdopen(file, "rb", buffering=0)
             os.close(file)
     except FileNotFoundError:
+        if path.is_symlink():
+            raise CheckpointMissing(f"{path} is a link to nowhere; it must lead to a regular file") from None
         raise
     except (OSError, ValueError) as error:
         raise CheckpointMissing(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tandem.workers.checkpoint.errors import InvalidTokenizer
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.checkpoint.files import check_size, open_regular, read_text
+from tandem.workers.checkpoint.files import check_size, is_there, open_regular, read_text
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 33 MB
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have 30 kB
@@ -48,7 +48,7 @@ class TokenizerFiles:
     def read(cls, folder: Path) -> "TokenizerFiles | None":
         """None without a tokenizer.json: the model takes token ids only. Raises ModelError."""
         path = folder / "tokenizer.json"
-        if not path.exists():
+        if not is_there(path):
             return None
         fields = _fields(folder / "tokenizer_config.json")
         is_older = "added_tokens_decoder" not in fields
@@ -107,7 +107,7 @@ def end_tokens(folder: Path, of_model: Sequence[int], vocab_size: int) -> tuple[
 
 def _fields(path: Path) -> Fields:
     """Those of a JSON file, which may not be there."""
-    return Fields.from_file(path) if path.exists() else Fields({}, path.name)
+    return Fields.from_file(path) if is_there(path) else Fields({}, path.name)
 
 
 def _is_token(value: object) -> bool:
@@ -185,7 +185,7 @@ def _chat_templates(folder: Path, fields: Fields) -> dict[str, str]:
         raise InvalidTokenizer(f"{files[0].parent} has {len(files)} templates; at most {MAX_TEMPLATES} are accepted")
     named = {path.name.removesuffix(".jinja"): path for path in files}
     alone = folder / "chat_template.jinja"
-    named = ({DEFAULT: alone} if alone.exists() else {}) | named
+    named = ({DEFAULT: alone} if is_there(alone) else {}) | named
     if named:
         return {name: _template(path) for name, path in named.items()}
     return _templates_of(fields) or _templates_of(_fields(folder / "chat_template.json"))

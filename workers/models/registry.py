@@ -9,6 +9,7 @@ from types import MappingProxyType
 from tandem.cache.plan.layout import DTYPES
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
 from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.files import is_there
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.families import (
     deepseek,
@@ -76,7 +77,7 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
         if config.encoder is not None:
             config = dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, dtype=config.dtype))
     generation = folder / "generation_config.json"
-    if generation.exists():
+    if is_there(generation):
         fields = Fields.from_file(generation)
         config = dataclasses.replace(config, eos_token_ids=fields.integers("eos_token_id") or config.eos_token_ids)
         starts = (*fields.integers("decoder_start_token_id"), *fields.integers("bos_token_id"))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tandem.cache.plan.layout import DTYPES
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights
-from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.fields import SHOWN, Fields
+from tandem.workers.checkpoint.files import MAX_NAME, is_file_name, is_there
 from tandem.workers.checkpoint.safetensors_file import STORED_DTYPES, SafetensorsFile, new_staging
 from tandem.workers.checkpoint.stored import Part, Plain, StoredWeight
 from tandem.workers.checkpoint.stored_weights import stored_weights
@@ -86,19 +87,21 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint: model.safetensors, as transformers has it, else those that its index
     names, else all there are."""
     single = folder / "model.safetensors"
-    if single.exists():
+    if is_there(single):
         return [single]
     index = folder / INDEX
-    if index.exists():
+    if is_there(index):
         weight_map = Fields.from_file(index).section("weight_map")
         names = sorted({weight_map.text(tensor) for tensor in weight_map.names()})
-        outside = [name for name in names if Path(name).name != name]
+        outside = [name for name in names if not is_file_name(name)]
         if not names or outside:
             named = _listing(outside) if outside else "no file"
-            raise InvalidConfig(f"{index}: weight_map names {named}; it must name files of its folder")
+            raise InvalidConfig(
+                f"{index}: weight_map names {named}; it must name files of its folder, each in 1 to {MAX_NAME} bytes"
+            )
         if len(names) > MAX_FILES:
             raise InvalidConfig(f"{index}: weight_map names {len(names)} files; at most {MAX_FILES} are accepted")
-        missing = [name for name in names if not (folder / name).exists()]
+        missing = [name for name in names if not is_there(folder / name)]
         if missing:
             raise CheckpointMissing(f"{folder} lacks {_listing(missing)}, of {len(names)} files that {INDEX} names")
         return [folder / name for name in names]
@@ -299,4 +302,4 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
 def _listing(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+    return ", ".join(SHOWN.repr(name)[1:-1] for name in names[:LISTED]) + more

@@ -155,6 +155,50 @@ def test_a_long_header_is_refused_unread(folder: Path) -> None:
     assert f"has a header of {HEADER_LIMIT + 1} bytes; at most {HEADER_LIMIT} are accepted" in error_of(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/etc/passwd", "a/../b", "x" * 5000, "é" * 128, "a\0b", "\ud800", "../part.safetensors"]
+)
+def test_an_index_names_files_that_a_folder_can_have(folder: Path, name: str) -> None:
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"t": name}}))
+    said = error_of(folder)
+    assert said.startswith(f"{folder / INDEX}: weight_map names ")
+    assert said.endswith("; it must name files of its folder, each in 1 to 255 bytes")
+
+
+@pytest.mark.parametrize("name", [None, 5, True, [], {"a": "b"}, ["model.safetensors"]])
+def test_an_index_names_files_by_text(folder: Path, name: Any) -> None:
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"t" * 5000: name}}))
+    said = error_of(folder)
+    assert said.startswith(f"{folder / INDEX}: weight_map: ttt")
+    assert said.endswith("it must be a string")
+
+
+def test_a_shard_is_a_regular_file(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"t": "part"}}))
+    assert "lacks part, of 1 files" in error_of(folder)
+    (folder / "part").mkdir()
+    assert f"{folder / 'part'} is a folder; it must be a regular file" in error_of(folder)
+    (folder / "part").rmdir()
+    (folder / "part").symlink_to("part")
+    assert f"{folder / 'part'} cannot be read: Too many levels of symbolic links" in error_of(folder)
+
+
+@pytest.mark.parametrize("name", [*FILES, INDEX])
+def test_a_link_to_nowhere_is_no_file_that_lacks(folder: Path, name: str) -> None:
+    """As an interrupted download leaves it in a hub cache."""
+    if name == INDEX:
+        (folder / SINGLE).unlink()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/0")
+    if name == "special_tokens_map.json":
+        (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text("x")
+    assert f"{folder / name} is a link to nowhere; it must lead to a regular file" in error_of(folder)
+
+
 def test_an_index_of_many_files_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "MAX_FILES", 9)
     (folder / SINGLE).unlink()

@@ -42,7 +42,7 @@ from tandem.cluster.requests.body_budget import BodyBudget, largest_body
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.requests.observer import Observe, all_of
-from tandem.cluster.requests.readers import Readers
+from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
 from tandem.cluster.requests.validation import RequestValidator
 from tandem.cluster.requests.warm_up import WarmUp
@@ -63,7 +63,6 @@ from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
 from tandem.workers.http2.call_turns import CallTurns
-from tandem.workers.sampling.guided import Grammars
 from tandem.workers.tls import Identity
 
 if TYPE_CHECKING:
@@ -140,10 +139,9 @@ class Gateway:
         self._model, limits = settings.model, settings.model.limits
         self._tokenizer = Tokenizer.from_folder(folder)
         self._names = settings.config.model.names
-        grammars = Grammars(folder, limits.vocab_size, self._model.eos_token_ids)
         defaults = default_sampling(folder, settings.config.model.generation_config)
         self._validator = RequestValidator(
-            limits, self._tokenizer, grammars, salt_by_token=settings.security.salt_by_token, defaults=defaults
+            limits, self._tokenizer, salt_by_token=settings.security.salt_by_token, defaults=defaults
         )
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()

@@ -110,7 +110,9 @@ def worker_errors(worker: str) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         kind = WORKER_ERRORS.get(error.code(), WorkerCallError)
-        raise kind(f"{worker} answered {error.code().name}: {error.details()}") from error
+        refused = kind is errors.RequestRefused  # whose text is for the client
+        said = error.details() or "" if refused else f"{worker} answered {error.code().name}: {error.details()}"
+        raise kind(said) from error
     except grpc.aio.UsageError as error:
         raise errors.WorkerUnreachable(f"the connection to {worker} was closed") from error
     except asyncio.CancelledError as error:

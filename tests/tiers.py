@@ -51,6 +51,7 @@ NOT_UNIT = (
     "tests/cluster/requests/test_bursts.py",
     "tests/cluster/requests/test_call_limit.py",
     "tests/cluster/requests/test_default_sampling.py",
+    "tests/cluster/requests/test_guide_checks.py",
     "tests/cluster/requests/test_readers.py",
     "tests/cluster/requests/test_replay.py",
     "tests/cluster/routing/test_adaptive_roles.py",

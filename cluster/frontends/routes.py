@@ -24,7 +24,7 @@ from tandem.cluster.frontends.responses.body import ResponsesBody
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.fair_turns import FairTurns
-from tandem.cluster.requests.readers import Readers
+from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 

@@ -13,7 +13,8 @@ from tandem.cluster.requests.body_budget import release_current_body
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.observer import Observe, RequestObserver, all_of
-from tandem.cluster.requests.readers import Readers
+from tandem.cluster.requests.reading.guide_checks import GuideChecks
+from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.requests.validation import RequestValidator, ValidRequest, refused_prompt
 from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import WorkerLink
@@ -66,6 +67,7 @@ class ActiveRequests:
         self._observe = observe or all_of(())
         self._validator = validator
         self._readers = readers
+        self._guides = GuideChecks(readers, validator.vocab_size, eos_token_ids)
         self._router = router
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -248,11 +250,14 @@ class ActiveRequests:
                 tokens = await self._readers.tokens(host, request, self._validator.most_kept(request))
             except (ChatTemplateError, TokenizerFailed) as error:
                 raise refused_prompt(request, error) from error
-        # A template, a grammar or a text may take a while, and other requests must not wait for it.
-        slow = tokens is None and (request.HasField("chat") or len(request.text) > LONG_TEXT)
-        if slow or request.sampling.HasField("guided"):
-            return await asyncio.to_thread(self._validator.validate, request, open_ended, credential, tokens)
-        return self._validator.validate(request, open_ended, credential, tokens)
+        # A template or a text may take a while, and other requests must not wait for it.
+        if tokens is None and (request.HasField("chat") or len(request.text) > LONG_TEXT):
+            valid = await asyncio.to_thread(self._validator.validate, request, open_ended, credential, tokens)
+        else:
+            valid = self._validator.validate(request, open_ended, credential, tokens)
+        if valid.params.guided is not None:
+            await self._guides.check(host, valid.params.guided)
+        return valid
 
     async def _run(self, call: _Call, holders: Sequence[Holder], client: str, write: Write, deadline: float) -> None:
         if holders:

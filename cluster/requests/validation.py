@@ -26,7 +26,7 @@ from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
-from tandem.workers.sampling.guided import Grammars, Guided, InvalidGuide
+from tandem.workers.sampling.guided import Guided
 from tandem.workers.sampling.sampling_params import (
     MAX_ANSWERS,
     MAX_STOP_STRINGS,
@@ -104,19 +104,21 @@ class RequestValidator:
         self,
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
-        grammars: Grammars | None = None,
         *,
         salt_by_token: bool = False,
         defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """grammars: None refuses all. salt_by_token: callers with unlike credentials share no prefixes. defaults: what
-        requests get that do not name these parameters, see default_sampling()."""
+        """salt_by_token: callers with unlike credentials share no prefixes. defaults: see
+        default_sampling()."""
         self._defaults = defaults
-        self._grammars = grammars
         self._limits = limits
         self._salt_by_token = salt_by_token
         self._tokenizer = tokenizer
         self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
+
+    @property
+    def vocab_size(self) -> int:
+        return self._limits.vocab_size
 
     def check(self, message: inference_pb2.GenerateRequest) -> None:
         """All that can be said before the prompt is tokenized, and without looking at each part. Raises InvalidRequest.
@@ -194,8 +196,6 @@ class RequestValidator:
         if params.bad_words:
             params = replace(params, bad_words=(), bad_words_ids=params.bad_words_ids + self._bad_words(params))
             self._check_sampling(params)
-        if params.guided is not None:
-            self._check_guided(params.guided)
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
         salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
@@ -267,15 +267,6 @@ class RequestValidator:
             validate(params, self._limits.vocab_size)
         except ValueError as error:
             raise InvalidRequest(f"sampling.{error}") from error
-
-    def _check_guided(self, guided: Guided) -> None:
-        """Compiles the grammar, so that no worker is asked for one that cannot be."""
-        if self._grammars is None:
-            raise InvalidRequest("sampling.guided: this gateway takes no grammars")
-        try:
-            self._grammars.compile(guided)
-        except InvalidGuide as error:
-            raise InvalidRequest(f"sampling.guided: {error}") from error
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of texts as they stand, and as they stand behind a space where that is another first token: as in

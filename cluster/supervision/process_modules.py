@@ -13,7 +13,7 @@ GPU_MODULES = (
     "tandem.cache.kernels.preload:preload_triton",
     "triton.compiler.code_generator",  # the first launch imports it
 )
-GATEWAY_MODULES = ("tandem.cluster.requests.reader", *READ_BY)
+GATEWAY_MODULES = ("tandem.cluster.requests.reading.reader", *READ_BY)
 HTTP_MODULES = (*GATEWAY_MODULES, "tandem.cluster.frontends.http.server")
 
 

@@ -220,6 +220,63 @@ def test_what_cannot_be_followed_is_refused(island: Island, given: dict[str, Any
     assert message in str(caught.value)
 
 
+ITSELF = {"$ref": "#"}
+LARGE = "(?:(?:(?:a{50}){50}){50}){50}"
+CHAIN = "start: r0\n" + "".join(f"r{number}: r{number + 1}\n" for number in range(4000)) + 'r4000: "a"'
+NO_TEXT = "no text follows it, such as where it refers to itself and never ends"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 4}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": ITSELF}}
+DOORS: list[tuple[str, dict[str, Any], str, str]] = [
+    (COMPLETIONS, {"prompt": "?", "structured_outputs": {"json": ITSELF}}, "structured_outputs", NO_TEXT),
+    (
+        COMPLETIONS,
+        {"prompt": "?", "guided_grammar": CHAIN},
+        "guided_grammar",
+        "nested too deeply",
+    ),
+    (
+        CHATS,
+        {**ASKED, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": ITSELF}}},
+        "response_format",
+        NO_TEXT,
+    ),
+    (CHATS, {**ASKED, "tools": [TOOL], "tool_choice": TOOL | {"function": {"name": "f"}}}, "tool_choice", NO_TEXT),
+    (CHATS, {**ASKED, "tools": [TOOL], "tool_choice": "required"}, "tool_choice", NO_TEXT),
+    (
+        "/v1/responses",
+        {"input": "?", "text": {"format": {"type": "json_schema", "name": "n", "schema": ITSELF}}},
+        "text",
+        NO_TEXT,
+    ),
+    (
+        "/v1/messages",
+        {**ASKED, "tools": [{"name": "f", "input_schema": ITSELF}], "tool_choice": {"type": "any"}},
+        "tool_choice",
+        NO_TEXT,
+    ),
+    (
+        "/v1/messages",
+        {**ASKED, "output_config": {"format": {"type": "json_schema", "schema": ITSELF}}},
+        "output_config",
+        NO_TEXT,
+    ),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_door_lets_a_grammar_to_a_worker_that_none_could_follow(island: Island, stream: bool) -> None:
+    for path, body, param, why in DOORS:
+        response = post(island.http, path, {**body, "stream": stream})
+        assert response.status_code == 400, (path, response.text)
+        error = response.json()["error"]
+        assert f"{param}: " in error["message"]
+        assert why in error["message"]
+        assert error.get("param", param) == param
+    for guided in ({"json_schema": ITSELF}, {"grammar": "start: start"}, {"grammar": CHAIN}, {"regex": LARGE}):
+        with pytest.raises(InvalidRequest, match=r"^sampling\.guided: \w+ cannot be (compiled|followed): "):
+            complete(island.address, "The cache", guided=guided)
+
+
 @pytest.mark.gate("True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_forced_tool_calls_follow_the_schemas(island: Island, stream: bool) -> None:

@@ -12,6 +12,22 @@ ACCESS = (
         tests=("tests/cluster/peers/test_claims.py::test_strangers_are_not_heard",),
     ),
     Mutant(
+        name="grammars-whose-first-mask-fails",
+        file="workers/sampling/guided.py",
+        find="            matcher.compute_bitmask()  # much is compiled now only, such as rules that nothing ends\n",
+        replace="            pass\n",
+        reason="A grammar is refused where no text follows it, or its request fails on a worker.",
+        tests=("tests/workers/sampling/test_guided.py::test_what_no_text_follows_is_refused_in_our_words",),
+    ),
+    Mutant(
+        name="grammars-of-any-memory",
+        file="cluster/requests/reading/reader.py",
+        find="GUIDE_BYTES = 1 << 30",
+        replace="GUIDE_BYTES = 1 << 50",
+        reason="A schema of a kilobyte can take all memory of the gateway's host while it is compiled.",
+        tests=("tests/cluster/requests/test_guide_checks.py::test_a_grammar_that_ends_its_compiler_is_refused",),
+    ),
+    Mutant(
         name="any-number-of-parts",
         file="workers/service/wire_look.py",
         find="    if parts > MAX_PARTS:\n",

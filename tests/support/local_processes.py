@@ -19,7 +19,7 @@ from tests.support.steady_steps import steady
 
 FORK_SECONDS = 120.0
 ACTORS = ("tandem.cluster.supervision.worker_actor", "tandem.cluster.supervision.gateway_actor")
-READERS = "tandem.cluster.requests.reader"
+READERS = "tandem.cluster.requests.reading.reader"
 STEPS = "tests.support.steady_steps:watch_steps"
 Member = TypeVar("Member", bound=ActorProcess)
 

@@ -6,11 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.workers.checkpoint.errors import ModelError
@@ -32,12 +33,26 @@ KINDS: "dict[str, GrammarFormat]" = {  # llguidance's names
     "grammar": "gbnf",
     "choice": "choice",
 }
-MOST_CACHED = 64  # compiled grammars
+MOST_CACHED = 32  # compiled grammars; one may take 30 MiB
 THREADS = max(2, min(16, (os.cpu_count() or 1) // 2))  # that compute masks beside the step thread
 MASK_SECONDS = 1.0  # a mask takes some ten microseconds; llguidance gives up one of some ten milliseconds
-COMPILE_FUEL = 1_000_000  # about 20 ms
+COMPILE_FUEL = 200_000  # some 0.1 s and 30 MiB: llguidance looks ahead in what is repeated often
 MOST_SYMBOLS = 100_000
+LOOK_AHEAD = 64  # tokens; llguidance goes on compiling with each
+MOST_SPACES = 100  # tokens of white space
 WHITESPACE = r"[ \t\r\n]{1,32}"  # between two tokens of JSON; without a bound some models write spaces for ever
+
+MOST_SAID = 300  # characters of an error
+TOO_COMPLEX = "it is too complex; fewer repetitions and alternatives are accepted"
+IN_WORDS = {  # by what llguidance's errors have
+    "NoExtensionBias": "no text follows it, such as where it refers to itself and never ends",
+    "too big (limit": TOO_COMPLEX,
+    "grammar size": TOO_COMPLEX,
+    "schema too large": TOO_COMPLEX,
+    "too many states": TOO_COMPLEX,
+    "too many expressions": TOO_COMPLEX,
+    "must have either lark_grammar or json_schema": "it is null; an object, true and false are JSON schemas",
+}
 
 
 class InvalidGuide(ValueError):
@@ -83,6 +98,26 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return matcher.deep_copy()
 
+    def check(self, guided: Guided) -> None:
+        """As compile(), without keeping the grammar. InvalidGuide also where a text that follows it gets too complex
+        within a few tokens. For one thread."""
+        matcher = self._compile(replace(guided, thinking=None))
+        for _ in range(LOOK_AHEAD):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            if matcher.is_error():
+                raise InvalidGuide(f"{guided.kind} cannot be followed: {_in_words(matcher.get_error())}")
+            token = self._next_token(np.flatnonzero(np.unpackbits(mask, bitorder="little")))
+            if token is None:
+                return
+            matcher.consume_token(token)
+
+    def _next_token(self, allowed: NDArray[np.intp]) -> int | None:
+        """Of those that are allowed the first one that ends nothing, and is more than white space if possible."""
+        assert self._tokenizer is not None, "a grammar has been compiled"
+        tokens = [int(token) for token in allowed[:MOST_SPACES] if token not in self._eos_token_ids]
+        written = (token for token in tokens if self._tokenizer.decode_bytes([token]).strip())
+        return next(written, tokens[0] if tokens else None)
+
     def constraint(self, guided: Guided) -> "Constraint":
         """Of one row; as compile()."""
         matcher, limit = self.compile(guided), None
@@ -112,13 +147,15 @@ class Grammars:
             else:
                 grammar = grammar_from(KINDS[guided.kind], text)
         except (ValueError, RecursionError) as error:
-            raise InvalidGuide(f"{guided.kind} cannot be read: {error}") from None
+            raise InvalidGuide(f"{guided.kind} cannot be read: {_in_words(str(error))}") from None
         if guided.thinking is not None:
             grammar = behind(guided.thinking, grammar, self._tokenizer)
         limits = LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, max_grammar_size=MOST_SYMBOLS, verbose_errors=False)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # much is compiled now only, such as rules that nothing ends
         if matcher.is_error():
-            raise InvalidGuide(f"{guided.kind} cannot be compiled: {matcher.get_error()}")
+            raise InvalidGuide(f"{guided.kind} cannot be compiled: {_in_words(matcher.get_error())}")
         return matcher
 
     def _read_tokenizer(self) -> "LLTokenizer":
@@ -205,7 +242,7 @@ class Constraint:
             matcher.consume_tokens(tokens)
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._words].copy()
         if matcher.is_error():
-            raise GuideNotFollowed(f"the output cannot follow it: {matcher.get_error()[:200]}")
+            raise GuideNotFollowed(f"the output cannot follow it: {_in_words(matcher.get_error())}")
         mask[-1] &= self._last
         if not mask.any():
             raise GuideNotFollowed("the output cannot follow it: the model has no token that may come next")
@@ -221,3 +258,10 @@ class Constraint:
         only = np.zeros_like(mask)
         only[token // 32] = np.array(1 << token % 32, np.uint32).view(np.int32)
         return only if (mask & only).any() else mask
+
+
+def _in_words(error: str) -> str:
+    """What llguidance says, without the names of its parts: one line of at most MOST_SAID characters."""
+    said = next((words for name, words in IN_WORDS.items() if name in error), error.partition("<non-verbose")[0])
+    said = " ".join(said.split())
+    return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID - 2]} …"

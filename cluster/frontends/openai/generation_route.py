@@ -19,7 +19,7 @@ from tandem.cluster.requests.answers import Write
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.origin import current_origin, own_id
-from tandem.cluster.requests.readers import Readers
+from tandem.cluster.requests.reading.readers import Readers
 from tandem.proto import inference_pb2
 
 WriteOf = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]  # an answer to the prompt of that index

@@ -20,7 +20,7 @@ from tandem.cluster.frontends.openai.read_body import read_part
 from tandem.cluster.frontends.openai.tool_fields import ToolFields
 from tandem.cluster.protocol import MAX_MESSAGES, build_request
 from tandem.cluster.requests.body_budget import BodyBudget
-from tandem.cluster.requests.readers import Readers
+from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.prompt_tokens import prompt_tokens
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed

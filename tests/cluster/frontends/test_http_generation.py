@@ -11,7 +11,7 @@ from tandem.cluster.frontends.openai.completions import CompletionAnswers, Compl
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.fair_turns import FairTurns
-from tandem.cluster.requests.readers import Readers
+from tandem.cluster.requests.reading.readers import Readers
 from tandem.proto import inference_pb2
 from tests.cluster.open_gateway import PROMPT
 

@@ -14,7 +14,8 @@ import pytest
 import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
 
-from tandem.cluster.requests import readers, validation
+from tandem.cluster.requests import validation
+from tandem.cluster.requests.reading import readers
 from tandem.proto import inference_pb2
 from tests.benchmarks.attack_kinds import field
 from tests.cluster.frontends.test_silent_clients import connected, status, unsaid

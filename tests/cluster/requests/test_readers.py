@@ -14,9 +14,9 @@ import pytest
 
 from tandem.cluster.errors import InvalidRequest, ServerError
 from tandem.cluster.gateway import READ_BY
-from tandem.cluster.requests import readers as module
-from tandem.cluster.requests.reader import Reader
-from tandem.cluster.requests.readers import Readers
+from tandem.cluster.requests.reading import readers as module
+from tandem.cluster.requests.reading.reader import Reader
+from tandem.cluster.requests.reading.readers import Readers
 from tandem.proto import inference_pb2
 from tests.support.checkpoints import save_checkpoint
 

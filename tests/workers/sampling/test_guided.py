@@ -1,6 +1,7 @@
 """Random schemas, regexes and grammars: what their masks let be drawn from random logits is valid, also once more."""
 
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -209,6 +210,94 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(folder: Path) -> None:
     deep = '{"items":' * 20_000 + "{}" + "}" * 20_000
     with pytest.raises(InvalidGuide, match="json_schema cannot be read"):
         Grammars(folder, VOCAB, (EOS,)).compile(Guided("json_schema", (deep,)))
+
+
+LARGE = "(?:(?:(?:a{50}){50}){50}){50}"
+NO_TEXT = "no text follows it, such as where it refers to itself and never ends"
+COMPLEX = "it is too complex"
+ITSELF = '{"$ref": "#"}'
+ROUND = json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}})
+DOUBLED = {
+    "$ref": "#/$defs/0",
+    "$defs": {
+        str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}, {"allOf": 2 * [{"$ref": f"#/$defs/{n + 1}"}]}]}
+        for n in range(12)
+    }
+    | {"12": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("json_schema", ITSELF, NO_TEXT),
+        ("json_schema", ROUND, NO_TEXT),
+        ("json_schema", '{"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}', NO_TEXT),
+        ("json_schema", json.dumps(DOUBLED), COMPLEX),
+        ("json_schema", '{"enum": []}', "Unsatisfiable schema"),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum (5) is greater than maximum (3)"),
+        ("json_schema", '{"type": "number", "multipleOf": 0}', "invalid multiple of"),
+        ("json_schema", '{"type": "object", "patternProperties": {"^(?=a)": {}}}', "look-around"),
+        ("json_schema", '{"$ref": "http://127.0.0.1:1/x"}', "does not fetch resources"),
+        ("json_schema", "null", "it is null; an object, true and false are JSON schemas"),
+        ("regex", r"[^\s\S]", NO_TEXT),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"(a)\1", "backreferences are not supported"),
+        ("regex", "(?:" * 3000 + "a" + "){2}" * 3000, "invalid regex"),
+        ("regex", "|".join(rf"[\w{one}]{{1,64}}" for one in "!$%&/=?@#,;:<>"), COMPLEX),
+        ("regex", LARGE, COMPLEX),
+        ("regex", "a{1000000000}", COMPLEX),
+        ("grammar", f"start: A\nA: /{LARGE}/", COMPLEX),
+        (
+            "json_schema",
+            json.dumps({"type": "array", "items": {"type": "string", "pattern": f"^{LARGE}$"}, "minItems": 1}),
+            COMPLEX,
+        ),
+        ("grammar", "start: start", NO_TEXT),
+        ("grammar", "start: a\na: b\nb: a", NO_TEXT),
+        ("grammar", "root ::= root", NO_TEXT),
+        ("grammar", "start: A\nA: /a/ & /b/", NO_TEXT),
+        ("grammar", f"start: %json {ITSELF}", NO_TEXT),
+        ("grammar", "%import /etc/passwd\nstart: x", "Expected name"),
+        ("grammar", " ", "No 'root' rule found"),
+    ],
+)
+def test_what_no_text_follows_is_refused_in_our_words(folder: Path, kind: str, text: str, why: str) -> None:
+    with pytest.raises(InvalidGuide) as caught:
+        Grammars(folder, VOCAB, (EOS,)).check(Guided(kind, (text,)))
+    said = str(caught.value)
+    assert said.startswith(tuple(f"{kind} cannot be {done}: " for done in ("compiled", "read", "followed")))
+    assert why in said
+    assert not re.search("NoExtensionBias|non-verbose|\n|lark_grammar", said)
+    assert len(said) < 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "a{60000}"),
+        ("json_schema", '{"type": "array", "minItems": 1000000000}'),
+        ("json_schema", '{"type": "string", "minLength": 1000000000, "maxLength": 1000000000}'),
+        ("json_schema", json.dumps({"type": "string", "pattern": LARGE})),
+        ("json_schema", json.dumps({"enum": [f"value {number}" for number in range(3000)]})),
+        ("json_schema", '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'),
+        ("grammar", 'start: start "a" | "b"'),
+        ("grammar", "%import common.WORD\nstart: WORD"),
+    ],
+)
+def test_what_is_repeated_often_takes_little_memory(folder: Path, kind: str, text: str) -> None:
+    """Its matcher is kept, here and by running requests; without a bound it takes 150 MiB."""
+    grammars = Grammars(folder, VOCAB, (EOS,))
+    before = resident_bytes()
+    constraint = grammars.constraint(Guided(kind, (text,)))
+    constraint.mask()
+    assert constraint.error is None
+    assert resident_bytes() - before < 80 << 20
+    grammars.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_no_more_grammars_are_kept_than_said(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Processes that read long requests: their JSON, templates and texts.
+"""Processes that read long requests, their JSON, templates and texts, and compile grammars.
 
 They take so long, and hold the interpreter so much, that streams would stand still meanwhile. A process can be ended,
 too, which a thread in a tokenizer cannot.
@@ -18,15 +18,20 @@ from tandem.cluster.processes.forks.actor_server import pack
 from tandem.cluster.processes.forks.fork_server import ForkServer
 from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.forks.forked_process import forked_by
-from tandem.cluster.requests.reader import Reader
+from tandem.cluster.requests.reading.reader import Reader
 from tandem.proto import inference_pb2
 from tandem.workers.event_loop import unwatched
+from tandem.workers.sampling.guided import Guided
 from tandem.workers.service.turns import Turns
 
 T = TypeVar("T")
 PROCESSES = 2  # of which one client has one
 READ_SECONDS = 10.0  # for one request
 START_SECONDS = 60.0  # of what forks them; it imports for a second
+
+
+class ReadTooSlow(Exception):
+    """A process took more than READ_SECONDS, and was ended."""
 
 
 class Readers:
@@ -52,23 +57,38 @@ class Readers:
 
     async def tokens(self, client: str, message: inference_pb2.GenerateRequest, most: int | None = None) -> Int64Array:
         """As prompt_tokens(), and as run(). Of more than `most` tokens the last."""
-        return await self._ask(client, "tokens", message, most)
+        return await self._read(client, "tokens", message, most)
 
     async def run(self, client: str, function: Callable[..., T], *arguments: object) -> T:
         """What a function of a module returns or raises. All travel between processes.
 
         Waits for its turn: clients take turns. InvalidRequest after READ_SECONDS. ServerError when the process ends.
         """
-        return await self._ask(client, "run", function, *arguments)
+        return await self._read(client, "run", function, *arguments)
+
+    async def check_guide(self, client: str, guided: Guided, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """As Reader.check_guide(), and waits as run(). Raises ReadTooSlow and ProcessEnded, too."""
+        await self._ask(client, "check_guide", guided, vocab_size, eos_token_ids)
+
+    async def _read(self, client: str, method: str, *arguments: object) -> Any:
+        try:
+            return await self._ask(client, method, *arguments)
+        except ReadTooSlow:
+            raise InvalidRequest(
+                f"the request takes more than {READ_SECONDS:g} s to read and to tokenize; a shorter one is accepted, "
+                "and so are token ids"
+            ) from None
+        except ProcessEnded as error:
+            raise ServerError(f"the request could not be read: {error}") from error
 
     async def _ask(self, client: str, method: str, *arguments: object) -> Any:
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._turns.turn(client))
             # It goes on when the caller is cancelled: the process reads on, and keeps its place until it has ended.
-            reading = unwatched(asyncio.ensure_future(self._read(turn.pop_all(), method, *arguments)))
+            reading = unwatched(asyncio.ensure_future(self._call(turn.pop_all(), method, *arguments)))
         return await asyncio.shield(reading)
 
-    async def _read(self, turn: AsyncExitStack, method: str, *arguments: object) -> Any:
+    async def _call(self, turn: AsyncExitStack, method: str, *arguments: object) -> Any:
         async with turn:
             loop = asyncio.get_running_loop()
             reader = await loop.run_in_executor(self._threads, self._take)
@@ -80,15 +100,10 @@ class Readers:
                     return await asyncio.shield(unwatched(asyncio.wrap_future(await calling)))
             except TimeoutError:
                 healthy = False
-                raise InvalidRequest(
-                    f"the request takes more than {READ_SECONDS:g} s to read and to tokenize; a shorter one is "
-                    "accepted, and so are token ids"
-                ) from None
+                raise ReadTooSlow from None
             except asyncio.CancelledError:
                 healthy = False
                 raise
-            except ProcessEnded as error:
-                raise ServerError(f"the request could not be read: {error}") from error
             finally:
                 if healthy and not self._closed:
                     self._idle.append(reader)

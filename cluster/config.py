@@ -33,6 +33,7 @@ from tandem.cluster.config_sections import (
 )
 from tandem.cluster.config_speculation import SpeculationSection
 from tandem.cluster.config_units import Islands
+from tandem.cluster.config_unused import check_used
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 
@@ -163,6 +164,11 @@ class ClusterConfig(Section):
                 f"island.num_prefill and island.num_decode are {workers} together; they must be at most "
                 f"scaling.max_workers, {scaling.max_workers}"
             )
+
+    @model_validator(mode="after")
+    def _is_used(self) -> Self:
+        check_used(self)
+        return self
 
     @model_validator(mode="after")
     def _fit_device(self) -> Self:

@@ -202,7 +202,7 @@ class GatewaySection(GatewayNodes):
     http_port: Port | None = None
     """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
     routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
-    """how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do"""
+    """how workers with split roles are chosen: by load, or also by what they hold of the prompt"""
     cors_origins: Origins = Field(default=[])
     """web pages that browsers let call the HTTP server, by their origins, such as https://chat.example and
     http://localhost:3000, in lower case and without a path; "*" stands for all"""

@@ -39,8 +39,15 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `gateway.host` | must be a loopback address unless `security` has a token and TLS |
 | `gateway.nodes` | must be launcher where `island.network` is loopback |
 | `gateway.node_resources`, `gateway.node_labels` | must be empty where `gateway.nodes` is launcher |
+| `gateway.routing_policy` | must be prefix_aware unless `scheduler.roles` is split |
+| `scheduler.token_seconds` | must be null where `scheduler.roles` is split |
+| `speculation.tokens`, `speculation.max_step_tokens` | must be 3 and 32 where `speculation.method` is none |
+| `speculation.max_ngram` | must be 3 unless `speculation.method` is ngram |
+| `gateway.cors_origins` | must be empty where `gateway.http_port` is null |
+| `tracing.sample_ratio` | must be 1.0 where `tracing.endpoint` is null |
+| `metrics.host` | must be 127.0.0.1 where `metrics.port` is null |
 | `metrics.host` | the same as `gateway.host`, unless `metrics.public` is true |
-| `gateway.http_port` | must differ from `gateway.port`; it needs `pip install 'tandem[http]'` |
+| `gateway.http_port` | must differ from `gateway.port`; it needs `pip install -e '.[http]'` |
 | `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
 | `security.tls_at_proxy` | needs a token, and no `security.tls_cert` |

@@ -21,7 +21,7 @@ MAX_MODULES = 20  # beside each other in a package
 # Packages of each folder, and modules beside them, by the floor they stand on: each may import those of lower floors.
 FLOORS = {
     "cache": (
-        {"plan"},
+        {"plan", "extras"},
         {"kernels"},
         {"pages"},
         {"attention"},
@@ -60,6 +60,7 @@ FLOORS = {
             "config_nodes",
             "config_scaling",
             "config_speculation",
+            "config_unused",
             "credentials",
             "peers",
             "protocol",

@@ -394,3 +394,33 @@ def test_a_path_that_no_file_has_is_refused_by_its_key(key: str, path: str) -> N
     assert said.startswith(f"{key} is ")
     assert "it must be a path of at most 4095 bytes, at most 255 in each name, without NUL" in said
     assert len(said) < 700
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted", "beside"),
+    [
+        ("gateway.routing_policy", "least_loaded", "'prefix_aware' where scheduler.roles is 'adaptive'", "adaptive"),
+        ("gateway.routing_policy", "least_loaded", "'prefix_aware' where scheduler.roles is 'colocated'", "colocated"),
+        ("scheduler.token_seconds", 0.02, "null where scheduler.roles is 'split'", "split"),
+        ("speculation.tokens", 5, "3 where speculation.method is 'none'", "split"),
+        ("speculation.max_step_tokens", 64, "32 where speculation.method is 'none'", "split"),
+        ("speculation.max_ngram", 5, "3 where speculation.method is 'none'", "split"),
+        ("gateway.cors_origins", ["*"], "[] where gateway.http_port is null", "split"),
+        ("metrics.host", "::1", "'127.0.0.1' where metrics.port is null", "split"),
+        ("tracing.sample_ratio", 0.5, "1.0 where tracing.endpoint is null", "split"),
+    ],
+)
+def test_a_key_that_would_change_nothing_is_refused(key: str, value: object, accepted: str, beside: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"scheduler.roles": beside, key: value})
+    assert str(caught.value).startswith(f"{key} is ")
+    assert f"; it must be {accepted}" in str(caught.value)
+
+
+def test_a_key_with_its_default_is_accepted_where_nothing_reads_it() -> None:
+    load_config(
+        None, {"scheduler.roles": "adaptive", "gateway.routing_policy": "prefix_aware", "speculation.tokens": 3}
+    )
+    load_config(
+        None, {"gateway.routing_policy": "least_loaded", "speculation.method": "ngram", "speculation.max_ngram": 5}
+    )

@@ -1,0 +1,58 @@
+"""Settings that change nothing beside others: an error, and not silence."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tandem.cluster.config_errors import shown
+from tandem.cluster.config_units import Section
+
+
+class Unused(NamedTuple):
+    """A key that must have its default where another one has certain values. Both are dotted."""
+
+    key: str
+    beside: str
+    holds: Callable[[Any], bool]  # for a value of beside
+    why: str = ""
+
+
+RULES = (
+    Unused(
+        "gateway.routing_policy",
+        "scheduler.roles",
+        lambda roles: roles != "split",
+        "the router then goes by the time that each worker would take, cached prefixes included",
+    ),
+    Unused(
+        "scheduler.token_seconds",
+        "scheduler.roles",
+        lambda roles: roles == "split",
+        "workers that decode then compute no prompts",
+    ),
+    Unused("speculation.tokens", "speculation.method", lambda method: method == "none"),
+    Unused("speculation.max_step_tokens", "speculation.method", lambda method: method == "none"),
+    Unused("speculation.max_ngram", "speculation.method", lambda method: method != "ngram"),
+    Unused("gateway.cors_origins", "gateway.http_port", lambda port: port is None, "there is no HTTP server then"),
+    Unused("metrics.host", "metrics.port", lambda port: port is None),
+    Unused("tracing.sample_ratio", "tracing.endpoint", lambda endpoint: endpoint is None),
+)
+
+
+def check_used(config: Section) -> None:
+    """ValueError for a key that changes nothing, with its value and what is accepted. config: of a cluster."""
+    for rule in RULES:
+        section, name = _found(config, rule.key)
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        deciding = getattr(*_found(config, rule.beside))
+        if value != default and rule.holds(deciding):
+            why = f": {rule.why}" if rule.why else ""
+            raise ValueError(
+                f"{rule.key} is {shown(value)}; it must be {shown(default)} where {rule.beside} is "
+                f"{shown(deciding)}{why}"
+            )
+
+
+def _found(config: Section, key: str) -> tuple[Section, str]:
+    """The section that holds a dotted key, and its name there."""
+    section, _, name = key.partition(".")
+    return getattr(config, section), name

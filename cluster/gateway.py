@@ -291,7 +291,7 @@ class Gateway:
         settings, section, metrics = self._settings, self._settings.config.gateway, self._settings.config.metrics
         if settings.http_port is None and settings.metrics_port is None:
             return None, None
-        from tandem.cluster.frontends.http.server import HttpServer  # needs tandem[http]
+        from tandem.cluster.frontends.http.server import HttpServer  # the extra http
 
         common = {"limit": self._limit, "token": settings.security.token(), "rejected": self._metrics.rejected_http}
         load, on_http = partial(self._table.total, Column.ACTIVE), scrape if settings.metrics_port is None else None

@@ -3,6 +3,7 @@
 import fnmatch
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,12 @@ def test_a_path_that_is_not_there_is_noticed() -> None:
     text = "`cache/nothing.py` and `cluster/config.py`, `nothing.py`\n```\ntandem up deploy/nothing.yaml\n```\n`a.json`"
     assert paths(text) == {"cache/nothing.py", "cluster/config.py", "nothing.py", "deploy/nothing.yaml"}
     assert [path for path in sorted(paths(text)) if exists(path)] == ["cluster/config.py"]
+
+
+def test_no_text_installs_another_project_of_our_name() -> None:
+    """An index has one. Until ours has a name there, it is installed from a checkout, by tandem.cache.extras."""
+    kinds = ("*.py", "*.md", "*.yaml", "*.sh", "Dockerfile", "*.service", "Makefile")
+    files = subprocess.run(["git", "ls-files", "--", *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
+    told = re.compile(r"""(?:pip3?|uv) install[^\n&;`]*?[ '"]tandem(?:\[|['" =<>])""")
+    found = [name for name in files.stdout.split() if told.search((ROOT / name).read_text())]
+    assert found == []

@@ -6,6 +6,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from tandem.cache.extras import install
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.transfer.errors import TransportError
 
@@ -32,7 +33,7 @@ TRANSPORTS: Mapping[str, Registration] = MappingProxyType(
             "tandem.transfer.nvshmem.transport",
             "NvshmemTransport",
             ("cuda",),
-            install="tandem[cuda12] or tandem[cuda13]",
+            install=install("cuda13", "cuda12"),
         ),
     }
 )
@@ -49,7 +50,5 @@ def create_transport(name: str, config: "TransportConfig") -> "Transport":
     try:
         module = import_module(one.module)
     except ImportError as error:
-        raise TransportError(
-            f"transport is {name!r}, which cannot be loaded: {error}; install {one.install}"
-        ) from error
+        raise TransportError(f"transport is {name!r}, which cannot be loaded: {error}; {one.install}") from error
     return getattr(module, one.class_name)(config)

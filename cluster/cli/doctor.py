@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
+from tandem.cache.extras import install
 from tandem.cache.kernels.build.nvml import Driver, Gpu, read_driver
 from tandem.cluster.cli.preflight import FILES, fitting_config
 from tandem.transfer.nvshmem.kernels.device_build import find_nvshmem
@@ -54,7 +55,7 @@ def examine(port: int) -> Iterator[Finding]:
     yield _gpus(driver)
     yield _peer_to_peer(driver)
     for name in ("nvshmem4py", "flashinfer-python", "triton"):
-        yield _package(name, "for a GPU island: pip install 'tandem[cuda13]', or [cuda12] for CUDA 12")
+        yield _package(name, f"for a GPU island: {install('cuda13')}, or cuda12")
     yield _device_library()
     yield _remote_transports()
     yield _nvcc()

@@ -5,6 +5,7 @@ from collections.abc import Set
 from contextlib import ExitStack
 from importlib.util import find_spec
 
+from tandem.cache.extras import install
 from tandem.cluster.config_sections import GatewaySection, MetricsSection
 from tandem.cluster.errors import ConfigError, StartFailed
 
@@ -79,8 +80,7 @@ def check_ports(section: GatewaySection, metrics: MetricsSection, beside: Set[in
             continue
         if find_spec("uvicorn") is None:
             raise ConfigError(
-                f"{key} is {port}; it needs uvicorn, which is not installed: "
-                "pip install 'tandem[http]', or leave the port out"
+                f"{key} is {port}; it needs uvicorn, which is not installed: {install('http')}, or leave the port out"
             )
         if is_here and port not in beside:
             _check_port(host, port, key, option)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tandem.cache.extras import install
 from tandem.cluster.errors import StartFailed
 from tandem.proto import admin_pb2
 
@@ -26,7 +27,7 @@ def otlp_exporter(endpoint: str, service: str) -> "tuple[Callable[[admin_pb2.Tra
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
         from opentelemetry.trace import SpanContext, TraceFlags
     except ImportError:
-        raise StartFailed("tracing.endpoint is set; it needs opentelemetry: pip install 'tandem[tracing]'") from None
+        raise StartFailed(f"tracing.endpoint is set; it needs opentelemetry: {install('tracing')}") from None
 
     class Exporter(OTLPSpanExporter):
         """Says once that a collector takes nothing."""

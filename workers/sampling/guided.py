@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.cache.extras import install
 from tandem.cache.plan.arrays import Int32Array
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.tokenizer_files import TokenizerFiles
@@ -137,7 +138,7 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLParserLimits, grammar_from
         except ModuleNotFoundError:
-            raise InvalidGuide("grammars need llguidance, the extra `guided`, which is not installed") from None
+            raise InvalidGuide(f"grammars need llguidance, which the server lacks: {install('guided')}") from None
         tokenizer = self._tokenizer = self._tokenizer or self._read_tokenizer()
         text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
         try:

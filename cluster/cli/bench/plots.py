@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.cache.extras import install
 from tandem.cluster.cli.bench.checkout import Outcome
 from tandem.cluster.errors import MissingPlots
 
@@ -22,7 +23,7 @@ def draw_plots(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise MissingPlots(f"no plots without matplotlib ({error}): pip install 'tandem[bench]'") from None
+        raise MissingPlots(f"no plots without matplotlib ({error}): {install('bench')}") from None
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for outcome in outcomes:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tandem.cache.extras import install
 from tandem.cluster.cli.bench.measures import Numbers
 from tandem.cluster.cli.bench.mixes import Slo
 from tandem.cluster.cli.bench.serve import Found, Result
@@ -71,7 +72,7 @@ def check_plots() -> None:
     try:
         import matplotlib.figure  # pyright: ignore[reportMissingImports] # noqa: F401
     except ImportError as error:
-        raise MissingPlots(f"no plots without matplotlib ({error}): pip install 'tandem[bench]'") from None
+        raise MissingPlots(f"no plots without matplotlib ({error}): {install('bench')}") from None
 
 
 def draw_runs(result: Result, slo: Slo, path: Path) -> None:

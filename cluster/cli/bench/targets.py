@@ -9,6 +9,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from tandem.cache.extras import install
 from tandem.cluster.cli.bench.sessions import Message
 from tandem.cluster.cli.bench.timeline import Running
 from tandem.cluster.client.client import AsyncClient
@@ -75,7 +76,7 @@ class TargetSpec:
             try:
                 from tandem.cluster.cli.bench.openai import OpenAiTarget
             except ModuleNotFoundError as error:
-                raise UsageError(f"--url needs {error.name}: pip install 'tandem[bench]'") from None
+                raise UsageError(f"--url needs {error.name}: {install('bench')}") from None
             return RoundRobin([OpenAiTarget(url, self, token) for url in self.urls])
         if self.endpoint == "chat":
             raise UsageError("--endpoint is chat; it needs --url: over gRPC, prompts are token ids")

@@ -329,7 +329,7 @@ class TestPorts:
         monkeypatch.setattr("tandem.cluster.supervision.shared_ports.find_spec", lambda name: None)
         processes = FakeProcesses()
         config = load_config(None, {"model.path": str(model), "gateway.port": 0, "gateway.http_port": 0})
-        with pytest.raises(ConfigError, match=r"pip install 'tandem\[http\]'"):
+        with pytest.raises(ConfigError, match=r"pip install -e '\.\[http\]'"):
             Cluster(config, processes).start()
         assert not processes.specs
 

@@ -26,7 +26,6 @@ from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
-from tandem.workers.sampling.guided import Guided
 from tandem.workers.sampling.sampling_params import (
     MAX_ANSWERS,
     MAX_STOP_STRINGS,
@@ -38,7 +37,6 @@ from tandem.workers.sampling.sampling_params import (
 from tandem.workers.wire.messages import PROMPT_DTYPE, prompt_from_bytes, sampling_from_proto
 
 MAX_REQUEST_ID = 128
-MOST_KEPT = 1024  # output tokens that thinking leaves to what follows a guide
 QUICK_TEXT = 16_384  # bytes; what is longer is tokenized in a process of its own
 QUICK_MESSAGES = 64
 QUICK_IDS = 1 << 16  # numbers of token_ids
@@ -211,8 +209,8 @@ class RequestValidator:
             if encoder.length:
                 room = min(room, self._limits.max_decoder_tokens - decoder)
             params = replace(params, max_tokens=max(1, params.min_tokens, min(open_ended, room)))
-        if params.guided is not None and params.guided.thinking is not None:
-            params = replace(params, guided=_limited(params.guided, params.max_tokens))
+        if params.guided is not None:
+            params = replace(params, guided=params.guided.within(params.max_tokens))
         if params.sliding is None:
             self._limits.check_decoder(decoder, params.max_tokens)
             self._limits.check_length(len(token_ids), params.max_tokens)
@@ -379,12 +377,6 @@ class RequestValidator:
             text = self._tokenizer.decode([largest], skip_special_tokens=False)
             named = f"{field} has {text!r:.80}, which is token {largest}"
         raise InvalidRequest(f"{named}; the vocabulary has {vocab_size} entries, 0 … {vocab_size - 1}")
-
-
-def _limited(guided: Guided, max_tokens: int) -> Guided:
-    """With a limit of its thinking, so that the output has tokens left for what follows the guide."""
-    most = max_tokens - min(max_tokens * 3 // 4, MOST_KEPT)
-    return replace(guided, thinking_tokens=guided.thinking_tokens or max(1, most))
 
 
 def refused_prompt(message: inference_pb2.GenerateRequest, error: Exception) -> InvalidRequest:

@@ -39,6 +39,7 @@ THREADS = max(2, min(16, (os.cpu_count() or 1) // 2))  # that compute masks besi
 MASK_SECONDS = 1.0  # a mask takes some ten microseconds; llguidance gives up one of some ten milliseconds
 COMPILE_FUEL = 200_000  # some 0.1 s and 30 MiB: llguidance looks ahead in what is repeated often
 MOST_SYMBOLS = 100_000
+MOST_KEPT = 1024  # output tokens that thinking leaves to what follows a guide
 LOOK_AHEAD = 64  # tokens; llguidance goes on compiling with each
 MOST_SPACES = 100  # tokens of white space
 WHITESPACE = r"[ \t\r\n]{1,32}"  # between two tokens of JSON; without a bound some models write spaces for ever
@@ -72,6 +73,12 @@ class Guided:
     texts: tuple[str, ...]
     thinking: Thinking | None = None  # what may stand before it
     thinking_tokens: int = field(default=0, compare=False)  # output tokens behind which thinking ends; 0: no limit
+
+    def within(self, max_tokens: int) -> "Guided":
+        """With a limit of its thinking, if it has none, so that tokens are left for what follows the guide."""
+        if self.thinking is None or self.thinking_tokens:
+            return self
+        return replace(self, thinking_tokens=max(1, max_tokens - min(max_tokens * 3 // 4, MOST_KEPT)))
 
 
 class Grammars:

@@ -154,10 +154,10 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_spacing(schema))
             else:
                 grammar = grammar_from(KINDS[guided.kind], text)
+            if guided.thinking is not None:
+                grammar = behind(guided.thinking, grammar, self._tokenizer)
         except (ValueError, RecursionError) as error:
             raise InvalidGuide(f"{guided.kind} cannot be read: {_in_words(str(error))}") from None
-        if guided.thinking is not None:
-            grammar = behind(guided.thinking, grammar, self._tokenizer)
         limits = LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, max_grammar_size=MOST_SYMBOLS, verbose_errors=False)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():

@@ -26,6 +26,7 @@ def behind(thinking: Thinking, grammar: str, tokenizer: "LLTokenizer") -> str:
     """llguidance's grammar of an output that thinks and then follows `grammar`. No end token is free text.
 
     A grammar of both, rather than a state beside the matcher: each place in the output follows from its tokens alone.
+    ValueError for a text that is no grammar.
     """
     end = _symbol(thinking.end, tokenizer)
     if end.startswith("<"):  # a token of its own, and never text
@@ -34,11 +35,19 @@ def behind(thinking: Thinking, grammar: str, tokenizer: "LLTokenizer") -> str:
         thought = f"reasoning line_ends\nreasoning[suffix={end}]: {ANYTHING}"
     start = "thought @guide" if thinking.opened else f"@guide | {_symbol(thinking.begin, tokenizer)} thought @guide"
     lark = f"start: {start}\nthought: {thought}\nline_ends: {LINE_ENDS}\n"
-    parts: list[dict[str, Any]] = [{"lark_grammar": grammar}]
-    if grammar.lstrip().startswith("{"):
-        parts = json.loads(grammar)["grammars"]
-    guide, *others = parts
+    guide, *others = _parts(grammar)
     return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, guide | {"name": "guide"}, *others]})
+
+
+def _parts(grammar: str) -> list[dict[str, Any]]:
+    """Of a grammar in Lark, or in llguidance's JSON: at least one."""
+    if not grammar.lstrip().startswith("{"):
+        return [{"lark_grammar": grammar}]
+    held = json.loads(grammar)
+    parts = held.get("grammars") if isinstance(held, dict) else None
+    if not isinstance(parts, list) or not parts or not isinstance(parts[0], dict):
+        raise ValueError("it has no list of grammars")
+    return parts
 
 
 def _symbol(tag: str, tokenizer: "LLTokenizer") -> str:

@@ -213,8 +213,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"guided": {"regex": "a", "thinking": {"begin": "", "end": "b"}}},
         "thinking.begin has 0 characters; it must be 1",
     ),
-    ({"guided": {"grammar": "{}", "thinking": {"begin": "a", "end": "b"}}}, "sampling.guided: grammar cannot be read"),
-    ({"guided": {"grammar": "{", "thinking": {"begin": "a", "end": "b"}}}, "sampling.guided: grammar cannot be read"),
+    ({"guided": {"grammar": "{}", "thinking": {"begin": "a", "end": "b"}}}, "sampling.guided: grammar cannot be"),
+    ({"guided": {"grammar": "{", "thinking": {"begin": "a", "end": "b"}}}, "sampling.guided: grammar cannot be"),
     ({"guided": {"nothing": "a"}}, "it must be one of json_schema, regex and grammar, as text, or choice"),
 ]
 

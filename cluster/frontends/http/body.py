@@ -37,7 +37,7 @@ async def _read(scope: Scope, receive: Receive, held: Body, max_bytes: int) -> b
         if message["type"] == "http.disconnect":
             raise ClientGone
         data += message["body"]
-        received = max(len(data), scope["state"].get(BODY_BYTES, 0))
+        received = max(len(data), scope.get("state", {}).get(BODY_BYTES, 0))
         _check_size(received, max_bytes)
         held.hold(max(declared, received))
         more = message["more_body"]

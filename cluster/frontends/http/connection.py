@@ -86,8 +86,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._become_idle()
         super().on_response_complete()
-        if not self._waits:
-            self._parse()  # which begins with the next request, if that is there
+        self._go_on()  # with the next request, if that is there
         if self._half_closed and not self._is_asked_in_full:
             self.transport.close()
 

@@ -138,6 +138,7 @@ class _Client(asyncio.Protocol):
         self._server: _Server | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._full = self._late = False  # waits for gRPC to read; for its allowance
+        self._ended = False  # a transport of TLS would say so later, and log each write until then
         self._loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -167,11 +168,13 @@ class _Client(asyncio.Protocol):
             self.end()
 
     def connected(self, server: "_Server") -> None:
+        if self._ended:
+            server.transport.abort()
         self._server = server
         self._enter()
 
     def _enter(self) -> None:
-        if self._server is not None and not (self._full or self._late or self.transport.is_closing()):
+        if self._server is not None and not (self._full or self._late or self._ended):
             self._port.turns.enter(self)
 
     def pass_on(self, frames: int, calls: int) -> tuple[int, Rest]:
@@ -210,11 +213,26 @@ class _Client(asyncio.Protocol):
         if self._server is not None:
             self._server.transport.resume_reading()
 
+    def eof_received(self) -> None:
+        self.end()  # TLS takes no more of what gRPC answers, and would log each piece
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.end()
 
+    def answer(self, data: bytes) -> None:
+        """Passes on what gRPC says."""
+        if not self._ended:
+            self.transport.write(data)
+
+    def finish(self) -> None:
+        """gRPC has ended its connection. What it said last still goes out."""
+        self._ended = True
+        self._port.turns.leave(self)
+        self.transport.close()
+
     def end(self) -> None:
-        """Both connections. Idempotent."""
+        """Both connections, at once. Idempotent."""
+        self._ended = True
         self._silence.cancel()
         self._port.leave(self)
         self.transport.abort()
@@ -236,7 +254,7 @@ class _Server(asyncio.Protocol):
         self._client.connected(self)
 
     def data_received(self, data: bytes) -> None:
-        self._client.transport.write(data)
+        self._client.answer(data)
 
     def pause_writing(self) -> None:
         self._client.fill(full=True)
@@ -245,7 +263,7 @@ class _Server(asyncio.Protocol):
         self._client.fill(full=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._client.transport.close()  # what gRPC said last still goes out
+        self._client.finish()
 
 
 def _name_of(client: asyncio.Transport) -> str:

@@ -251,6 +251,8 @@ class WorkerLink:
 
 def _channel(worker: WorkerAddress, options: list[tuple[str, int]]) -> grpc.aio.Channel:
     if worker.identity is None:
-        return grpc.aio.insecure_channel(worker.address, options=options)
+        # Its next epoch may have the same socket: without a pool of its own, gRPC would wait a second to try it again.
+        alone = [*options, ("grpc.use_local_subchannel_pool", 1)]
+        return grpc.aio.insecure_channel(worker.address, options=alone)
     named = [*options, ("grpc.ssl_target_name_override", SERVER_NAME)]
     return grpc.aio.secure_channel(worker.address, worker.identity.channel_credentials(), options=named)

@@ -38,7 +38,7 @@ from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.token_stream import TokenFanout
-from tandem.workers.runner.memory_budget import measure_budget
+from tandem.workers.runner.memory_budget import measure_budget, on_the_gpu
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.guided import Grammars
@@ -98,11 +98,13 @@ class Worker:
         self._socket: PrivateSocket | None = None
 
     def load(self) -> None:
-        """Reads weights and end tokens; loaded_bytes and total_bytes can be read by another thread meanwhile."""
+        """Reads weights and end tokens; loaded_bytes and total_bytes can be read by another thread meanwhile.
+        Raises GpuTooSmall."""
         with ThreadPoolExecutor(1, "tokenizer") as aside:
             model = self.model_config
             ends = aside.submit(end_tokens, Path(self.config.model_path), model.eos_token_ids, model.vocab_size)
-            self._load_weights()
+            with on_the_gpu("the weights"):
+                self._load_weights()
             self._eos_token_ids = ends.result()
 
     def _load_weights(self) -> None:
@@ -135,13 +137,14 @@ class Worker:
     def pages_that_fit(self, utilization: float) -> int:
         """Between load() and open(), on a GPU: how many pages this part of its memory has room for; or GpuTooSmall."""
         config = self.config
-        budget = measure_budget(
-            self._model,
-            utilization,
-            max_batch_tokens=config.max_batch_tokens,
-            max_sequences=config.max_sequences,
-            max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # sequences of two new tokens and more
-        )
+        with on_the_gpu("the largest forward beside the weights"):
+            budget = measure_budget(
+                self._model,
+                utilization,
+                max_batch_tokens=config.max_batch_tokens,
+                max_sequences=config.max_sequences,
+                max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # of sequences of two new tokens
+            )
         room = budget.room(self._layout.token_bytes * config.page_size)
         return num_pages_in(self._layout, room, page_uses(config))
 

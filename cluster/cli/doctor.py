@@ -17,8 +17,10 @@ from types import ModuleType
 
 from tandem.cache.extras import install
 from tandem.cache.kernels.build.nvml import Driver, Gpu, read_driver
+from tandem.cluster.cli.gpu_room import holders_of
 from tandem.cluster.cli.preflight import FILES, fitting_config
 from tandem.transfer.nvshmem.kernels.device_build import find_nvshmem
+from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION, RESERVED_BYTES
 
 COMMAND_SECONDS = 20.0
 SHM_BYTES = 8 << 30  # of /dev/shm: Ray's object store and NCCL's buffers
@@ -91,9 +93,17 @@ def _verdict(index: int, gpu: Gpu, missing: Sequence[str], driver: Driver) -> st
         return f"{named}: cannot serve; its compute capability is {major}.{minor}, 8.0 or later is needed"
     others = [other for other in range(len(driver.gpus)) if other != index]
     peers = [other for other in others if _reaches(index, other) and _reaches(other, index)]
-    busy = f", {gpu.used / GIB:.0f} GiB in use by other processes" if gpu.used > BUSY_BYTES else ""
+    busy, left = "", ""
+    if gpu.used > BUSY_BYTES:
+        room = int(gpu.memory * GPU_MEMORY_UTILIZATION) - RESERVED_BYTES - gpu.used
+        if room <= 0:
+            return (
+                f"{named}: cannot serve while it has {holders_of(gpu)}; a worker needs {RESERVED_BYTES / GIB:.1f} GiB "
+                f"beside weights and KV, of {GPU_MEMORY_UTILIZATION:g} of the memory"
+            )
+        busy, left = f", {holders_of(gpu)}", f" with less than {room / GIB:.1f} GiB of weights"
     tried = "" if gpu.capability == (9, 0) else "; tandem has run on Hopper only"
-    return f"{named}{busy}: {fitting_config(len(peers) + 1)} runs here{tried}"
+    return f"{named}{busy}: {fitting_config(len(peers) + 1)} runs here{left}{tried}"
 
 
 def _python() -> Finding:

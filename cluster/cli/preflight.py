@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import cache_folder
 from tandem.cache.kernels.build.nvml import Driver, read_driver
+from tandem.cluster.cli.gpu_room import lacking_room
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.config_model import download_hint
 from tandem.cluster.config_sections import ModelSection
@@ -41,7 +42,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     Raises ConfigError for what the configuration asks of this host in vain, StartFailed for what this host lacks.
     """
     check_model(config)
-    findings = list(_check_gpus(config, read_driver())) if own_ray else []
+    findings = list(_check_gpus(config, read_driver(), replaces=bool(beside))) if own_ray else []
     if findings:
         raise ConfigError("\n".join(findings))
     config.security.server.check()
@@ -96,13 +97,18 @@ def _check_model(section: ModelSection) -> Iterator[str]:
         )
 
 
-def _check_gpus(config: ClusterConfig, driver: Driver) -> Iterator[str]:
+def _check_gpus(config: ClusterConfig, driver: Driver, *, replaces: bool = False) -> Iterator[str]:
+    """replaces: a cluster that ends soon may have the GPUs' memory."""
     if config.island.device != "cuda":
         return
     section = config.island
     needed = config.num_islands * (section.num_prefill + section.num_decode)
     there = driver.visible
-    if there and (there >= needed or "RAY_OVERRIDE_RESOURCES" in os.environ):
+    if there and "RAY_OVERRIDE_RESOURCES" in os.environ:
+        return
+    if there >= needed:
+        if not replaces:
+            yield from lacking_room(config, driver)
         return
     if not driver.version:
         found = "this host has no GPU, or no NVIDIA driver"

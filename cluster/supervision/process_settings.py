@@ -10,6 +10,7 @@ from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.served_model import ServedModel
 from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION
 
 FIRST_EPOCH = 1
 TOKEN_BYTES = 32
@@ -20,7 +21,6 @@ CPU_SEQUENCES = 256
 GPU_SEQUENCES = 512
 CORES_PER_GATEWAY = 4
 MOST_GATEWAYS = 4
-GPU_MEMORY_UTILIZATION = 0.9
 GPU_TOKEN_SECONDS = 0.015
 CPU_TOKEN_SECONDS = 0.25  # beyond it the router decodes elsewhere; workers have no bound there
 

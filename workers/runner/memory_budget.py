@@ -1,5 +1,7 @@
 """How many KV pages a worker's GPU has room for beside the weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +16,9 @@ from tandem.cache.plan.temperature import Temperature
 from tandem.workers.errors import GpuTooSmall
 from tandem.workers.models.decoder import Decoder, DenseDecoder
 from tandem.workers.runner.eager_sampler import EagerSampler
+from tandem.workers.runner.reserved_bytes import RESERVED_BYTES
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-
-# Memory that is allocated after the pages, and cannot be measured before:
-FLASHINFER_BYTES = 256 << 20  # FlashInfer's workspace
-NVSHMEM_BYTES = 1 << 30  # NVSHMEM's own state, and its heap growing in steps of 512 MiB
-MARGIN_BYTES = 2 << 30  # CUDA graphs with their buffers, code of kernels, fragments in torch's allocator
-RESERVED_BYTES = FLASHINFER_BYTES + NVSHMEM_BYTES + MARGIN_BYTES
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,20 @@ def measure_budget(
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return MemoryBudget(total, total - free, utilization)
+
+
+@contextmanager
+def on_the_gpu(what: str) -> Iterator[None]:
+    """GpuTooSmall, in words, where torch gets no memory for `what` within the block."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info()
+        own = torch.cuda.memory_reserved()
+        raise GpuTooSmall(
+            f"the GPU has no room for {what}: of {gib(total)} this worker has {gib(own)}, other processes have "
+            f"{gib(total - free - own)}, and {gib(free)} are free; `nvidia-smi` names the processes"
+        ) from None
 
 
 class WithoutPages:

@@ -19,6 +19,8 @@ class Gpu:
     capability: tuple[int, int]  # of its architecture, (9, 0) for Hopper
     multiprocessors: int = 0  # 0: NVML does not say
     used: int = 0  # bytes, by any process
+    uuid: str = ""
+    holders: tuple[tuple[int, int], ...] = ()  # pids of processes with a CUDA context there, and their bytes if known
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,22 @@ class Driver:
             return len(self.gpus)
         listed = [part for part in named.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
         return min(len(self.gpus), len(listed))
+
+    @property
+    def visible_gpus(self) -> tuple[int, ...]:
+        """Their numbers, in the order in which such a process gets them."""
+        named = os.environ.get(VISIBLE)
+        if named is None:
+            return tuple(range(len(self.gpus)))
+        found = list[int]()
+        for part in (part.strip() for part in named.split(",")):
+            numbers = [
+                number for number, gpu in enumerate(self.gpus) if part == str(number) or (part and gpu.uuid.startswith(part))
+            ]
+            if len(numbers) != 1:
+                break  # CUDA ends the list there
+            found += numbers
+        return tuple(found)
 
 
 def read_driver() -> Driver:
@@ -77,7 +95,16 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
     except nvml.NVMLError:
         multiprocessors = 0
     name, total, used = str(nvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)
-    return Gpu(name, total, capability, multiprocessors, used)
+    return Gpu(name, total, capability, multiprocessors, used, str(nvml.nvmlDeviceGetUUID(handle)), _holders(nvml, handle))
+
+
+def _holders(nvml: Any, handle: Any) -> tuple[tuple[int, int], ...]:
+    """Those that this process can see: in a container only its own."""
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        return ()
+    return tuple((int(one.pid), int(one.usedGpuMemory or 0)) for one in running)
 
 
 def _linked(nvml: Any, one: Any, other: Any) -> bool:

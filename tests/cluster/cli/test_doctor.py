@@ -111,7 +111,8 @@ def test_each_device_gets_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     _, *each = verdict_of(Driver("580.1", (H200, busy, H200, old)))
     assert each == [
         "GPU 0: H200, 139 GiB: deploy/gpu-1p1d.yaml runs here",
-        "GPU 1: H200, 139 GiB, 70 GiB in use by other processes: deploy/gpu-2p2d.yaml runs here",
+        "GPU 1: H200, 139 GiB, 70.0 GiB in use by other processes: deploy/gpu-2p2d.yaml runs here with less than "
+        "51.8 GiB of weights",
         "GPU 2: H200, 139 GiB: deploy/gpu-1p1d.yaml runs here",
         "GPU 3: V100, 32 GiB: cannot serve; its compute capability is 7.0, 8.0 or later is needed",
     ]
@@ -226,3 +227,14 @@ def test_a_tool_that_hangs_or_fails_says_nothing(tmp_path: Path, monkeypatch: py
     found = findings()
     assert found["c compiler"].found.endswith("cc")
     assert found["nvcc"].found.endswith("nvcc")
+
+
+def test_a_gpu_that_others_fill_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_torch", gpus(1))
+    full = replace(H200, used=130 << 30, holders=((os.getpid(), 129 << 30),))
+    (_, said) = verdict_of(Driver("580.1", (full,)))
+    command = Path("/proc/self/comm").read_text().strip()
+    assert said == (
+        "GPU 0: H200, 139 GiB: cannot serve while it has 130.0 GiB in use by process "
+        f"{os.getpid()} ({command}) 129.0 GiB; a worker needs 3.2 GiB beside weights and KV, of 0.9 of the memory"
+    )

@@ -1,10 +1,12 @@
 """What `tandem up` finds before torch and Ray are imported. The words count: an operator has nothing else."""
 
+import json
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,3 +187,47 @@ def test_a_folder_for_logs_has_room_and_is_one(model: Path, monkeypatch: pytest.
     logs.unlink()
     free(monkeypatch, str(tmp_path), 5 << 20)
     assert f"logging.folder: {logs} has 5 MiB free; at least 64 are needed: set" in refused(config, StartFailed)
+
+
+FULL = replace(H200, used=130 << 30, holders=((os.getpid(), 129 << 30), (1 << 30, 0)))
+
+
+def weights(model: Path, gib: int, dtype: str = "BF16") -> None:
+    """A file that has a header only: the rest is a hole."""
+    count, size = (gib << 30) // 2, {"BF16": 2, "F32": 4}[dtype]
+    header = json.dumps({"w": {"dtype": dtype, "shape": [count], "data_offsets": [0, size * count]}}).encode()
+    with (model / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size * count)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_gpus_that_others_fill(model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    weights(model, 16, dtype)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preflight, "read_driver", lambda: Driver("580.1", (FULL, H200, H200)))
+    command = Path("/proc/self/comm").read_text().strip()
+    said = refused(config_of(model, "gpu-1p1d.yaml"))
+    assert said == (
+        f"GPU 0 (H200, 139.0 GiB) has 130.0 GiB in use by process {os.getpid()} ({command}) 129.0 GiB, process "
+        f"{1 << 30}; a worker needs at least 19.2 GiB of 125.1 GiB there, 16.0 GiB of it for weights: set "
+        "CUDA_VISIBLE_DEVICES=1,2, or end those processes; no model would fit here"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    check_host(config_of(model, "gpu-1p1d.yaml"), own_ray=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert "end those processes, or take a smaller model; no model" in refused(config_of(model, "gpu-1p1d.yaml"))
+    check_host(config_of(model, "gpu-1p1d.yaml"), own_ray=True, beside=frozenset({1}))  # another one ends for it
+
+
+def test_a_model_that_is_larger_than_what_is_left(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = replace(H200, used=100 << 30)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preflight, "read_driver", lambda: Driver("580.1", (half, half)))
+    weights(model, 22)
+    said = refused(config_of(model, "gpu-1p1d.yaml"))
+    assert said.count("take a smaller model; weights of less than 21.8 GiB would fit") == 2
+    weights(model, 21)
+    check_host(config_of(model, "gpu-1p1d.yaml"), own_ray=True)
+    weights(model, 38)
+    check_host(config_of(model, "gpu-1p1d.yaml", **{"cache.num_pages": 100}), own_ray=True)

@@ -9,8 +9,9 @@ from tandem.cache.plan.latent import UpProjections
 from tandem.workers.errors import GpuTooSmall
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
-from tandem.workers.runner.memory_budget import RESERVED_BYTES, MemoryBudget, run_largest_forward
+from tandem.workers.runner.memory_budget import MemoryBudget, on_the_gpu, run_largest_forward
 from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.reserved_bytes import RESERVED_BYTES
 from tests.support.checkpoints import save_checkpoint
 
 GIB = 1 << 30
@@ -95,3 +96,14 @@ def test_the_largest_forward_makes_as_many_keys_and_values_of_latents_as_any(
     monkeypatch.setattr("tandem.cache.plan.latent.EXPANDED_ROWS", 200)
     run_largest_forward(model, 40, 1, 1 << 40)
     assert set(made) == {200 * (latent.query_dim + latent.heads.value_dim)}
+
+
+def test_a_gpu_that_fills_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 9 << 30)
+    with pytest.raises(GpuTooSmall) as caught, on_the_gpu("the weights"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert str(caught.value) == (
+        "the GPU has no room for the weights: of 80.0 GiB this worker has 9.0 GiB, other processes have 70.0 GiB, and "
+        "1.0 GiB are free; `nvidia-smi` names the processes"
+    )

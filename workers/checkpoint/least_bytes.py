@@ -1,0 +1,45 @@
+"""How much memory a checkpoint's weights take at least, from its headers. It needs no torch, so it comes before all."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.checkpoint.fields import MAX_JSON_BYTES, Fields
+from tandem.workers.checkpoint.files import is_file_name, open_regular
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WIDE = ("F32", "F64")  # which a model of 16 bits has in two bytes
+
+
+def least_weight_bytes(folder: Path, *, in_16_bits: bool) -> int:
+    """Bytes of the weights where nothing is dequantized. 0 for what cannot be read, which loading has an error for."""
+    try:
+        return sum(_bytes_of(path, in_16_bits=in_16_bits) for path in _files(folder))
+    except (ModelError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return 0
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    if (folder / SINGLE).exists():
+        yield folder / SINGLE
+    elif (folder / INDEX).exists():
+        weight_map = Fields.from_file(folder / INDEX).section("weight_map")
+        names = {weight_map.text(tensor) for tensor in weight_map.names()}
+        yield from (folder / name for name in names if is_file_name(name))
+    else:
+        yield from folder.glob("*.safetensors")
+
+
+def _bytes_of(path: Path, *, in_16_bits: bool) -> int:
+    with open_regular(path) as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size, MAX_JSON_BYTES)))
+    header.pop("__metadata__", None)
+    total = 0
+    for tensor in header.values():
+        begin, end = tensor["data_offsets"]
+        narrowed = in_16_bits and tensor["dtype"] in WIDE
+        total += 2 * math.prod(tensor["shape"]) if narrowed else end - begin
+    return total

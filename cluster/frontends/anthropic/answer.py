@@ -1,14 +1,16 @@
 """The answer of /v1/messages: blocks of content, and the events that build them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Self
 
 from pydantic_core import from_json
 
 from tandem.cluster.frontends.anthropic.body import MessagesBody
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.http.reply import ErrorForm, encode
+from tandem.cluster.frontends.http.json_blocks import encode
+from tandem.cluster.frontends.http.reply import ErrorForm
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
 from tandem.cluster.frontends.openai.translated_answer import Event, TranslatedAnswer
@@ -56,9 +58,9 @@ class MessagesAnswer(TranslatedAnswer):
         """One that has seen no message."""
         return type(self)(self._model, self._make_parser)
 
-    def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
+    def end(self, request_id: str, usage: inference_pb2.Usage) -> Iterable[bytes]:
         delta = {"type": "message_delta", "delta": self._stop(), "usage": _usage(usage)}
-        return self._named(delta) + self._named({"type": "message_stop"})
+        return chain(self._named(delta), self._named({"type": "message_stop"}))
 
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
         return self._message(request_id, self._blocks, usage) | self._stop()

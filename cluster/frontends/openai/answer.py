@@ -2,11 +2,13 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Self
 
-from tandem.cluster.frontends.http.reply import encode
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.frontends.http.json_blocks import JsonList, encode, json_blocks
 from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
@@ -30,7 +32,8 @@ class Frame:
     @classmethod
     def of(cls, chunk: dict[str, Any]) -> Self:
         """chunk: one whose text is BLANK and whose token_ids, if it has any, are empty."""
-        before, _, rest = encode(chunk).partition(encode(BLANK))  # the quotes of names in it would be escaped
+        encoded = b"".join(json_blocks(chunk)).decode()
+        before, _, rest = encoded.partition(encode(BLANK))  # the quotes of names in it would be escaped
         between, empty, behind = rest.partition(NO_TOKEN_IDS)
         return cls(before, between + empty[:-1], empty[-1:] + behind, has_token_ids=bool(empty))
 
@@ -40,19 +43,26 @@ class Frame:
 
 
 class AnyAnswer(ABC):
-    """One answer of any API, in the order of its messages: events of a stream, or a choice of the whole."""
+    """One answer of any API, which takes its messages in order: events of a stream, or a choice of the whole.
+
+    What it makes may have JsonLists and arrays, see json_blocks(). A copy is another answer, which has seen no message.
+    """
 
     @abstractmethod
-    def events(self, message: inference_pb2.GenerateResponse) -> str:
-        """One message of a stream, as server-sent events; empty for none."""
+    def keep(self, message: inference_pb2.GenerateResponse) -> None:
+        """One message, for the next event or for the choice."""
 
     @abstractmethod
-    def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
+    def events(self, message: inference_pb2.GenerateResponse) -> Iterable[bytes]:
+        """One message of a stream, and what was kept before, as server-sent events in blocks; none may be left."""
+
+    @abstractmethod
+    def end(self, request_id: str, usage: inference_pb2.Usage) -> Iterable[bytes]:
         """The events behind the last message of a stream. Of several answers it is asked of the first."""
 
     @abstractmethod
-    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """The answer of all its messages, merged into one."""
+    def choice(self) -> dict[str, Any]:
+        """The answer of all that was kept."""
 
     @abstractmethod
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
@@ -73,43 +83,69 @@ class Answer(AnyAnswer):
         self._texts = tokenizer
         self._tokenizer = None if body.return_tokens_as_token_ids else tokenizer
         self._created = int(time.time())
+        self._begin()
+
+    def __copy__(self) -> Self:
+        kind = type(self)
+        other = kind.__new__(kind)
+        vars(other).update(vars(self))
+        other._begin()
+        return other
+
+    def _begin(self) -> None:
+        """Sets what messages change."""
         self._frame: Frame | None = None  # of the chunks between the first and the last one
         self._prompt_tokens = self._output_tokens = 0  # so far, where chunks tell them
+        self._last = inference_pb2.GenerateResponse()  # message that was kept
+        self._token_ids, self._prompt_logprobs = JsonList(), JsonList()  # of no chunk yet
+        self._prompt_ids: Int64Array | None = None
 
-    def events(self, message: inference_pb2.GenerateResponse) -> str:
+    def keep(self, message: inference_pb2.GenerateResponse) -> None:
+        body = self._body
+        self._last = message
         self._count(message)
-        return event(self.chunk(message))
+        if body.return_token_ids:
+            self._token_ids.extend(list(message.token_ids))
+        if body.return_token_ids and message.prompt_token_bytes:
+            self._prompt_ids = prompt_from_bytes(message.prompt_token_bytes)
+        if body.prompt_logprobs is not None and message.prompt_logprobs:
+            self._prompt_logprobs.extend(self._prompt_entries(message.prompt_logprobs))
+        self._keep_content(message)
+        if body.num_logprobs is not None:
+            self._keep_logprobs(message.logprobs)
 
-    def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
-        last = ""
-        if self._body.includes_usage:
-            last = event(encode(self._object(self.chunk_object, request_id, []) | {"usage": _usage(usage)}))
-        return last + event("[DONE]")
-
-    def chunk(self, message: inference_pb2.GenerateResponse) -> str:
-        """One message of a stream, in JSON."""
+    def events(self, message: inference_pb2.GenerateResponse) -> Iterable[bytes]:
         if message.finish_reason or self._body.num_logprobs is not None or self._body.tells_usage:
-            return encode(self._chunk(message))
+            self.keep(message)
+            return event_blocks(self._chunk())
         if self._frame is not None:
-            return self._frame.chunk(message)
-        first = encode(self._chunk(message))
-        blank = inference_pb2.GenerateResponse(request_id=message.request_id, index=message.index, text=BLANK)
-        self._frame = Frame.of(self._chunk(blank))
-        return first
+            return (event(self._frame.chunk(message)),)
+        self.keep(message)
+        first = self._chunk()
+        self.keep(inference_pb2.GenerateResponse(request_id=message.request_id, index=message.index, text=BLANK))
+        self._frame = Frame.of(self._chunk())
+        return event_blocks(first)
+
+    def end(self, request_id: str, usage: inference_pb2.Usage) -> Iterable[bytes]:
+        last: Iterable[bytes] = ()
+        if self._body.includes_usage:
+            last = event_blocks(self._object(self.chunk_object, request_id, []) | {"usage": _usage(usage)})
+        return chain(last, (event("[DONE]"),))
 
     def _count(self, message: inference_pb2.GenerateResponse) -> None:
         if self._body.tells_usage:
             self._prompt_tokens += len(message.prompt_token_bytes) // PROMPT_DTYPE.itemsize
             self._output_tokens += len(message.token_ids)
 
-    def _chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+    def _chunk(self) -> dict[str, Any]:
+        """Of what was kept since the chunk before."""
         usage: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
         if self._body.tells_usage:
             usage = {"usage": _counts(self._prompt_tokens, self._output_tokens)}
-        return self._object(self.chunk_object, message.request_id, [self._choice(message, is_chunk=True)]) | usage
+        return self._object(self.chunk_object, self._last.request_id, [self._choice(is_chunk=True)]) | usage
 
-    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        return self._choice(message, is_chunk=False)
+    def choice(self) -> dict[str, Any]:
+        return self._choice(is_chunk=False)
 
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
         return self._object(self.whole_object, request_id, choices) | {"usage": _usage(usage)}
@@ -118,23 +154,23 @@ class Answer(AnyAnswer):
         name = f"{self.prefix}-{request_id}"
         return {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def _choice(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
+    def _choice(self, is_chunk: bool) -> dict[str, Any]:
         choice = {
-            "index": message.index,
-            **self._content(message, is_chunk),
-            "logprobs": None if self._body.num_logprobs is None else self._logprobs(message.logprobs),
-            "finish_reason": self._finish_reason(message),
-            "stop_reason": _stop_reason(message),
+            "index": self._last.index,
+            **self._take_content(is_chunk),
+            "logprobs": None if self._body.num_logprobs is None else self._take_logprobs(),
+            "finish_reason": self._finish_reason(),
+            "stop_reason": _stop_reason(self._last),
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = list(message.token_ids)
-        if self._body.return_token_ids and message.prompt_token_bytes:
-            choice["prompt_token_ids"] = prompt_from_bytes(message.prompt_token_bytes).tolist()
-        if self._body.prompt_logprobs is not None and (message.prompt_logprobs or not is_chunk):
-            choice["prompt_logprobs"] = self._prompt_logprobs(message.prompt_logprobs)
+            choice["token_ids"], self._token_ids = self._token_ids, JsonList()
+        if self._prompt_ids is not None:
+            choice["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
+        if self._body.prompt_logprobs is not None and (self._prompt_logprobs or not is_chunk):
+            choice["prompt_logprobs"], self._prompt_logprobs = self._prompt_logprobs, JsonList()
         return choice
 
-    def _prompt_logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> list[dict[str, Any] | None]:
+    def _prompt_entries(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> list[dict[str, Any] | None]:
         """As vLLM gives them: null for the first token, then each one by its id, with the likeliest beside it."""
         entries: list[dict[str, Any] | None] = []
         most = self._body.prompt_logprobs or 0
@@ -155,20 +191,31 @@ class Answer(AnyAnswer):
     def _decoded(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
-    def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
-        return FINISH_REASONS.get(message.finish_reason)
+    def _finish_reason(self) -> str | None:
+        return FINISH_REASONS.get(self._last.finish_reason)
 
     @abstractmethod
-    def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
+    def _keep_content(self, message: inference_pb2.GenerateResponse) -> None: ...
+
+    @abstractmethod
+    def _take_content(self, is_chunk: bool) -> dict[str, Any]:
         """The fields of a choice that hold the text of a chunk or of a whole answer."""
 
     @abstractmethod
-    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]: ...
+    def _keep_logprobs(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> None: ...
+
+    @abstractmethod
+    def _take_logprobs(self) -> dict[str, Any]: ...
 
 
-def event(data: str) -> str:
+def event(data: str) -> bytes:
     """A server-sent event of one line of data."""
-    return f"data: {data}\n\n"
+    return f"data: {data}\n\n".encode()
+
+
+def event_blocks(data: dict[str, Any], name: str = "") -> Iterator[bytes]:
+    """The same of an object, which may be large, in blocks. name: of the event, if it has one."""
+    return json_blocks(data, (f"event: {name}\ndata: " if name else "data: ").encode(), b"\n\n")
 
 
 def token_name(token_id: int, tokenizer: Tokenizer | None, part: str = "") -> str:

@@ -1,13 +1,14 @@
 """The answer of /v1/chat/completions."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from io import StringIO
+from typing import Any
 
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.http.reply import encode
-from tandem.cluster.frontends.openai.answer import Answer, chat_logprobs, event
+from tandem.cluster.frontends.http.json_blocks import JsonList
+from tandem.cluster.frontends.openai.answer import Answer, chat_logprobs, event_blocks
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.tool_fields import NamedTool
@@ -70,79 +71,112 @@ class ChatAnswer(Answer):
         self, body: ChatBody, model: str, tokenizer: Tokenizer | None, parser: Callable[[], OutputParser | None]
     ) -> None:
         """parser: makes that of one answer; None for text that is content as it stands."""
-        super().__init__(body, model, tokenizer)
         self._chat = body
         self._make_parser = parser
-        self._parser: OutputParser | None = None
+        super().__init__(body, model, tokenizer)
+
+    def _begin(self) -> None:
+        super()._begin()
         self._begun = False
+        self._parser = self._make_parser()
+        self._said = Said(self._chat)  # in no chunk yet
+        self._logprobs = JsonList()  # the same
 
-    def __copy__(self) -> Self:
-        """For one of several answers, which has a parser of its own."""
-        other = type(self)(self._chat, self._model, self._texts, self._make_parser)
-        other._created = self._created
-        other._parser = self._make_parser()
-        return other
-
-    def events(self, message: inference_pb2.GenerateResponse) -> str:
+    def events(self, message: inference_pb2.GenerateResponse) -> Iterable[bytes]:
         if self._parser is None:
             return super().events(message)
-        self._count(message)
-        chunk = self._chunk(message)
+        self.keep(message)
+        chunk = self._chunk()
         (choice,) = chunk["choices"]
         says = any(choice.get(name) for name in ("delta", "finish_reason", "logprobs", "token_ids"))
-        return event(encode(chunk)) if says or not chunk.keys().isdisjoint(OF_PROMPT) else ""
+        return event_blocks(chunk) if says or not chunk.keys().isdisjoint(OF_PROMPT) else ()
 
     def _object(self, kind: str, request_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A chat has one prompt. What is told of it stands beside the choices, as in vLLM."""
         told = [{name: choice.pop(name) for name in OF_PROMPT if name in choice} for choice in choices]
         return super()._object(kind, request_id, choices) | (told[0] if told else {})
 
-    def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
-        if not is_chunk:
-            return {"message": {"role": "assistant", "refusal": None, **self._said(message, is_chunk)}}
-        role = {} if self._begun else {"role": "assistant"}
-        self._begun = True
-        return {"delta": role | self._said(message, is_chunk)}
-
-    def _said(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
+    def _keep_content(self, message: inference_pb2.GenerateResponse) -> None:
         parser = self._parser
         if parser is None:
-            return {"content": message.text}
+            self._said.add([Content(message.text)])
+            return
         parts = parser.push(message.text)
-        if message.finish_reason or not is_chunk:
+        if message.finish_reason:
             parts += parser.finish(cut=message.finish_reason == inference_pb2.FINISH_REASON_LENGTH)
-        return _joined(parts, self._chat, is_chunk)
+        self._said.add(parts)
 
-    def _finish_reason(self, message: inference_pb2.GenerateResponse) -> str | None:
+    def _take_content(self, is_chunk: bool) -> dict[str, Any]:
+        said, self._said = self._said, Said(self._chat)
+        if not is_chunk:
+            return {"message": {"role": "assistant", "refusal": None, **said.message()}}
+        role = {} if self._begun else {"role": "assistant"}
+        self._begun = True
+        return {"delta": role | said.delta()}
+
+    def _finish_reason(self) -> str | None:
         """As OpenAI has it: a function that was named is no news to the client."""
-        reason = super()._finish_reason(message)
+        reason = super()._finish_reason()
         called = self._parser is not None and self._parser.num_calls > 0
         named = isinstance(self._chat.tool_choice, NamedTool)
         return "tool_calls" if reason == "stop" and called and not named else reason
 
-    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
+    def _keep_logprobs(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> None:
         by_id = self._body.return_tokens_as_token_ids
-        return {"content": chat_logprobs(tokens, self._texts, by_id=by_id), "refusal": None}
+        self._logprobs.extend(chat_logprobs(tokens, self._texts, by_id=by_id))
+
+    def _take_logprobs(self) -> dict[str, Any]:
+        taken, self._logprobs = self._logprobs, JsonList()
+        return {"content": taken, "refusal": None}
 
 
-def _joined(parts: list[Part], body: ChatBody, is_chunk: bool) -> dict[str, Any]:
-    """The fields of a message, or of a delta, that have these parts."""
-    said: dict[str, Any] = {} if is_chunk else {"content": None}
-    calls: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        match part:
-            case Content(text):
-                said["content"] = (said.get("content") or "") + text
-            case Reasoning(text):
-                if body.include_reasoning:
-                    said["reasoning_content"] = said.get("reasoning_content", "") + text
-            case CallBegin(index, call_id, name):
-                calls[index] = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
-            case CallArguments(index, text):
-                call = calls.setdefault(index, {"function": {"arguments": ""}})
-                call["function"]["arguments"] += text
-    if calls:
-        said["tool_calls"] = [{"index": index, **call} if is_chunk else call for index, call in calls.items()]
-    elif not is_chunk and said["content"] is None and "reasoning_content" not in said:
-        said["content"] = ""
-    return said
+class Said:
+    """The parts of a message, or of a delta, as they come."""
+
+    def __init__(self, body: ChatBody) -> None:
+        self._reasons = body.include_reasoning
+        self._content: StringIO | None = None
+        self._reasoning: StringIO | None = None
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._arguments: dict[int, list[str]] = {}
+
+    def add(self, parts: list[Part]) -> None:
+        """More of them, in order."""
+        for part in parts:
+            match part:
+                case Content(text):
+                    self._content = self._content or StringIO(newline="")
+                    self._content.write(text)
+                case Reasoning(text):
+                    if self._reasons:
+                        self._reasoning = self._reasoning or StringIO(newline="")
+                        self._reasoning.write(text)
+                case CallBegin(index, call_id, name):
+                    self._calls[index] = {"id": call_id, "type": "function", "function": {"name": name}}
+                case CallArguments(index, text):
+                    self._calls.setdefault(index, {"function": {}})
+                    self._arguments.setdefault(index, []).append(text)
+
+    def delta(self) -> dict[str, Any]:
+        """The fields of a delta."""
+        said: dict[str, Any] = {}
+        if self._content is not None:
+            said["content"] = self._content.getvalue()
+        if self._reasoning is not None:
+            said["reasoning_content"] = self._reasoning.getvalue()
+        if self._calls:
+            said["tool_calls"] = [{"index": index, **self._call(index)} for index in self._calls]
+        return said
+
+    def message(self) -> dict[str, Any]:
+        """The fields of a message."""
+        said = {"content": None, **self.delta()}
+        if self._calls:
+            said["tool_calls"] = [self._call(index) for index in self._calls]
+        elif said["content"] is None and "reasoning_content" not in said:
+            said["content"] = ""
+        return said
+
+    def _call(self, index: int) -> dict[str, Any]:
+        call = self._calls[index]
+        return {**call, "function": {**call["function"], "arguments": "".join(self._arguments.get(index, ()))}}

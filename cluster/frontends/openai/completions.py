@@ -1,6 +1,7 @@
 """/v1/completions: its body and its answer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from io import StringIO
 from types import MappingProxyType
 from typing import Annotated, Any, Self
 
@@ -8,6 +9,7 @@ from pydantic import Discriminator, FailFast, Field, Tag, field_validator, model
 from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.http.json_blocks import JsonList
 from tandem.cluster.frontends.openai.answer import Answer, logprob_value, token_name
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, too_long
@@ -25,6 +27,7 @@ TextList = TypeAliasType("TextList", Annotated[list[str], FailFast(), Field(max_
 IdsList = TypeAliasType("IdsList", Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_ANSWERS)])
 Texts = Annotated[TextList, Tag("texts")]
 IdLists = Annotated[IdsList, Tag("lists")]
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of logprobs
 
 
 def _kind(prompt: object) -> str:
@@ -141,36 +144,38 @@ class CompletionAnswer(Answer):
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
-    _offsets: TokenOffsets | None = None  # of the output, once it has begun
-    _echoed: str | None = None  # the prompt's text, once it is told
 
-    def _choice(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
-        """An echoed prompt stands in the whole choice, or in its first chunk."""
+    def _begin(self) -> None:
+        super()._begin()
         body = self._body
         assert isinstance(body, CompletionBody)
-        if not body.echo or self._echoed is not None:
-            return super()._choice(message, is_chunk)
-        prompt = body.prompts[message.index]
-        self._echoed = prompt if isinstance(prompt, str) else self._text_of(prompt)
-        choice = super()._choice(message, is_chunk)
-        choice["text"] = self._echoed + choice["text"]
-        if body.logprobs is not None:
-            echoed = self._echo(prompt, message.prompt_logprobs)
-            choice["logprobs"] = {name: echoed[name] + choice["logprobs"][name] for name in echoed}
-        return choice
+        self._completion = body
+        self._echoes = body.echo  # still
+        self._echoed = ""  # the prompt's text, once it is known
+        self._text = StringIO(newline="")  # of no chunk yet
+        self._columns: list[JsonList] = []  # the same, as COLUMNS
+        self._prompt_offsets: TokenOffsets | None = None  # once the prompt has begun
+        self._offsets: TokenOffsets | None = None  # the same, of the output
 
-    def _text_of(self, prompt: Prompt) -> str:
-        return "" if self._texts is None else self._texts.decode([one for one in prompt if isinstance(one, int)])
+    def keep(self, message: inference_pb2.GenerateResponse) -> None:
+        """An echoed prompt stands in the whole choice, or in its first chunk."""
+        if self._completion.echo and not self._echoed:
+            self._echoed = self._prompt_text(self._completion.prompts[message.index])
+        if self._completion.echo and self._completion.logprobs is not None:
+            self._keep_echoed(message)
+        super().keep(message)
 
-    def _echo(self, prompt: Prompt, tokens: Sequence[inference_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
-        """The prompt's part of logprobs. Nothing precedes its first token, which has none."""
-        first, most = self._first_token(prompt), self._body.num_logprobs or 0
-        offsets = TokenOffsets(self._texts, text=self._echoed)
-        begin = {"tokens": self._name(first), "token_logprobs": None, "top_logprobs": None}
-        begin["text_offset"] = offsets.next(first)
-        shown = [inference_pb2.TokenLogprobs(chosen=token.chosen, top=token.top[:most]) for token in tokens[1:]]
-        rest = self._listed(shown, offsets)
-        return {name: [value, *rest[name]] for name, value in begin.items()}
+    def _keep_echoed(self, message: inference_pb2.GenerateResponse) -> None:
+        """Nothing precedes the prompt's first token, which has no log-probabilities."""
+        tokens, most = message.prompt_logprobs, self._completion.logprobs or 0
+        if self._prompt_offsets is None:
+            self._prompt_offsets = TokenOffsets(self._texts, text=self._echoed)
+        if tokens and not tokens[0].HasField("chosen"):
+            first = self._first_token(self._completion.prompts[message.index])
+            self._add_columns(([self._name(first)], [None], [None], [self._prompt_offsets.next(first)]))
+        scored = [token for token in tokens if token.HasField("chosen")]
+        shown = [inference_pb2.TokenLogprobs(chosen=one.chosen, top=one.top[:most]) for one in scored]
+        self._add_tokens(shown, self._prompt_offsets)
 
     def _first_token(self, prompt: Prompt) -> int:
         if isinstance(prompt, str):
@@ -181,24 +186,34 @@ class CompletionAnswer(Answer):
         assert isinstance(first, int)
         return first
 
-    def _content(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
-        return {"text": message.text}
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        ids = [token for token in prompt if isinstance(token, int)]
+        return "" if self._texts is None else self._texts.decode(ids)
 
-    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
+    def _keep_content(self, message: inference_pb2.GenerateResponse) -> None:
+        self._text.write(message.text)
+
+    def _take_content(self, is_chunk: bool) -> dict[str, Any]:
+        text, self._text = self._text.getvalue(), StringIO(newline="")
+        echoed, self._echoes = self._echoed if self._echoes else "", False
+        return {"text": echoed + text}
+
+    def _keep_logprobs(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> None:
         if self._offsets is None:
             skips = self._body.skip_special_tokens is not False
-            begin = len(self._echoed or "")
-            self._offsets = TokenOffsets(self._texts, begin=begin, skip_special_tokens=skips)
-        return self._listed(tokens, self._offsets)
+            self._offsets = TokenOffsets(self._texts, begin=len(self._echoed), skip_special_tokens=skips)
+        self._add_tokens(tokens, self._offsets)
 
-    def _listed(self, tokens: Iterable[inference_pb2.TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any]:
+    def _add_tokens(self, tokens: Sequence[inference_pb2.TokenLogprobs], offsets: TokenOffsets) -> None:
         names, values, tops, places = [], [], [], []
         for token in tokens:
             names.append(self._name(token.chosen.token_id))
             values.append(logprob_value(token.chosen))
             tops.append(self._alternatives(token))
             places.append(offsets.next(token.chosen.token_id))
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": places}
+        self._add_columns((names, values, tops, places))
 
     def _alternatives(self, token: inference_pb2.TokenLogprobs) -> dict[str, float]:
         """Each by its name. Where two have the same text, the chosen one has it, or else the likelier."""
@@ -211,3 +226,14 @@ class CompletionAnswer(Answer):
 
     def _name(self, token_id: int) -> str:
         return token_name(token_id, self._tokenizer, PART)
+
+    def _add_columns(self, entries: Sequence[Sequence[object]]) -> None:
+        if not self._columns:
+            self._columns = [JsonList() for _ in COLUMNS]
+        for column, more in zip(self._columns, entries, strict=True):
+            column.extend(more)
+
+    def _take_logprobs(self) -> dict[str, Any]:
+        self._add_columns([()] * len(COLUMNS))
+        taken, self._columns = self._columns, []
+        return dict(zip(COLUMNS, taken, strict=True))

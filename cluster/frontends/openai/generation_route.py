@@ -81,31 +81,21 @@ class GenerationRoute:
         count, turn = len(requests), asyncio.Lock()
         choices = Choices(await self.answer(body, requests), count, body.num_answers)
 
-        async def send(events: str) -> None:
-            if events:
-                await reply.events(events)
-
         async def write(prompt: int, message: inference_pb2.GenerateResponse) -> None:
             if not body.stream:
                 choices.keep(prompt, message)
-            elif body.num_prompt_logprobs is not None:  # which take long in the first chunk, as below
-                async with turn:
-                    if not choices.holds(prompt, message):
-                        await send(await asyncio.to_thread(choices.events, prompt, message))
             elif count == 1:
-                await send(choices.events(prompt, message))
+                await reply.events(choices.events(prompt, message))
             else:
                 async with turn:
-                    await send(choices.events(prompt, message))
+                    await reply.events(choices.events(prompt, message))
 
         if count == 1:
             await self._serve(body, requests.pop(), scope, partial(write, 0))
         else:
             await self._serve_all(body, requests, scope, write)
         if not body.stream:
-            # With log-probabilities it takes a second for thousands of tokens, in which others must not wait.
-            aside = body.num_logprobs is not None or body.num_prompt_logprobs is not None
-            await reply.whole(200, await asyncio.to_thread(choices.whole) if aside else choices.whole())
+            await reply.whole(200, choices.whole())
         else:
             await reply.end(choices.end())
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.body import read_body_of
 from tandem.cluster.frontends.http.caller import host_of, unless_gone
@@ -80,7 +81,7 @@ class Tokenization:
         if named and len(ids) > MAX_TOKENS:
             reason = f"return_token_strs is true for {len(ids)} tokens; at most {MAX_TOKENS} are named"
             raise HttpError(400, reason, param="return_token_strs")
-        names = await asyncio.to_thread(list, map(tokenizer.token_text, ids)) if named else None
+        names = await asyncio.to_thread(list, map(tokenizer.token_text, ids.tolist())) if named else None
         answer = {"count": len(ids), "max_model_len": self.max_tokens, "tokens": ids, "token_strs": names}
         await reply.whole(200, answer)
 
@@ -98,12 +99,12 @@ class Tokenization:
 
     async def _tokens(
         self, scope: Scope, receive: Receive, message: inference_pb2.GenerateRequest, is_long: bool
-    ) -> list[int]:
+    ) -> Int64Array:
         try:
             if is_long:
                 reading = self.readers.tokens(host_of(scope), message)
-                return (await unless_gone(receive, asyncio.ensure_future(reading))).tolist()
-            return prompt_tokens(self.tokenizer, message).tolist()
+                return await unless_gone(receive, asyncio.ensure_future(reading))
+            return prompt_tokens(self.tokenizer, message)
         except (ChatTemplateError, TokenizerFailed, InvalidRequest) as error:
             raise HttpError(400, str(error)) from error
 

@@ -1,11 +1,11 @@
 """Answers of other APIs than OpenAI's chats: one answer, whose parts make items or blocks."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
-from tandem.cluster.frontends.http.reply import encode
-from tandem.cluster.frontends.openai.answer import AnyAnswer
+from tandem.cluster.frontends.openai.answer import AnyAnswer, event_blocks
 from tandem.cluster.text.parsers.output_parser import OutputParser
 from tandem.cluster.text.parsers.parts import Content, Part
 from tandem.proto import inference_pb2
@@ -24,12 +24,14 @@ class TranslatedAnswer(AnyAnswer):
         self._begun = False
         self._last = inference_pb2.GenerateResponse()  # once it has come
 
-    def events(self, message: inference_pb2.GenerateResponse) -> str:
-        begin = [] if self._begun else self._begin_events(message)
-        return "".join(map(self._named, begin + self._add(message)))
-
-    def choice(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+    def keep(self, message: inference_pb2.GenerateResponse) -> None:
         self._add(message)
+
+    def events(self, message: inference_pb2.GenerateResponse) -> Iterable[bytes]:
+        begin = [] if self._begun else self._begin_events(message)
+        return chain.from_iterable(map(self._named, begin + self._add(message)))
+
+    def choice(self) -> dict[str, Any]:
         return {}
 
     def _add(self, message: inference_pb2.GenerateResponse) -> list[Event]:
@@ -46,8 +48,8 @@ class TranslatedAnswer(AnyAnswer):
             events += self._end_events()
         return events
 
-    def _named(self, event: Event) -> str:
-        return f"event: {event['type']}\ndata: {encode(event)}\n\n"
+    def _named(self, event: Event) -> Iterable[bytes]:
+        return event_blocks(event, event["type"])
 
     @abstractmethod
     def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:

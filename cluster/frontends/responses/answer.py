@@ -2,11 +2,12 @@
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.frontends.http.reply import ErrorForm, encode
+from tandem.cluster.frontends.http.json_blocks import JsonList, encode
+from tandem.cluster.frontends.http.reply import ErrorForm
 from tandem.cluster.frontends.openai.answer import chat_logprobs
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
@@ -26,16 +27,16 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self._open = ""  # kind of the last item, unless it has ended
         self._texts: list[str] = []  # of the last item
-        self._logprobs: list[dict[str, Any]] = []  # of its tokens, if it is a message
-        self._waiting: list[dict[str, Any]] = []  # of tokens that no message has yet
+        self._logprobs = JsonList()  # of its tokens, if it is a message
+        self._waiting = JsonList()  # of tokens that no message has yet
 
     def hear(self, logprobs: list[dict[str, Any]]) -> None:
         """Of more tokens, whatever their parts are: the next text has them."""
-        self._waiting += logprobs
+        self._waiting.extend(logprobs)
 
-    def _take_logprobs(self) -> list[dict[str, Any]]:
-        taken, self._waiting = self._waiting, []
-        self._logprobs += taken
+    def _take_logprobs(self) -> JsonList:
+        taken, self._waiting = self._waiting, JsonList()
+        self._logprobs.join(taken)
         return taken
 
     def add(self, part: Part) -> list[Event]:
@@ -47,7 +48,9 @@ class Output:
             case Content(text):
                 begun = self._begin("message", {"role": "assistant", "content": []})
                 if begun:
-                    begun.append(self._event("response.content_part.added", content_index=0, part=_output_text("", [])))
+                    begun.append(
+                        self._event("response.content_part.added", content_index=0, part=_output_text("", JsonList()))
+                    )
                 more = self._more("response.output_text.delta", text, content_index=0, logprobs=self._take_logprobs())
                 return [*begun, more]
             case CallBegin(_, call_id, name):
@@ -70,7 +73,7 @@ class Output:
             done = [self._event("response.reasoning_text.done", content_index=0, text=text)]
         elif kind == "message":
             self._take_logprobs()
-            logprobs, self._logprobs = self._logprobs, []
+            logprobs, self._logprobs = self._logprobs, JsonList()
             part = _output_text(text, logprobs)
             item["content"] = [part]
             done = [
@@ -136,7 +139,7 @@ class ResponsesAnswer(TranslatedAnswer):
         """One that has seen no message."""
         return type(self)(self._body, self._model, self._tokenizer, self._make_parser)
 
-    def end(self, request_id: str, usage: inference_pb2.Usage) -> str:
+    def end(self, request_id: str, usage: inference_pb2.Usage) -> Iterable[bytes]:
         response = self._ended(request_id, usage)
         return self._named({"type": f"response.{response['status']}", "response": response})
 
@@ -203,7 +206,7 @@ class ResponsesAnswer(TranslatedAnswer):
             "metadata": body.metadata or {},
         }
 
-    def _named(self, event: Event) -> str:
+    def _named(self, event: Event) -> Iterable[bytes]:
         self._number += 1
         return super()._named({**event, "sequence_number": self._number - 1})
 
@@ -218,5 +221,5 @@ class ResponsesErrors(ErrorForm):
         return f"event: error\ndata: {encode(data)}\n\n"
 
 
-def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _output_text(text: str, logprobs: JsonList) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,10 +1,12 @@
 """Chunks of a stream: those that fill in what the first one left, against objects that are built anew."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
+from tandem.cluster.frontends.http.json_blocks import json_blocks
 from tandem.cluster.frontends.openai.answer import Answer
 from tandem.cluster.frontends.openai.chat_answer import ChatAnswer
 from tandem.cluster.frontends.openai.chats import ChatBody
@@ -44,6 +46,14 @@ def expected(kind: type[Answer], index: int, text: str, token_ids: bool) -> dict
     return {"index": 0, **choice, "logprobs": None, "finish_reason": reason, "stop_reason": None, **ids}
 
 
+def data_of(blocks: Iterable[bytes]) -> str:
+    """Of one event."""
+    event = b"".join(blocks).decode()
+    assert event.startswith("data: ")
+    assert event.endswith("\n\n")
+    return event[6:-2]
+
+
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("token_ids", [False, True])
 @pytest.mark.parametrize(("answer", "body", "prompt"), KINDS, ids=["completion", "chat"])
@@ -52,7 +62,7 @@ def test_chunks(answer: Any, body: type[GenerationBody], prompt: dict[str, Any],
     given = [lambda: None] if answer is ChatAnswer else []
     read: Any = read_body(body, json.dumps(wanted).encode())
     stream = answer(read, MODEL, None, *given)
-    chunks = [stream.chunk(message) for message in messages(TEXTS)]
+    chunks = [data_of(stream.events(message)) for message in messages(TEXTS)]
     assert all(chunk.isascii() and "\n" not in chunk for chunk in chunks)
     first, *_ = objects = [json.loads(chunk) for chunk in chunks]
     for index, (chunk, text) in enumerate(zip(objects, TEXTS, strict=True)):
@@ -67,7 +77,13 @@ def test_each_chunk_has_its_own_logprobs() -> None:
     stream = CompletionAnswer(body, MODEL, None)
     for index, message in enumerate(messages(TEXTS)):
         message.logprobs.add().chosen.token_id = index
-        assert json.loads(stream.chunk(message))["choices"][0]["logprobs"]["tokens"] == [f"token_id:{index}"]
+        assert json.loads(data_of(stream.events(message)))["choices"][0]["logprobs"]["tokens"] == [f"token_id:{index}"]
+
+
+def choice_of(answer: Answer, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+    """Of one message that is the whole answer."""
+    answer.keep(message)
+    return json.loads(b"".join(json_blocks(answer.choice())))
 
 
 TEXT = "a \N{SWAN}"  # whose last character has four bytes, of which the first comes with the space
@@ -94,7 +110,7 @@ def test_chats_tell_parts_of_characters_by_their_bytes() -> None:
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
     for by_id in (False, True):
         body = read_body(ChatBody, json.dumps(fields | {"return_tokens_as_token_ids": by_id}).encode())
-        choice = ChatAnswer(body, MODEL, tokenizer, lambda: None).choice(message(tokenizer))
+        choice = choice_of(ChatAnswer(body, MODEL, tokenizer, lambda: None), message(tokenizer))
         entries = choice["logprobs"]["content"]
         assert b"".join(bytes(one["bytes"]) for one in entries) == TEXT.encode()
         names = [one["token"] for one in entries]
@@ -104,14 +120,14 @@ def test_chats_tell_parts_of_characters_by_their_bytes() -> None:
         for one in entries:
             assert len({tuple(other["bytes"]) for other in (one, *one["top_logprobs"])}) == 3
     body = read_body(ChatBody, json.dumps(fields).encode())
-    (first, *_) = ChatAnswer(body, MODEL, None, lambda: None).choice(message(tokenizer))["logprobs"]["content"]
+    (first, *_) = choice_of(ChatAnswer(body, MODEL, None, lambda: None), message(tokenizer))["logprobs"]["content"]
     assert (first["token"], first["bytes"]) == (f"token_id:{tokenizer.encode(TEXT)[0]}", None)
 
 
 def test_completions_tell_parts_of_characters_apart() -> None:
     tokenizer = byte_level()
     body = read_body(CompletionBody, json.dumps({"prompt": [5], "logprobs": 2}).encode())
-    found = CompletionAnswer(body, MODEL, tokenizer).choice(message(tokenizer))["logprobs"]
+    found = choice_of(CompletionAnswer(body, MODEL, tokenizer), message(tokenizer))["logprobs"]
     assert found["tokens"] == ["a", "bytes: \\xf0", "bytes:\\x9f\\xa6", "bytes:\\xa2"]
     assert found["text_offset"] == [0, 1, 2, 2]
     for name, top in zip(found["tokens"], found["top_logprobs"], strict=True):
@@ -129,7 +145,7 @@ def test_alternatives_of_the_same_text_stay_apart() -> None:
         for other in top:
             one.top.add(token_id=other, logprob=-float(other))
         answer = CompletionAnswer(body, MODEL, tokenizer)
-        (told,) = answer.choice(inference_pb2.GenerateResponse(logprobs=[one]))["logprobs"]["top_logprobs"]
+        (told,) = choice_of(answer, inference_pb2.GenerateResponse(logprobs=[one]))["logprobs"]["top_logprobs"]
         assert sorted(told.values()) == sorted({-float(token) for token in (chosen, *top)})
         assert told["a"] == -float(chosen if chosen in top else byte)
 
@@ -139,7 +155,7 @@ def test_an_echo_and_its_output_have_offsets_in_one_text() -> None:
     body = read_body(CompletionBody, json.dumps({"prompt": TEXT, "logprobs": 0, "echo": True}).encode())
     told = message(tokenizer)
     told.prompt_logprobs.extend([inference_pb2.TokenLogprobs(), *scored(tokenizer)[1:]])
-    choice = CompletionAnswer(body, MODEL, tokenizer).choice(told)
+    choice = choice_of(CompletionAnswer(body, MODEL, tokenizer), told)
     assert choice["text"] == TEXT + TEXT
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 3, 4, 5, 5]
     assert choice["logprobs"]["tokens"] == ["a", "bytes: \\xf0", "bytes:\\x9f\\xa6", "bytes:\\xa2"] * 2

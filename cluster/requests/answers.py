@@ -1,14 +1,15 @@
 """The answers to one request: one, n, or the likeliest n of best_of."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
+from tandem.cluster.requests.fair_turns import cost_of, most_tokens
 from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.replay import Replay
 from tandem.cluster.requests.validation import Received, ValidRequest
-from tandem.cluster.requests.whole_message import WholeMessage
 from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.router import Router
 from tandem.proto import inference_pb2
@@ -33,7 +34,7 @@ class Answers:
         self._received = request.received or (NOTHING,) * params.n
         indices = [index for index in range(params.num_answers) if self._ranked or not self._received[index].ended]
         self._generations = {index: generation(request.answer(index)) for index in indices}
-        self._drafts = {index: Draft(keep=params.logprobs is not None) for index in indices} if self._ranked else {}
+        self._drafts = {index: Draft(params.logprobs) for index in indices} if self._ranked else {}
         self._unfinished = sum(not received.ended for received in self._received)
         self._turn = asyncio.Lock()  # one message at a time
         self._tells = request.returns_prompt and not self._received[0].token_ids  # until the client has the prompt
@@ -98,20 +99,25 @@ class Answers:
         await write(message)
 
     async def _write_best(self, write: Write) -> None:
-        """The highest means first, and of equal ones the lowest index."""
+        """The highest means first, and of equal ones the lowest index. Other tasks go on between two messages."""
         ranking = sorted(self._drafts.values(), key=lambda draft: -draft.mean)
-        for rank, received in enumerate(self._received):
-            if not received.ended:
-                await self._write(rank, write, ranking[rank].message)
+        for rank, draft in enumerate(ranking):
+            is_told = rank < len(self._received) and not self._received[rank].ended
+            while draft.messages:
+                message = draft.messages.popleft()
+                if is_told:
+                    await self._write(rank, write, message)
+                await asyncio.sleep(0)  # to free a message takes time, too
 
 
 class Draft:
     """One of best_of answers, until all have ended."""
 
-    def __init__(self, *, keep: bool) -> None:
-        """keep: the client gets the log-probabilities, too."""
-        self._keep = keep
-        self._whole = WholeMessage()
+    def __init__(self, logprobs: int | None) -> None:
+        """logprobs: those that the client gets of each token. None: none."""
+        self._keep = logprobs is not None
+        self._most = most_tokens(cost_of(logprobs))
+        self.messages = deque[inference_pb2.GenerateResponse]()  # none of them large
         self._sum = 0.0
         self._count = 0
 
@@ -120,16 +126,18 @@ class Draft:
         self._count += len(message.token_ids)
         if not self._keep:
             message.ClearField("logprobs")
-        self._whole.add(message)
+        if self.messages and len(self.messages[-1].token_ids) + len(message.token_ids) <= self._most:
+            last = self.messages[-1]
+            text = last.text + message.text
+            last.MergeFrom(message)
+            last.text = text
+        else:
+            self.messages.append(message)
 
     @property
     def mean(self) -> float:
         """Log-probability a token."""
         return self._sum / max(1, self._count)
-
-    @property
-    def message(self) -> inference_pb2.GenerateResponse:
-        return self._whole.message
 
 
 async def _pass_on(messages: AsyncGenerator[inference_pb2.GenerateResponse], write: Write) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest, PlacementLost, ServerError
-from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.fair_turns import FairTurns, cost_of, most_tokens
 from tandem.cluster.requests.observer import UNOBSERVED, RequestObserver
 from tandem.cluster.requests.prompt_logprobs import PromptLogprobs
 from tandem.cluster.requests.text_output import TextOutput
@@ -53,6 +53,7 @@ class Generation:
     ) -> None:
         """turns: each message but the first waits for one."""
         self._turns = turns
+        self._cost = cost_of(request.params.logprobs, request.params.stop)  # of a message
         self.observer: RequestObserver = UNOBSERVED  # until its owner sets one
         # A request for no tokens samples one that nobody sees: its prompt takes the same way as all others.
         self._hides_output = request.params.max_tokens == 0
@@ -312,10 +313,14 @@ class Generation:
             message.logprobs.append(first.logprobs)
         return message
 
+    async def turn(self) -> None:
+        """Returns when it is this request's turn to do what takes as long as a message."""
+        await self._turns.take()
+
     async def _next(self, inbox: TokenInbox) -> worker_pb2.GeneratedTokens:
         await inbox.ready()
-        await self._turns.take()
-        return inbox.next()
+        await self._turns.take(self._cost)
+        return inbox.next(most_tokens(self._cost))
 
     def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
         if self.prompt_logprobs.wanted:

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 
 import numpy as np
 
-from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.fair_turns import FairTurns, cost_of, most_tokens
 from tandem.cluster.requests.validation import ValidRequest
 from tandem.cluster.routing.prompt_logprob_call import PromptLogprobCall
 from tandem.proto import inference_pb2, worker_pb2
@@ -30,24 +30,28 @@ class PromptLogprobs:
         """What `call` brings and the client has not; fewer where the prompt fails meanwhile."""
         if self._left == len(self._request.token_ids):
             yield self._message([inference_pb2.TokenLogprobs()])
-        position = 1
+        position, cost = 1, cost_of(self._request.params.prompt_logprobs)
+        most = most_tokens(cost)
         while (packed := await call.read()) is not None:
             begin, position = position, position + len(packed.logprobs) // 4
-            entries = self._entries(packed, begin)[len(self._request.token_ids) - self._left - begin :]
-            if entries:
-                await self._turns.take()
-                yield self._message(entries)
+            known = len(self._request.token_ids) - self._left
+            for first in range(max(begin, known), position, most):
+                await self._turns.take(cost)
+                yield self._message(self._entries(packed, begin, first, min(first + most, position)))
 
     def _message(self, entries: list[inference_pb2.TokenLogprobs]) -> inference_pb2.GenerateResponse:
         self._left -= len(entries)
         return inference_pb2.GenerateResponse(request_id=self._request.request_id, prompt_logprobs=entries)
 
-    def _entries(self, packed: worker_pb2.PackedLogprobs, begin: int) -> list[inference_pb2.TokenLogprobs]:
-        """Those of the prompt tokens from `begin` on."""
-        logprobs = np.frombuffer(packed.logprobs, "<f4").tolist()
-        ids = np.frombuffer(packed.top_ids, "<u4").reshape(len(logprobs), -1).tolist()
-        values = np.frombuffer(packed.top_logprobs, "<f4").reshape(len(logprobs), -1).tolist()
-        tokens = self._request.token_ids[begin : begin + len(logprobs)].tolist()
+    def _entries(
+        self, packed: worker_pb2.PackedLogprobs, begin: int, first: int, end: int
+    ) -> list[inference_pb2.TokenLogprobs]:
+        """Those of the prompt tokens from `first` to before `end`. begin: the first one that `packed` has."""
+        count, rows = len(packed.logprobs) // 4, slice(first - begin, end - begin)
+        logprobs = np.frombuffer(packed.logprobs, "<f4")[rows].tolist()
+        ids = np.frombuffer(packed.top_ids, "<u4").reshape(count, -1)[rows].tolist()
+        values = np.frombuffer(packed.top_logprobs, "<f4").reshape(count, -1)[rows].tolist()
+        tokens = self._request.token_ids[first:end].tolist()
         make = inference_pb2.TokenLogprob
         return [
             inference_pb2.TokenLogprobs(

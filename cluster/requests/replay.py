@@ -7,7 +7,7 @@ from contextlib import aclosing
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, ForwardFailed, PlacementLost
 from tandem.cluster.requests.generation import Generation, Moved
 from tandem.cluster.routing.islands import LinkPair
-from tandem.cluster.routing.router import Router
+from tandem.cluster.routing.router import Placement, Router
 from tandem.proto import inference_pb2
 
 MOVE_SECONDS = 1.0  # for the decode worker that a request leaves; without its answer the KV may be computed again
@@ -113,4 +113,10 @@ class Replay:
             raise
         finally:
             if cleanup is None:
-                self._router.in_background(self._router.give_back(placement, generation.complete))
+                self._router.in_background(self._give_back(placement, generation.complete))
+
+    async def _give_back(self, placement: Placement, complete: bool) -> None:
+        """Very many may be cancelled at once, and workers hear of each."""
+        if not complete:
+            await self._generation.turn()
+        await self._router.give_back(placement, complete)

@@ -20,7 +20,7 @@ class TokenInbox:
         """feed, number: the worker's names for the feed, and for the request on it."""
         self.feed = feed
         self.number = number
-        self._fed: list[int] = []
+        self._fed = deque[int]()
         self._num_fed = 0
         self._messages: deque[worker_pb2.GeneratedTokens] = deque()
         self._end: BaseException | None = None  # of the call
@@ -61,13 +61,12 @@ class TokenInbox:
             self._ready.clear()
             await self._ready.wait()
 
-    def next(self) -> worker_pb2.GeneratedTokens:
-        """All of the feed's tokens that are there, else the next message. Raises what lose() or end() was given."""
+    def next(self, most: int) -> worker_pb2.GeneratedTokens:
+        """The next tokens that are there, at most so many. Raises what lose() or end() was given."""
         if self._fed:
-            fed, self._fed = self._fed, []
-            return worker_pb2.GeneratedTokens(token_ids=fed)
+            return worker_pb2.GeneratedTokens(token_ids=[self._fed.popleft() for _ in range(min(len(self._fed), most))])
         if self._has_message:
-            return self._messages.popleft()
+            return _first_of(self._messages, most)
         error = self._lost or self._end
         assert error is not None, "ready() has returned"
         raise error
@@ -75,3 +74,14 @@ class TokenInbox:
     @property
     def _has_message(self) -> bool:
         return bool(self._messages) and self._messages[0].fed <= self._num_fed
+
+
+def _first_of(messages: deque[worker_pb2.GeneratedTokens], most: int) -> worker_pb2.GeneratedTokens:
+    """The first message, or its first tokens where it has more than `most`."""
+    message = messages[0]
+    if len(message.token_ids) <= most:
+        return messages.popleft()
+    first = worker_pb2.GeneratedTokens(token_ids=message.token_ids[:most], logprobs=message.logprobs[:most])
+    del message.token_ids[:most]
+    del message.logprobs[:most]
+    return first

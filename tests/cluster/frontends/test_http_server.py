@@ -187,9 +187,9 @@ class TestCalls:
         taken: list[FairTurns] = []
         take = FairTurns.take
 
-        async def counted(turns: FairTurns) -> None:
+        async def counted(turns: FairTurns, cost: int = 1) -> None:
             taken.append(turns)
-            await take(turns)
+            await take(turns, cost)
 
         monkeypatch.setattr(FairTurns, "take", counted)
         with open_gateway(model) as opened:

@@ -3,13 +3,20 @@
 import asyncio
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.gateway import Gateway
+from tandem.cluster.requests.answers import Draft
+from tandem.cluster.requests.fair_turns import FairTurns, cost_of, most_tokens
+from tandem.cluster.requests.prompt_logprobs import PromptLogprobs
+from tandem.proto import inference_pb2, worker_pb2
 from tests.cluster.fake_worker import FakeWorker
 from tests.cluster.requests.test_replay import PROMPT, TOKENS, model, say, with_gateway
 
@@ -78,3 +85,68 @@ def test_they_count_one_by_one_while_they_wait(model: Path) -> None:
                 await asyncio.sleep(0.01)
 
     with_gateway(model, FakeWorker(say, {"PrepareReceive": ["RESOURCE_EXHAUSTED"] * 1000}), body)
+
+
+@pytest.mark.parametrize("logprobs", [None, 20])
+def test_the_best_answer_comes_in_bounded_messages(logprobs: int | None) -> None:
+    async def drafted() -> Draft:
+        draft = Draft(logprobs)
+        for token in range(100):
+            scored = inference_pb2.TokenLogprobs(chosen=inference_pb2.TokenLogprob(token_id=token, logprob=-1.0))
+            last: Any = 2 if token == 99 else 0
+            await draft.add(
+                inference_pb2.GenerateResponse(
+                    token_ids=[token], text=f"{token} ", logprobs=[scored], finish_reason=last
+                )
+            )
+        return draft
+
+    draft = asyncio.run(drafted())
+    most = most_tokens(cost_of(logprobs))
+    sizes = [len(message.token_ids) for message in draft.messages]
+    assert sizes == [most] * (100 // most) + ([100 % most] if 100 % most else [])
+    assert "".join(message.text for message in draft.messages) == "".join(f"{token} " for token in range(100))
+    told = [one.chosen.token_id for message in draft.messages for one in message.logprobs]
+    assert told == ([] if logprobs is None else list(range(100)))
+    assert [message.finish_reason for message in draft.messages] == [0] * (len(sizes) - 1) + [2]
+    assert draft.mean == -1.0
+
+
+class Packed:
+    """A call that brings 20 log-probabilities of each token but the first, in messages of so many tokens."""
+
+    def __init__(self, *counts: int) -> None:
+        self._counts = list(counts)
+        self._begin = 1
+
+    async def read(self) -> worker_pb2.PackedLogprobs | None:
+        if not self._counts:
+            return None
+        own = np.arange(self._begin, self._begin + self._counts.pop(0), dtype="<f4")
+        self._begin += len(own)
+        ids, values = np.tile(np.arange(20, dtype="<u4"), len(own)), np.repeat(own, 20)
+        return worker_pb2.PackedLogprobs(logprobs=own.tobytes(), top_ids=ids.tobytes(), top_logprobs=values.tobytes())
+
+
+def test_log_probabilities_of_a_prompt_come_in_bounded_messages() -> None:
+    request: Any = SimpleNamespace(
+        request_id="r", token_ids=np.arange(100), received=(), params=SimpleNamespace(prompt_logprobs=20)
+    )
+
+    async def read() -> list[inference_pb2.GenerateResponse]:
+        scores = PromptLogprobs(request, FairTurns(16))
+        lost: Any = Packed(40)  # its prompt fails after these
+        again: Any = Packed(70, 29)
+        messages = [message async for message in scores.messages(lost)]
+        assert scores.wanted
+        messages += [message async for message in scores.messages(again)]
+        assert not scores.wanted
+        return messages
+
+    messages = asyncio.run(read())
+    assert max(len(message.prompt_logprobs) for message in messages) == most_tokens(cost_of(20))
+    first, *entries = [entry for message in messages for entry in message.prompt_logprobs]
+    assert not first.HasField("chosen")
+    assert [(entry.chosen.token_id, entry.chosen.logprob) for entry in entries] == [(one, one) for one in range(1, 100)]
+    assert all([other.token_id for other in entry.top] == list(range(20)) for entry in entries)
+    assert all({other.logprob for other in entry.top} == {entry.chosen.logprob} for entry in entries)

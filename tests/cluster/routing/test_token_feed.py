@@ -13,16 +13,32 @@ from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.routing import token_feed
 from tandem.cluster.routing.policy import Ask
 from tandem.cluster.routing.token_inbox import TokenInbox
+from tandem.proto.inference_pb2 import TokenLogprob, TokenLogprobs
 from tandem.proto.worker_pb2 import GeneratedTokens
 from tests.cluster.fake_worker import FakeWorker
 from tests.cluster.requests.test_replay import PROMPT, TOKENS, ask, say, with_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
 
+MOST = 4
+
 
 async def next_of(inbox: TokenInbox) -> list[int]:
     await inbox.ready()
-    return list(inbox.next().token_ids)
+    return list(inbox.next(MOST).token_ids)
+
+
+def test_a_long_message_comes_in_turns() -> None:
+    async def run() -> None:
+        inbox = TokenInbox()
+        scored = [TokenLogprobs(chosen=TokenLogprob(token_id=token)) for token in range(6)]
+        await inbox.read(call_of(GeneratedTokens(token_ids=range(6), logprobs=scored, finish_reason=2)))  # type: ignore[arg-type]
+        first, last = inbox.next(MOST), inbox.next(MOST)
+        assert [list(one.token_ids) for one in (first, last)] == [[0, 1, 2, 3], [4, 5]]
+        assert [one.chosen.token_id for one in (*first.logprobs, *last.logprobs)] == list(range(6))
+        assert (first.finish_reason, last.finish_reason) == (0, 2)
+
+    asyncio.run(run())
 
 
 async def call_of(*messages: GeneratedTokens) -> AsyncIterator[GeneratedTokens]:
@@ -51,9 +67,10 @@ def test_a_message_waits_for_what_was_fed_before_it() -> None:
 def test_a_reader_that_is_slow_gets_what_has_gathered() -> None:
     async def run() -> None:
         inbox = TokenInbox(7, 1)
-        for token in range(5):
+        for token in range(6):
             inbox.add(token)
-        assert await next_of(inbox) == list(range(5))
+        assert await next_of(inbox) == [0, 1, 2, 3]  # in turns, with others
+        assert await next_of(inbox) == [4, 5]
         inbox.lose(PlacementLost("gone"))
         with pytest.raises(PlacementLost, match="gone"):
             await next_of(inbox)

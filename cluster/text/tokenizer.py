@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from tandem.workers.checkpoint.tokenizer_files import TokenizerFiles
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PANIC = "PanicException"  # the name of what the library raises when it fails: it derives from BaseException only
+KNOWN_TOKENS = 1 << 14  # whose texts are kept: log-probabilities name the same ones again and again
 HELD_TOKENS = 16  # more than a character takes: the bytes that are still missing will not come
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabulary of SentencePiece
 
@@ -41,6 +43,11 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_texts = frozenset(token.content for token in added.values() if token.special)
+        self.token_text = lru_cache(KNOWN_TOKENS)(self._token_text)
+        """The text of the token behind others; a part of a character is a replacement character.
+
+        A decoder may drop the leading space of a first token.
+        """
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -97,11 +104,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def token_text(self, token_id: int) -> str:
-        """The text of the token behind others; a part of a character is a replacement character.
-
-        A decoder may drop the leading space of a first token.
-        """
+    def _token_text(self, token_id: int) -> str:
         once, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :]
 

@@ -46,6 +46,29 @@ def _kind(part: Part) -> tuple[str, int]:
     return type(part).__name__, part.index if isinstance(part, CallArguments) else 0
 
 
+class Spaces:
+    """Those at the end of a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []  # there may be very many
+
+    def before(self, text: str) -> str:
+        """The text so far, but for what was returned before and the spaces at its end."""
+        kept = text.rstrip()
+        end = text[len(kept) :]
+        if kept:
+            kept = self.take() + kept
+        if end:
+            self._held.append(end)
+        return kept
+
+    def take(self) -> str:
+        """All that are held, which are no more."""
+        taken = "".join(self._held)
+        self._held.clear()
+        return taken
+
+
 class Parts:
     """Collects what a parser finds until take() is called."""
 
@@ -56,7 +79,7 @@ class Parts:
         self._id_length = id_length
         self._keep_spaces = keep_spaces
         self._parts: list[Part] = []
-        self._spaces = ""  # behind the content so far
+        self._spaces = Spaces()  # behind the content so far
         self.num_calls = 0
         self.in_call = False  # more arguments may come
 
@@ -66,15 +89,13 @@ class Parts:
 
     def content(self, text: str) -> None:
         """Spaces wait for more content: those around tool calls are none."""
-        text = self._spaces + text
-        kept = text if self._keep_spaces else text.rstrip()
-        self._spaces = text[len(kept) :]
+        kept = text if self._keep_spaces else self._spaces.before(text)
         if kept:
             self._parts.append(Content(kept))
 
     def drop_spaces(self) -> None:
         """Those that wait for more content are none."""
-        self._spaces = ""
+        self._spaces.take()
 
     def call(self, name: str) -> None:
         """Begins a tool call."""
@@ -97,9 +118,9 @@ class Parts:
 
     def finish(self) -> None:
         """Spaces at the end are content where there is no call."""
-        if self._spaces and not self.num_calls:
-            self._parts.append(Content(self._spaces))
-        self._spaces = ""
+        spaces = self._spaces.take()
+        if spaces and not self.num_calls:
+            self._parts.append(Content(spaces))
 
     def take(self) -> list[Part]:
         """What came since the last call. No two neighbours are of one kind, but for calls."""

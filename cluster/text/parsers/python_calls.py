@@ -7,11 +7,13 @@ from tandem.cluster.text.parsers.calls import Schemas, offered, whole_call
 from tandem.cluster.text.parsers.parts import Parts
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
 
+MOST_PYTHON, MOST_VALUES = 1 << 18, 1 << 12  # characters, and values, of calls in Python: they are read at once
 JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write for Python's
 
 
 def pythonic(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
-    """The answer is a list of calls with keyword arguments. It comes when all is there."""
+    """The answer is a list of calls with keyword arguments. It comes when all is there. A longer one than can be read
+    in some milliseconds is content."""
     texts: list[str] = []
     yield from source.spaces(texts.append)
     if (yield from source.peek()) != "[":
@@ -19,6 +21,9 @@ def pythonic(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
         return
     yield from source.upto((), texts.append)
     text = "".join(texts)
+    if len(text) > MOST_PYTHON or sum(map(text.count, "[({,")) > MOST_VALUES:
+        parts.content(text)
+        return
     try:
         calls = [_python_call(node, schemas) for node in _list_of(text)]
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):

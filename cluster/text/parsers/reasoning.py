@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tandem.cluster.text.parsers.calls import Schemas, attempt
-from tandem.cluster.text.parsers.parts import Parts
+from tandem.cluster.text.parsers.parts import Parts, Spaces
 from tandem.cluster.text.parsers.source import Sink, Source, Waiting
 from tandem.cluster.text.parsers.tool_formats import ToolFormat
 
@@ -64,13 +64,10 @@ class Trimmed:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._spaces = ""
+        self._spaces = Spaces()
 
     def reasoning(self, text: str) -> None:
-        text = self._spaces + text
-        kept = text.rstrip()
-        self._spaces = text[len(kept) :]
-        self._parts.reasoning(kept)
+        self._parts.reasoning(self._spaces.before(text))
 
 
 def harmony(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:

@@ -54,16 +54,16 @@ class Source:
         """Gives the text before the first of the marks to the sink as it comes, and reads the mark, which it returns.
         None at the end of the text."""
         while True:
-            rest = self._text[self._offset :]
-            found = [(offset, mark) for mark in marks if (offset := rest.find(mark)) >= 0]
+            found = [(offset, mark) for mark in marks if (offset := self._text.find(mark, self._offset)) >= 0]
             if found:
                 offset, mark = min(found)
-                sink(self._read(offset))
+                sink(self._read(offset - self._offset))
                 self._read(len(mark))
                 return mark
-            held = 0 if self.ended else _begun(rest, marks)
-            if len(rest) > held:
-                sink(self._read(len(rest) - held))
+            left = len(self._text) - self._offset
+            held = 0 if self.ended else _begun(self._text, left, marks)
+            if left > held:
+                sink(self._read(left - held))
             if self.ended:
                 return None
             yield
@@ -73,17 +73,17 @@ class Source:
         while True:
             found = SPACES.match(self._text, self._offset)
             sink(self._read(found.end() - self._offset if found else 0))
-            if self._rest or self.ended:
+            if self._is_there or self.ended:
                 return
             yield
 
     def sees(self, *marks: str) -> Waiting[str | None]:
         """The mark that the text goes on with, which stays. None where it goes on otherwise."""
         while True:
-            rest = self._rest
             for mark in marks:
-                if rest.startswith(mark):
+                if self._text.startswith(mark, self._offset):
                     return mark
+            rest = self._text[self._offset : self._offset + max(map(len, marks))]
             if self.ended or not any(mark.startswith(rest) for mark in marks):
                 return None
             yield
@@ -96,13 +96,14 @@ class Source:
 
     def ends(self, *marks: str) -> bool:
         """Whether the text ends here, or in the begin of a mark, which is read. Behind sees() or peek()."""
-        ends = self.ended and (not self._rest or any(mark.startswith(self._rest) for mark in marks))
-        self._read(len(self._rest) if ends else 0)
+        rest = self._text[self._offset : self._offset + max(map(len, marks), default=1)]
+        ends = self.ended and (not rest or any(mark.startswith(rest) for mark in marks))
+        self._read(len(rest) if ends else 0)
         return ends
 
     def peek(self) -> Waiting[str]:
         """The next character, which stays. Empty at the end."""
-        while not self._rest and not self.ended:
+        while not self._is_there and not self.ended:
             yield
         return self._text[self._offset : self._offset + 1]
 
@@ -183,7 +184,7 @@ class Source:
             if offset > len(self._text):
                 whole = len(self._text) - 1  # a backslash whose character has not come
             sink(self._read(whole - self._offset))
-            if self._rest.startswith('"'):
+            if self._text.startswith('"', self._offset):
                 sink(self._read(1))
                 return
             if self.ended:
@@ -191,8 +192,9 @@ class Source:
             yield
 
     @property
-    def _rest(self) -> str:
-        return self._text[self._offset :]
+    def _is_there(self) -> bool:
+        """Whether there is text that has not been read."""
+        return self._offset < len(self._text)
 
     def _read(self, count: int) -> str:
         text = self._text[self._offset : self._offset + count]
@@ -202,9 +204,9 @@ class Source:
         return text
 
 
-def _begun(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of the text that may be the begin of a mark."""
+def _begun(text: str, most: int, marks: Sequence[str]) -> int:
+    """Characters at the end of the text, at most so many, that may be the begin of a mark."""
     return max(
-        (size for mark in marks for size in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:size])),
+        (size for mark in marks for size in range(1, min(len(mark), most + 1)) if text.endswith(mark[:size])),
         default=0,
     )

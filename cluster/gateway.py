@@ -350,6 +350,11 @@ class Gateway:
         if self._peers is not None:
             await self._peers.stop()
 
+    @property
+    def running(self) -> int:
+        """Requests that are placed or wait for room in this process."""
+        return self._requests.running
+
     def prepare(self) -> None:
         """Starts what the first long request would wait for. Returns at once."""
         self._readers.prepare()

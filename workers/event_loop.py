@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,6 +31,10 @@ class EventLoopThread:
         except TimeoutError:
             future.cancel()
             raise
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Lets it run beside what others ask for. Its end is to be waited for, or it cancelled, before stop()."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
         if self._thread.is_alive():

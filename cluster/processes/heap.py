@@ -2,9 +2,10 @@
 
 import ctypes
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt()
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt()
 HEAP_BLOCK = 32 << 20  # bytes; the largest that glibc takes
 KEPT_BYTES = 64 << 20  # that are free
+ARENAS = 2  # heaps of threads: each keeps what was freed in it, and Python's threads hardly allocate at once
 
 
 def keep_freed_memory() -> None:
@@ -17,3 +18,11 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, HEAP_BLOCK)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_ARENA_MAX, ARENAS)
+
+
+def return_freed_memory() -> None:
+    """Gives the kernel what is kept, but for KEPT_BYTES at the end of the heap. It takes some milliseconds."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(KEPT_BYTES)

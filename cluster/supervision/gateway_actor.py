@@ -1,10 +1,12 @@
 """A gateway in a cluster's process, with the methods that its supervisor calls. Nothing here imports torch."""
 
 import threading
+from concurrent.futures import Future
 
 from tandem.cluster.errors import TandemError
 from tandem.cluster.gateway import Gateway, GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.hosts import GatewayHosts
+from tandem.cluster.processes.garbage import IdleCollections
 from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState, Outage
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
@@ -26,10 +28,12 @@ class GatewayActor:
         self._events = EventLoopThread("gateway")
         self._drain_seconds = settings.config.gateway.drain_seconds
         self._gateway = Gateway(settings)
+        self._collecting = Future[None]()
 
     def serve(self) -> GatewayAddresses:
         addresses = self._events.run(self._gateway.start(), timeout=30)
         self._gateway.prepare()
+        self._collecting = self._events.start(IdleCollections(lambda: not self._gateway.running).run())
         return addresses
 
     def ping(self) -> None:
@@ -67,6 +71,7 @@ class GatewayActor:
         self._events.run(self._gateway.stop(0.0, LOST), timeout=30)
 
     def stop(self, grace: float) -> None:
+        self._collecting.cancel()
         self._events.run(self._gateway.stop(grace), timeout=grace + 20)
         self._events.stop()
         close_log(self._log)

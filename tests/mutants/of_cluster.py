@@ -7,6 +7,7 @@ RESUME = "tests/cluster/requests/test_resume.py"
 FILES = "tests/e2e/test_checkpoint_files.py"
 CLAIMED = "tests/cluster/requests/test_claimed_ids.py"
 WRITTEN = "tests/cluster/text/test_calls_as_written.py"
+BLOCKS = "tests/cluster/frontends/test_json_blocks.py"
 ADMISSION = "tests/cluster/routing/test_admission.py"
 
 CLUSTER = (
@@ -249,5 +250,53 @@ CLUSTER = (
         tests=(
             "tests/workers/sampling/test_guided.py::test_forced_calls_have_the_spaces_of_templates_and_no_others[own0]",
         ),
+    ),
+    Mutant(
+        name="a-whole-answer-at-once",
+        file="cluster/frontends/http/reply.py",
+        find="            if blocks:\n                await asyncio.sleep(0)\n",
+        replace="",
+        reason="A large answer is encoded block by block with others between, or all streams wait for seconds.",
+        tests=(f"{BLOCKS}::test_other_tasks_go_on_between_two_blocks",),
+    ),
+    Mutant(
+        name="blocks-without-a-bound",
+        file="cluster/frontends/http/json_blocks.py",
+        find="        if size >= BLOCK_BYTES or len(held) >= MOST_PIECES:\n",
+        replace="        if False:\n",
+        reason="A block has a bounded size, or one encoding takes as long as the answer is.",
+        tests=(f"{BLOCKS}::test_blocks_are_the_encoders_json",),
+    ),
+    Mutant(
+        name="all-tokens-in-one-turn",
+        file="cluster/routing/token_inbox.py",
+        find="    if len(message.token_ids) <= most:\n",
+        replace="    if True:\n",
+        reason="A turn has a bounded number of tokens, or a client that has not read holds up all others.",
+        tests=("tests/cluster/routing/test_token_feed.py::test_a_long_message_comes_in_turns",),
+    ),
+    Mutant(
+        name="best-answers-in-one-message",
+        file="cluster/requests/answers.py",
+        find=" <= self._most:\n",
+        replace=" >= 0:\n",
+        reason="A message has a bounded number of tokens, or one of 16 MiB fails and takes the event loop.",
+        tests=("tests/cluster/requests/test_answers.py::test_the_best_answer_comes_in_bounded_messages",),
+    ),
+    Mutant(
+        name="prompt-scores-in-one-turn",
+        file="cluster/requests/prompt_logprobs.py",
+        find="min(first + most, position)",
+        replace="position",
+        reason="Log-probabilities of a prompt come in turns, or a long prompt holds up all streams.",
+        tests=("tests/cluster/requests/test_answers.py::test_log_probabilities_of_a_prompt_come_in_bounded_messages",),
+    ),
+    Mutant(
+        name="collections-under-load",
+        file="cluster/processes/garbage.py",
+        find="if since and (quiet or",
+        replace="if since and (True or",
+        reason="All objects are looked at while nothing is to be done, or each collection stops all streams.",
+        tests=("tests/cluster/processes/test_garbage.py::test_old_cycles_wait_until_nothing_is_to_be_done",),
     ),
 )

@@ -30,6 +30,7 @@ class Connection:
     async def say(self, content: bytes) -> None:
         self.writer.write(content)
         await self.writer.drain()
+        await asyncio.sleep(0)  # drain() may not wait, and then nothing would be heard
 
     async def hear(self) -> None:
         """Counts the statuses of all answers until the server closes the connection."""

@@ -258,10 +258,7 @@ async def over_http(address: str, call: Call, statuses: Counter[str]) -> int:
         with suppress(TimeoutError):
             async with asyncio.timeout(GONE_SECONDS if call.leaves else None):
                 first = await reader.read(1 << 18)
-                error = b"error" in first[:4096]
-                statuses[
-                    first[9:12].decode() + (" " + first.partition(b"\r\n\r\n")[2][:120].decode() if error else "")
-                ] += 1
+                statuses[first[9:12].decode()] += 1
                 size = len(first)
                 while block := await reader.read(1 << 18):
                     size += len(block)

@@ -45,9 +45,10 @@ PROMPT = _prompt(50, 77)
 def takes_over(addresses: list[str], security: ClientSecurity) -> dict[str, Any]:
     credentials = security.credentials(addresses[0])
     assert credentials is not None
-    stubs: list[Any] = [
-        security.authorize(inference_pb2_grpc.InferenceStub(grpc.secure_channel(one, credentials))) for one in addresses
-    ]
+    channels = [grpc.secure_channel(one, credentials) for one in addresses]
+    for channel in channels:  # or the request may end while the next call connects
+        grpc.channel_ready_future(channel).result(60)
+    stubs: list[Any] = [security.authorize(inference_pb2_grpc.InferenceStub(channel)) for channel in channels]
 
     def call(stub: Any, received: list[int] | None = None) -> Any:
         request = build_request(PROMPT, {**GREEDY, "max_tokens": LONG, "seed": 1}, "mine")

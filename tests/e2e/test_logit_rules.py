@@ -25,6 +25,7 @@ from tests.support.client_requests import complete, tokens_of
 from tests.support.island import Island, running_island
 from tests.support.naive_rules import generate, random_params
 from tests.support.oracle import load_oracle, random_prompt
+from tests.support.steady_steps import STEADY, steady_here
 
 __all__ = ["in_graphs"]
 
@@ -93,7 +94,7 @@ def test_rules_of_requests_that_move(folder: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(rebalancer, "moves", all_move)
     monkeypatch.setattr(rebalancer, "PERIOD_SECONDS", 0.05)
-    with adaptive_island(folder) as island, ThreadPoolExecutor(len(numbers)) as pool:
+    with steady_here(STEADY), adaptive_island(folder) as island, ThreadPoolExecutor(len(numbers)) as pool:
         ran = [
             pool.submit(complete, island.address, PROMPTS[number], **asked(params_of(number, num_tokens)))
             for number in numbers

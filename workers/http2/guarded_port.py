@@ -46,6 +46,8 @@ class GuardedPort:
         self._relays: set[_Client] = set()
         self._names = f"\0tandem-{secrets.token_hex(8)}/"
         self._named = 0
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Server | None = None
         self._socket = PrivateSocket(server)
 
     def bind(self, host: str, port: int, *, shared: bool) -> int:
@@ -59,17 +61,20 @@ class GuardedPort:
         return self._listener.getsockname()[1]
 
     async def open(self, tls: ssl.SSLContext | None) -> None:
-        """Takes connections from now on."""
+        """Takes connections from now on, once the port is bound."""
         self._accepting = await asyncio.get_running_loop().create_server(
             lambda: _Client(self), sock=self._listener, ssl=tls, backlog=BACKLOG
         )
 
     def close(self) -> None:
-        """Takes no more connections. Those that are open end with the server's."""
-        self._accepting.close()
+        """Takes no more connections. Those that are open end with the server's. Idempotent, also before open()."""
+        if self._accepting is not None:
+            self._accepting.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def release(self) -> None:
-        """Ends all connections, and lets go of the server's socket."""
+        """Ends all connections, and lets go of the server's socket. Idempotent."""
         for relay in list(self._relays):
             relay.end()
         self._socket.close()

@@ -18,7 +18,7 @@ class PrivateSocket:
         try:
             path = os.path.join(folder, "grpc")
             server.add_insecure_port(f"unix:{path}")
-            self._file = os.open(path, os.O_PATH)  # still leads there when the path is gone
+            self._file: int | None = os.open(path, os.O_PATH)  # still leads there when the path is gone
         finally:
             shutil.rmtree(folder)
         self.number = os.getpid() << FILE_BITS | self._file
@@ -26,7 +26,10 @@ class PrivateSocket:
         self.path = self.target.removeprefix("unix:")
 
     def close(self) -> None:
-        os.close(self._file)
+        """Idempotent."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def private_target(number: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,6 @@ IN_WORDS = {  # by what llguidance's errors have
     "schema too large": TOO_COMPLEX,
     "too many states": TOO_COMPLEX,
     "too many expressions": TOO_COMPLEX,
-    "must have either lark_grammar or json_schema": "it is null; an object, true and false are JSON schemas",
 }
 
 
@@ -150,7 +149,7 @@ class Grammars:
         text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
         try:
             if guided.kind == "json_schema":
-                schema = closed(with_properties(without_idle(with_pointers(json.loads(text)))))
+                schema = closed(with_properties(without_idle(with_pointers(_schema_of(text)))))
                 grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_spacing(schema))
             else:
                 grammar = grammar_from(KINDS[guided.kind], text)
@@ -195,6 +194,16 @@ def _within(tokenizer: "Tokenizer", vocab_size: int) -> tuple[str, int]:
         parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < vocab_size]
         serialized = json.dumps(parts)
     return serialized, max(vocab_size, 1 + max(own.values(), default=0))
+
+
+def _schema_of(text: str) -> dict[str, Any]:
+    """true is the schema of anything, false that of nothing. Raises ValueError."""
+    schema = json.loads(text)
+    if isinstance(schema, bool):
+        return {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise ValueError(f"it is {text.strip()}; an object, true and false are JSON schemas")
+    return schema
 
 
 def _spacing(schema: object) -> "JsonCompileOptions":

@@ -4,6 +4,7 @@ import asyncio
 import mmap
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -44,8 +45,9 @@ def table(processes: int = 2, process: int = 0, memory: mmap.mmap | None = None)
 def requests(claims: Claims) -> ActiveRequests:
     """With no call under way. What it would need for one is missing."""
     missing: Any = None
+    validator: Any = SimpleNamespace(vocab_size=2)
     shared = claims._table
-    return ActiveRequests(missing, missing, missing, None, (), shared, claims, max_attempts=1, request_seconds=1.0)
+    return ActiveRequests(validator, missing, missing, None, (), shared, claims, max_attempts=1, request_seconds=1.0)
 
 
 class Hosts:

@@ -77,9 +77,15 @@ def test_grammars_take_the_tokens_that_the_model_has(island: Island, guide: dict
 
 
 def test_a_forced_call_is_made(island: Island) -> None:
-    (choice,) = answer(island.http, CHATS, messages=SAID, tools=TOOLS, tool_choice="required", max_tokens=300)[
-        "choices"
-    ]
+    (choice,) = answer(
+        island.http,
+        CHATS,
+        messages=SAID,
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=300,
+        parallel_tool_calls=False,
+    )["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("find", {"page": 7})
 

@@ -227,13 +227,14 @@ def test_down_leaves_nothing(small_model: Path) -> None:
 
 def test_kill_minus_nine_leaves_nothing(small_model: Path) -> None:
     """And its clients hear at once why their streams end."""
-    with up(small_model) as killed, Client(killed.address, resume_seconds=0) as client:
+    with up(small_model, "cache.num_pages=1024") as killed, Client(killed.address, resume_seconds=0) as client:
         started = killed.descendants
-        updates = client.generate([5, 6, 7], max_tokens=1000, timeout=60, **GREEDY)
-        assert next(updates).token_ids
+        streams = [client.generate([5, 6, 7], max_tokens=1900, timeout=60, **GREEDY) for _ in range(8)]
+        assert all(next(updates).token_ids for updates in streams)
         killed.process.kill()
-        with pytest.raises(Unavailable, match="the cluster ends: its launcher or its Ray was lost"):
-            list(updates)
+        for updates in streams:
+            with pytest.raises(Unavailable, match="the cluster ends: its launcher or its Ray was lost"):
+                list(updates)
         killed.process.wait(timeout=10)
     assert_nothing_left(started, killed.shm)
 

@@ -40,7 +40,7 @@ def test_a_prefill_without_push_computes_the_same_and_writes_one_position(island
 def test_ttft(island: Island) -> None:
     with Pair(island.address, island.workers[0].config.token) as pair:
         numbers = ttft.measure(pair, 40, rounds=1)
-    assert numbers["ttft_less_local_ms"] == pytest.approx(numbers["ttft_ms"] - numbers["local_ms"], abs=0.02)
+    assert numbers["ttft_less_local_ms"] == pytest.approx(numbers["ttft_ms"] - numbers["local_ms"], rel=1e-3, abs=0.02)
     parts = ("gateway_less_prefill_ms", "client_ms")  # the first token may come before all has landed
     assert min(numbers["client_ms"], numbers["reservation_ms"]) > 0
     assert sum(numbers[name] for name in parts) < numbers["ttft_ms"]

@@ -243,4 +243,12 @@ ACCESS = (
         reason="A client resets a bounded number of calls, or each costs the gateway as much as a call.",
         tests=("tests/cluster/frontends/test_floods.py::test_resets_are_slowed_down",),
     ),
+    Mutant(
+        name="all-grpc-connections-accepted-at-once",
+        file="workers/http2/guarded_port.py",
+        find="backlog=ACCEPTED",
+        replace="backlog=2048",
+        reason="As over HTTP: a flood of handshakes stops all others.",
+        tests=("tests/cluster/frontends/test_floods.py::test_few_connections_are_taken_in_a_turn",),
+    ),
 )

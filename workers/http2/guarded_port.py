@@ -20,20 +20,12 @@ from tandem.workers.http2.allowance import Allowance
 from tandem.workers.http2.call_turns import CallTurns, Rest
 from tandem.workers.http2.client_frames import ClientFrames, NotHttp2
 from tandem.workers.http2.private_socket import PrivateSocket
+from tandem.workers.listener import ACCEPTED, QUEUED, SILENT_SECONDS, listener
 
 SMALL_FRAMES = (5_000, 10_000)  # a second, and at once; of a connection: pings, resets, window updates, empty data
 RESETS = (200, 1_000)  # as above, of calls
 HELD_BYTES = 1 << 17  # of a client, before it is read no further
-SILENT_SECONDS = 60  # for the first bytes; and without a sign of life, or with data that the client does not read
 RETRY_SECONDS = 0.01  # where gRPC is slow to take connections
-BACKLOG = 100  # connections that are taken in one turn
-OPTIONS = (  # which connections inherit from their listener
-    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),
-    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), SILENT_SECONDS // 2),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), SILENT_SECONDS // 6),
-    ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 1000 * SILENT_SECONDS),
-)
 
 
 class GuardedPort:
@@ -52,19 +44,16 @@ class GuardedPort:
 
     def bind(self, host: str, port: int, *, shared: bool) -> int:
         """The port, 0 for any free one. shared: with others of this user. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server(
-            (host, port), family=family, dualstack_ipv6=host == "::", reuse_port=shared, backlog=BACKLOG
-        )
-        for option, value in OPTIONS:
-            self._listener.setsockopt(*option, value)
+        self._listener = listener(host, port, shared=shared)
         return self._listener.getsockname()[1]
 
     async def open(self, tls: ssl.SSLContext | None) -> None:
         """Takes connections from now on, once the port is bound."""
+        assert self._listener is not None, "bind() comes first"
         self._accepting = await asyncio.get_running_loop().create_server(
-            lambda: _Client(self), sock=self._listener, ssl=tls, backlog=BACKLOG
+            lambda: _Client(self), sock=self._listener, ssl=tls, backlog=ACCEPTED
         )
+        self._listener.listen(QUEUED)
 
     def close(self) -> None:
         """Takes no more connections. Those that are open end with the server's. Idempotent, also before open()."""

@@ -13,19 +13,10 @@ from tandem.cluster.errors import StartFailed
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.backlog import Backlog
 from tandem.cluster.frontends.http.connection import IDLE_SECONDS, Connection
+from tandem.workers.listener import ACCEPTED, QUEUED, listener
 
 START_POLL_SECONDS = 0.001
-ACCEPTED = 2  # connections in one turn of the event loop; over TLS each costs it 3 ms
-QUEUED = 2048  # connections that wait for that in the kernel
 END_SECONDS = 2.0  # from the end of calls to the end of connections that no client reads
-SILENT_SECONDS = 60  # without a sign of life, or with data that the client does not read
-OPTIONS = (  # which connections inherit from their listener
-    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # asyncio sets it for sockets that it made; else events wait 40 ms
-    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), SILENT_SECONDS // 2),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), SILENT_SECONDS // 6),
-    ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 1000 * SILENT_SECONDS),
-)
 
 
 class HttpServer:
@@ -52,7 +43,7 @@ class HttpServer:
 
     async def start(self) -> str:
         """Opens the port, 0 for any free one; HOST:PORT. StartFailed when the port cannot be had."""
-        listener = self._listen()
+        listening = self._listen()
         config = uvicorn.Config(
             self._app,
             http=partial(Connection, backlog=Backlog()),  # type: ignore[arg-type]  # what makes a protocol
@@ -71,13 +62,13 @@ class HttpServer:
             ssl_cert_reqs=ssl.CERT_NONE if self._security.client_ca is None else ssl.CERT_REQUIRED,
         )
         self._server = uvicorn.Server(config)
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        self._serving = asyncio.create_task(self._server.serve([listening]))
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(START_POLL_SECONDS)
-        listener.listen(QUEUED)
-        port = listener.getsockname()[1]
+        listening.listen(QUEUED)
+        port = listening.getsockname()[1]
         return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 
     async def stop(self, grace: float) -> None:
@@ -92,17 +83,10 @@ class HttpServer:
 
     def _listen(self) -> socket.socket:
         """The listening socket. uvicorn's own would end the process if the port is in use."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            both = self._host == "::"
-            listener = socket.create_server(
-                (self._host, self._port), family=family, dualstack_ipv6=both, reuse_port=self._shared
-            )
+            return listener(self._host, self._port, shared=self._shared)
         except OSError as error:
             raise StartFailed(
                 f"{self._key} {self._port} on {self._host} cannot be opened ({os.strerror(error.errno or 0)}); "
                 "choose a free one, or 0 for any free one"
             ) from error
-        for option, value in OPTIONS:
-            listener.setsockopt(*option, value)
-        return listener

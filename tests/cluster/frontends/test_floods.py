@@ -1,5 +1,6 @@
 """Clients that send calls faster than the gateway looks at them, and those that call beside them."""
 
+import itertools
 import socket
 import threading
 from collections import Counter
@@ -15,7 +16,9 @@ from tandem.cluster.client import Client
 from tandem.cluster.protocol import build_request
 from tandem.cluster.statuses import RETRY_AFTER_KEY
 from tandem.proto import inference_pb2
+from tandem.workers.http2 import guarded_port
 from tandem.workers.http2.call_turns import CallTurns
+from tandem.workers.listener import ACCEPTED
 from tests.benchmarks.strangers import grpc_attacks as attacks
 from tests.cluster.open_gateway import PROMPT, OpenGateway, open_gateway
 from tests.cluster.requests.test_bursts import standing_still
@@ -126,3 +129,28 @@ def test_a_host_is_known_by_its_address(model: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(opened.gateway._bodies, "open", lambda host: (hosts.append(host), opened_bodies(host))[1])
         assert client.model_info().vocab_size
     assert hosts == ["ipv4:127.0.0.1"]
+
+
+def test_few_connections_are_taken_in_a_turn(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though many wait: over TLS each costs a handshake."""
+    made, made_of = Counter[int](), guarded_port._Client.connection_made
+    with open_gateway(model, alone=True) as opened, ExitStack() as stack:
+        turns, loop = itertools.count(), opened.events._loop
+
+        def turn() -> None:
+            made[next(turns)] += 0
+            if sum(made.values()) < 100:
+                loop.call_soon(turn)
+
+        def counted(client: Any, transport: Any) -> None:
+            made[max(made)] += 1
+            made_of(client, transport)
+
+        monkeypatch.setattr(guarded_port._Client, "connection_made", counted)
+        address = opened.grpc.rpartition(":")
+        with standing_still(opened):
+            for _ in range(100):
+                stack.enter_context(socket.create_connection((address[0], int(address[2]))))
+            loop.call_soon_threadsafe(turn)
+        until(lambda: sum(made.values()) == 100)
+        assert max(made.values()) <= ACCEPTED + 1  # Python 3.13 takes one more than it is told

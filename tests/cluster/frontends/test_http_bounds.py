@@ -18,11 +18,12 @@ from tandem.cluster.frontends.http.body import read_body_of
 from tandem.cluster.frontends.http.connection import Connection
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
-from tandem.cluster.frontends.http.server import ACCEPTED, HttpServer
+from tandem.cluster.frontends.http.server import HttpServer
 from tandem.cluster.frontends.http.strict_http import StrictHttp
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.listener import ACCEPTED
 
 TOKEN = "0123456789abcdef"
 MOST_BYTES = 1 << 18

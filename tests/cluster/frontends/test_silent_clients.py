@@ -118,7 +118,7 @@ class TestHttp:
 
     def test_answers_that_nobody_takes(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         short = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 100)
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.OPTIONS", (short,))
+        monkeypatch.setattr("tandem.workers.listener.OPTIONS", (short,))
         with open_gateway(model, alone=True) as opened, connected(opened.http) as connection:
             connection.settimeout(0.5)
             with suppress(OSError):

@@ -18,6 +18,7 @@ from tests.support.drafters import SPECULATING
 from tests.support.http_client import COMPLETIONS, answer, chunks
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.steady_steps import STEADY
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("deepseek_v4")
     make_checkpoint(folder, "deepseek_v4")
-    cluster = Cluster(load_config(None, {"model.path": str(folder), **SETTINGS}), LocalProcesses())
+    cluster = Cluster(load_config(None, {"model.path": str(folder), **SETTINGS}), LocalProcesses(2 * STEADY))
     address = cluster.start()
     try:
         with Client(address) as client:
@@ -137,14 +138,15 @@ def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
     """The island forms again; what the client has is computed again as a prompt, whose entries end elsewhere."""
     prompt, count = random_prompt(BORDER - 30, 7 + lost, VOCABULARY), BORDER + 40
     expected = greedy(served.oracle, prompt, count)
-    epoch, updates = served.island().epoch, []
+    island, updates = served.island(), []
+    pid = island.workers[lost].pid
     with Client(served.address) as client:
         for update in client.generate(prompt, timeout=100, max_tokens=count, **GREEDY):
             updates.append(update)
             if len(updates) == 3:
-                os.kill(served.island().workers[lost].pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
     assert tokens_of(updates) == expected
     timings = updates[-1].timings
     assert timings is not None
     assert timings.attempts == 1 + lost  # what decodes does not need the prefill worker
-    until(lambda: served.serves(epoch + 1))
+    until(lambda: served.serves(island.epoch + 1))

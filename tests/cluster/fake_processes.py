@@ -65,6 +65,10 @@ class FakeProcess(ActorProcess):
             return GatewayAddresses(ADDRESS, "127.0.0.1:2") if "/gateway." in self.name else ADDRESS
         return ANSWERS[method] if method in ANSWERS else self._answers(method)
 
+    def awaits(self, method: str) -> bool:
+        """Whether a call of a silent method has no answer yet."""
+        return any(name == method and not answer.done() for name, answer in self._pending)
+
     def answer_pending(self, method: str, result: object) -> None:
         """What the first call of a silent method returns after all."""
         next(answer for name, answer in self._pending if name == method and not answer.done()).set_result(result)

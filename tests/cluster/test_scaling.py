@@ -167,7 +167,7 @@ class TestIsland:
             old = list(cluster.last.members)
             cluster.gateway.silent.add("placed_tokens")
             outcome = scale(cluster, 2, 1)
-            until(lambda: "placed_tokens" in [method for method, _ in cluster.gateway.calls])
+            until(lambda: cluster.gateway.awaits("placed_tokens"))
             new = cluster.last.members[2]
             cluster.gateway.silent.remove("placed_tokens")
             lose(old[1])

@@ -78,7 +78,7 @@ def test_an_island_that_goes_finishes_what_it_can_first(scene: Scene) -> None:
     scene.scale(2)
     scene.gateway.silent.add("placed_tokens")
     change = scene.set.scale(ScaleOrder(1, "", None, None, 1))
-    until(lambda: "placed_tokens" in [method for method, _ in scene.gateway.calls])
+    until(lambda: scene.gateway.awaits("placed_tokens"))
     last = scene.processes.groups[-1].members
     assert not any(member.killed for member in last)
     scene.gateway.answer_pending("placed_tokens", 0)

@@ -314,8 +314,7 @@ class TestIsland:
         cluster.supervisor.ready.result(30)
         processes.silent = {at}
         cluster.last.members[0].kill()
-        until(lambda: all(at in [method for method, _ in member.calls] for member in cluster.last.members))
-        until(lambda: not any(member.killed for member in cluster.last.members))
+        until(lambda: all(member.awaits(at) for member in cluster.last.members))
         peer, lost = cluster.last.members
         processes.silent = set()
         lost.kill()
@@ -346,7 +345,7 @@ class TestIsland:
         survivor, lost = cluster.last.members
         cluster.gateway.silent.add("placed_tokens")
         lost.kill()
-        until(lambda: "placed_tokens" in [method for method, _ in cluster.gateway.calls])
+        until(lambda: cluster.gateway.awaits("placed_tokens"))
         assert not survivor.killed
         cluster.gateway.kill()  # nobody reads any more what survivors generate
         until(lambda: survivor.killed)

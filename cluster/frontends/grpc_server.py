@@ -24,6 +24,7 @@ IDLE_MS = 600_000  # of a connection without a call; clients connect again by th
 SILENT_MS = 60_000  # without a sign of life, and again without the answer to a ping
 REQUEST_SECONDS = 60.0  # for a client's request, or for all requests of a call
 ANSWER_BYTES = 1 << 24  # of one message of an answer, which may have many log-probabilities
+LEFT_SECONDS = 0.25  # within which gRPC says that a client has left, behind a read that found nothing
 SLOW_SECONDS = 0.05  # between two looks at whether a message is there
 SLOW_LOOKS = 5  # after which one counts as the largest: gRPC does not say how far it is
 UNREAD_CALLS = 512  # of one connection, whose requests have not come: it cannot fill gateway.max_calls with them
@@ -165,7 +166,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         looking = loop.call_later(SLOW_SECONDS, look)
         try:
             async with asyncio.timeout(REQUEST_SECONDS) as limit:
-                request = await context.read()
+                request = await _message(context)
             body.hold(len(request) if isinstance(request, bytes) else 0)
         except TimeoutError:
             if refusal is None:
@@ -178,6 +179,30 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
             await refuse(context, InvalidRequest("the call has no request; one message is needed"))
         return request
+
+
+async def _message(context: grpc.aio.ServicerContext) -> Any:
+    """As context.read(), of a call whose client may leave meanwhile.
+
+    grpcio never frees an operation that is cancelled, or that begins once its call has ended (record 0122). So a read
+    goes on where its call is cancelled, and where it finds nothing, the call is answered only if its client is there.
+    """
+    reading = asyncio.ensure_future(context.read())
+    reading.add_done_callback(_heard)
+    try:
+        request = await asyncio.shield(reading)
+    except Exception:
+        await asyncio.sleep(LEFT_SECONDS)
+        raise
+    if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
+        await asyncio.sleep(LEFT_SECONDS)
+    return request
+
+
+def _heard(reading: "asyncio.Future[Any]") -> None:
+    """Nobody else may ask for its error."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 def _refusal(error: Overloaded) -> Any:

@@ -7,6 +7,7 @@ passed on as it comes. TLS ends here.
 
 import asyncio
 import secrets
+import select
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -192,6 +193,8 @@ class _Client(asyncio.Protocol):
 
     def _go_on(self) -> None:
         self._late = False
+        if not self._ended and _has_left(self.transport):
+            self.end()
         self._enter()
 
     def fill(self, *, full: bool) -> None:
@@ -258,6 +261,13 @@ class _Server(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.finish()
+
+
+def _has_left(client: asyncio.Transport) -> bool:
+    """Also of one that is not read now, for which asyncio would not say so."""
+    poll = select.poll()
+    poll.register(client.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _name_of(client: asyncio.Transport) -> str:

@@ -11,8 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 
 from tandem.cluster.client import Client
+from tandem.cluster.peers.table import Column
 from tandem.cluster.protocol import build_request
 from tandem.cluster.statuses import RETRY_AFTER_KEY
 from tandem.proto import inference_pb2
@@ -35,6 +37,13 @@ FLOODS = {
     "headers that are reset": attacks.then_reset(attacks.opened(HEADERS)),
     "headers without a path": attacks.opened(attacks.literal("te", "trailers")),
 }
+BROKEN_OFF = {
+    "without a message": attacks.opened(attacks.call_headers(attacks.GENERATE)),
+    "with half a message": lambda number: (
+        attacks.opened(attacks.call_headers(attacks.GENERATE))(number)
+        + attacks.frame(attacks.DATA, 0, attacks.stream_of(number), attacks.message(attacks.REQUEST)[:-3])
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +57,23 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     seen, looked = list[None](), CallTurns.looked
     monkeypatch.setattr(CallTurns, "looked", lambda turns: (seen.append(None), looked(turns)))
     return seen
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How gRPC's operations end, of both sides."""
+    ends, execute = Counter[str](), cygrpc.execute_batch
+
+    async def counted(*arguments: Any) -> None:
+        try:
+            await execute(*arguments)
+        except BaseException:
+            ends["cut off"] += 1
+            raise
+        ends["whole"] += 1
+
+    monkeypatch.setattr(cygrpc, "execute_batch", counted)
+    return ends
 
 
 def flooding(opened: OpenGateway, frames: attacks.Frames, calls: int = CALLS) -> socket.socket:
@@ -84,6 +110,32 @@ def test_resets_are_slowed_down(model: Path, looks: list[None], monkeypatch: pyt
         for _ in range(20):
             assert client.model_info().vocab_size
         assert len(looks) < 200 < CALLS
+
+
+def test_a_client_that_has_left_is_let_go_before_its_calls_are_through(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.workers.http2.guarded_port.RESETS", (50, 100))
+    with open_gateway(model) as opened:
+        with flooding(opened, FLOODS["calls that are reset"], 3 * CALLS) as connection:
+            until(lambda: any(relay._late for relay in opened.gateway._port._relays))
+            connection.shutdown(socket.SHUT_RDWR)
+        until(lambda: not opened.gateway._port._relays, 30)  # at 50 a second they would take two minutes
+
+
+@pytest.mark.parametrize("kind", BROKEN_OFF)
+def test_no_operation_of_grpc_is_cut_off_with_its_call(
+    model: Path, looks: list[None], batches: Counter[str], kind: str
+) -> None:
+    """It would never be freed."""
+    calls, rounds = 300, 3
+    with open_gateway(model) as opened:
+        for number in range(rounds):
+            with flooding(opened, BROKEN_OFF[kind], calls):
+                until(lambda number=number: len(looks) == (number + 1) * calls)
+            until(lambda: opened.gateway._table.total(Column.CALLS) == 0)
+    assert batches["whole"] >= rounds * calls
+    assert batches["cut off"] <= rounds * calls // 20  # a busy machine may say late that a client has left
 
 
 def test_frames_that_bring_nothing_are_slowed_down(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from tandem.cluster.requests.call_limit import CallLimit, connections_per_fronte
 from tandem.cluster.statuses import grpc_status, refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
 from tandem.workers.connections import lenient_options
+from tandem.workers.event_loop import unwatched
 from tandem.workers.http2.call_turns import CallTurns
 from tandem.workers.http2.guarded_port import CallLooks, GuardedPort, client_host
 from tandem.workers.service.well_formed import WellFormedRequired
@@ -187,22 +188,14 @@ async def _message(context: grpc.aio.ServicerContext) -> Any:
     grpcio never frees an operation that is cancelled, or that begins once its call has ended (record 0122). So a read
     goes on where its call is cancelled, and where it finds nothing, the call is answered only if its client is there.
     """
-    reading = asyncio.ensure_future(context.read())
-    reading.add_done_callback(_heard)
     try:
-        request = await asyncio.shield(reading)
+        request = await asyncio.shield(unwatched(asyncio.ensure_future(context.read())))
     except Exception:
         await asyncio.sleep(LEFT_SECONDS)
         raise
     if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
         await asyncio.sleep(LEFT_SECONDS)
     return request
-
-
-def _heard(reading: "asyncio.Future[Any]") -> None:
-    """Nobody else may ask for its error."""
-    if not reading.cancelled():
-        reading.exception()
 
 
 def _refusal(error: Overloaded) -> Any:

@@ -108,7 +108,7 @@ class Grammars:
     def check(self, guided: Guided) -> None:
         """As compile(), without keeping the grammar. InvalidGuide also where a text that follows it gets too complex
         within a few tokens. For one thread."""
-        matcher = self._compile(replace(guided, thinking=None))
+        matcher = self._compile(guided)
         for _ in range(LOOK_AHEAD):
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             if matcher.is_error():

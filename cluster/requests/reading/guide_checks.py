@@ -1,6 +1,7 @@
 """What the gateway knows of grammars: which of them workers can follow."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from tandem.cluster.errors import InvalidRequest, ProcessEnded
 from tandem.cluster.requests.reading.readers import READ_SECONDS, Readers, ReadTooSlow
@@ -25,6 +26,7 @@ class GuideChecks:
 
     async def check(self, host: str, guided: Guided) -> None:
         """InvalidRequest for a grammar that no worker could follow. host: see Readers.run()."""
+        guided = replace(guided, thinking=None)  # which has no part in it
         why = self._known.get(guided)
         if why is None:
             why = self._known[guided] = await self._compile(host, guided)

@@ -12,6 +12,7 @@ from tandem.cluster.requests.reading import readers as module
 from tandem.cluster.requests.reading.guide_checks import MOST_KNOWN, GuideChecks
 from tandem.cluster.requests.reading.readers import Readers
 from tandem.workers.sampling.guided import Guided
+from tandem.workers.sampling.thinking import Thinking
 
 LINKS = 4000
 CHAIN = "start: r0\n" + "".join(f"r{number}: r{number + 1}\n" for number in range(LINKS)) + f'r{LINKS}: "a"'
@@ -53,6 +54,8 @@ def test_a_grammar_that_ends_its_compiler_is_refused(tmp_path: Path, monkeypatch
                 await checks.check("a", Guided("regex", ("b",)))
             monkeypatch.undo()
             await checks.check("a", Guided("regex", ("b",)))
+            monkeypatch.setattr(module, "READ_SECONDS", 0.0)
+            await checks.check("a", Guided("regex", ("b",), Thinking("<think>", "</think>")))  # known already
         finally:
             await readers.close()
 

@@ -9,6 +9,7 @@ from tests.benchmarks.strangers.grpc_attacks import GRPC_ATTACKS
 from tests.benchmarks.strangers.http_attacks import HTTP_ATTACKS
 
 ATTACKS: dict[str, Attack] = {**HTTP_ATTACKS, **GRPC_ATTACKS}
+assert len(ATTACKS) == len(HTTP_ATTACKS) + len(GRPC_ATTACKS), "each has a name of its own"
 NICE = 10
 
 

@@ -163,7 +163,7 @@ async def oversized_messages(target: Target, answers: Answers) -> None:
     await flood(target, answers, lambda number: begun(number) + frame(DATA, 0, stream_of(number), head))
 
 
-async def unread_answers(target: Target, answers: Answers) -> None:
+async def unread_grpc_answers(target: Target, answers: Answers) -> None:
     """1,000 calls a connection, of a client that lets nobody send it data."""
     no_window = PREFACE + frame(SETTINGS, 0, 0, b"\0\x04\0\0\0\0") + frame(SETTINGS, ACK)
     frames = whole(call_headers(MODEL, target.token))
@@ -228,7 +228,7 @@ async def http_1(target: Target, answers: Answers) -> None:
         await asyncio.sleep(0.01)
 
 
-async def many_connections(target: Target, answers: Answers) -> None:
+async def many_grpc_connections(target: Target, answers: Answers) -> None:
     """1,000, with a call on each."""
 
     call = whole(call_headers(GENERATE, "no"), REQUEST)(0)
@@ -255,7 +255,7 @@ GRPC_ATTACKS = by_name(
     unfinished_calls,
     half_messages,
     oversized_messages,
-    unread_answers,
+    unread_grpc_answers,
     pings,
     settings,
     window_updates,
@@ -266,5 +266,5 @@ GRPC_ATTACKS = by_name(
     headers_without_a_path,
     bad_headers,
     http_1,
-    many_connections,
+    many_grpc_connections,
 )

@@ -31,7 +31,6 @@ FLOORS = {
     ),
     "workers": (
         {
-            "authentication",
             "checkpoint",
             "connections",
             "counters",
@@ -43,7 +42,7 @@ FLOORS = {
             "tls",
         },
         {"config", "http2", "sampling"},
-        {"kernels", "wire"},
+        {"authentication", "kernels", "wire"},
         {"models", "requests"},
         {"handoff", "runner"},
         {"scheduling"},
@@ -122,6 +121,7 @@ HOMES = {
         "cluster/statuses.py",
         "workers/authentication.py",
         "workers/service/services.py",
+        "workers/http2/ended_calls.py",
         "workers/http2/guarded_port.py",
         "workers/http2/private_socket.py",
         "workers/service/status.py",

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from tandem.workers.http2.ended_calls import heed_end
+
 HEADER = "authorization"
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 """Load balancers ask for these without a token; they say nothing but whether the server serves."""
@@ -76,4 +78,5 @@ def _credentials(token: str) -> str:
 
 
 async def _deny(request: Any, context: grpc.aio.ServicerContext) -> None:
+    await heed_end()
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is needed")

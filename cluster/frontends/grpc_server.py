@@ -15,8 +15,8 @@ from tandem.cluster.requests.call_limit import CallLimit, connections_per_fronte
 from tandem.cluster.statuses import grpc_status, refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
 from tandem.workers.connections import lenient_options
-from tandem.workers.event_loop import unwatched
 from tandem.workers.http2.call_turns import CallTurns
+from tandem.workers.http2.ended_calls import heed_end, read_message
 from tandem.workers.http2.guarded_port import CallLooks, GuardedPort, client_host
 from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.tls import bracketed
@@ -25,7 +25,6 @@ IDLE_MS = 600_000  # of a connection without a call; clients connect again by th
 SILENT_MS = 60_000  # without a sign of life, and again without the answer to a ping
 REQUEST_SECONDS = 60.0  # for a client's request, or for all requests of a call
 ANSWER_BYTES = 1 << 24  # of one message of an answer, which may have many log-probabilities
-LEFT_SECONDS = 0.25  # within which gRPC says that a client has left, behind a read that found nothing
 SLOW_SECONDS = 0.05  # between two looks at whether a message is there
 SLOW_LOOKS = 5  # after which one counts as the largest: gRPC does not say how far it is
 UNREAD_CALLS = 512  # of one connection, whose requests have not come: it cannot fill gateway.max_calls with them
@@ -167,7 +166,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         looking = loop.call_later(SLOW_SECONDS, look)
         try:
             async with asyncio.timeout(REQUEST_SECONDS) as limit:
-                request = await _message(context)
+                request = await read_message(context)
             body.hold(len(request) if isinstance(request, bytes) else 0)
         except TimeoutError:
             if refusal is None:
@@ -182,26 +181,11 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         return request
 
 
-async def _message(context: grpc.aio.ServicerContext) -> Any:
-    """As context.read(), of a call whose client may leave meanwhile.
-
-    grpcio never frees an operation that is cancelled, or that begins once its call has ended (record 0122). So a read
-    goes on where its call is cancelled, and where it finds nothing, the call is answered only if its client is there.
-    """
-    try:
-        request = await asyncio.shield(unwatched(asyncio.ensure_future(context.read())))
-    except Exception:
-        await asyncio.sleep(LEFT_SECONDS)
-        raise
-    if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
-        await asyncio.sleep(LEFT_SECONDS)
-    return request
-
-
 def _refusal(error: Overloaded) -> Any:
     """A method that refuses its call without reading the request."""
 
     async def behave(_: object, context: grpc.aio.ServicerContext) -> None:
+        await heed_end()
         await refuse(context, error)
 
     return grpc.stream_unary_rpc_method_handler(behave)

@@ -28,6 +28,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.waiting import until
 
 CALLS = 2000
+TOKEN = "of-sixteen-characters"
 GREETING = attacks.PREFACE + attacks.frame(attacks.SETTINGS) + attacks.frame(attacks.SETTINGS, attacks.ACK)
 HEADERS = attacks.call_headers(attacks.MODEL)
 FLOODS = {
@@ -38,9 +39,10 @@ FLOODS = {
     "headers without a path": attacks.opened(attacks.literal("te", "trailers")),
 }
 BROKEN_OFF = {
-    "without a message": attacks.opened(attacks.call_headers(attacks.GENERATE)),
+    "without a token, and reset": attacks.then_reset(attacks.whole(attacks.call_headers(attacks.MODEL))),
+    "without a message": attacks.opened(attacks.call_headers(attacks.GENERATE, TOKEN)),
     "with half a message": lambda number: (
-        attacks.opened(attacks.call_headers(attacks.GENERATE))(number)
+        attacks.opened(attacks.call_headers(attacks.GENERATE, TOKEN))(number)
         + attacks.frame(attacks.DATA, 0, attacks.stream_of(number), attacks.message(attacks.REQUEST)[:-3])
     ),
 }
@@ -129,7 +131,7 @@ def test_no_operation_of_grpc_is_cut_off_with_its_call(
 ) -> None:
     """It would never be freed."""
     calls, rounds = 300, 3
-    with open_gateway(model) as opened:
+    with open_gateway(model, {"security.api_key": TOKEN}) as opened:
         for number in range(rounds):
             with flooding(opened, BROKEN_OFF[kind], calls):
                 until(lambda number=number: len(looks) == (number + 1) * calls)

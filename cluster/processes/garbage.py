@@ -4,12 +4,14 @@ import asyncio
 import gc
 from collections.abc import Callable
 
-from tandem.cluster.processes.heap import return_freed_memory
+from tandem.cluster.processes.heap import resident_bytes, return_freed_memory
 
 NEVER = 1 << 30
 LOOK_SECONDS = 1.0
 QUIET_LOOKS = 10  # one after the other, before memory is given back
 LONGEST_SECONDS = 120.0  # without a full collection, for a process that is never idle
+GROWN_BYTES = 64 << 20  # since memory was given back: it is given back again, also by a process that is never idle
+LEAST_SECONDS = 10.0  # between two such times
 
 
 class IdleCollections:
@@ -17,7 +19,8 @@ class IdleCollections:
 
     Python itself begins one whenever a quarter of the objects is new, which calls under load bring about all the time.
     Young objects are collected as ever, which takes a millisecond or two. What a full collection finds at the gateway
-    is asyncio's own cycle of each connection that has ended, some 1.5 KB.
+    is asyncio's own cycle of each connection that has ended, some 1.5 KB. A flood of connections makes many of them, so
+    a process that has grown looks, too.
     """
 
     def __init__(self, is_idle: Callable[[], bool]) -> None:
@@ -36,13 +39,16 @@ class IdleCollections:
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        collected, quiet = loop.time(), 0
+        collected, quiet, low = loop.time(), 0, resident_bytes()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             quiet = quiet + 1 if self._is_idle() else 0
+            low, late = min(low, resident_bytes()), loop.time() - collected
+            grown = late > LEAST_SECONDS and resident_bytes() - low > GROWN_BYTES
             *_, since = gc.get_count()  # collections of the middle generation
-            if since and (quiet or loop.time() - collected > LONGEST_SECONDS):
+            if grown or (since and (quiet or late > LONGEST_SECONDS)):
                 gc.collect()
                 collected = loop.time()
-            if quiet == QUIET_LOOKS:
+            if grown or quiet == QUIET_LOOKS:
                 return_freed_memory()
+                low = resident_bytes()

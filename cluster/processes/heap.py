@@ -1,6 +1,8 @@
 """What this process's C library does with memory that is freed."""
 
 import ctypes
+import resource
+from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt()
 HEAP_BLOCK = 32 << 20  # bytes; the largest that glibc takes
@@ -19,6 +21,11 @@ def keep_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, HEAP_BLOCK)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(M_ARENA_MAX, ARENAS)
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def return_freed_memory() -> None:

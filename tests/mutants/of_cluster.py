@@ -294,9 +294,19 @@ CLUSTER = (
     Mutant(
         name="collections-under-load",
         file="cluster/processes/garbage.py",
-        find="if since and (quiet or",
-        replace="if since and (True or",
+        find="(since and (quiet or",
+        replace="(since and (True or",
         reason="All objects are looked at while nothing is to be done, or each collection stops all streams.",
         tests=("tests/cluster/processes/test_garbage.py::test_old_cycles_wait_until_nothing_is_to_be_done",),
+    ),
+    Mutant(
+        name="memory-kept-by-a-busy-process",
+        file="cluster/processes/garbage.py",
+        find="if grown or quiet == QUIET_LOOKS:",
+        replace="if quiet == QUIET_LOOKS:",
+        reason="Under attack a gateway is never idle, and grows by what is free.",
+        tests=(
+            "tests/cluster/processes/test_garbage.py::test_a_busy_process_that_has_grown_looks_and_gives_memory_back",
+        ),
     ),
 )

@@ -38,6 +38,7 @@ FLOORS = {
             "event_loop",
             "listener",
             "logs",
+            "resident",
             "step_thread",
             "tls",
         },

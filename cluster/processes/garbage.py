@@ -4,7 +4,8 @@ import asyncio
 import gc
 from collections.abc import Callable
 
-from tandem.cluster.processes.heap import resident_bytes, return_freed_memory
+from tandem.cluster.processes.heap import return_freed_memory
+from tandem.workers.resident import resident_bytes
 
 NEVER = 1 << 30
 LOOK_SECONDS = 1.0
@@ -43,10 +44,11 @@ class IdleCollections:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             quiet = quiet + 1 if self._is_idle() else 0
-            low, late = min(low, resident_bytes()), loop.time() - collected
-            grown = late > LEAST_SECONDS and resident_bytes() - low > GROWN_BYTES
+            resident, waited = resident_bytes(), loop.time() - collected
+            low = min(low, resident)
+            grown = waited > LEAST_SECONDS and resident - low > GROWN_BYTES
             *_, since = gc.get_count()  # collections of the middle generation
-            if grown or (since and (quiet or late > LONGEST_SECONDS)):
+            if grown or (since and (quiet or waited > LONGEST_SECONDS)):
                 gc.collect()
                 collected = loop.time()
             if grown or quiet == QUIET_LOOKS:

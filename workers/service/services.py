@@ -7,7 +7,6 @@ from collections.abc import AsyncIterable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -23,6 +22,7 @@ from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.requests.prompt_logprob_streams import PromptLogprobStream, PromptLogprobStreams, gatherer
 from tandem.workers.requests.token_stream import Tokens, TokenStream
+from tandem.workers.resident import resident_bytes
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
 from tandem.workers.service.call_checks import (
@@ -102,7 +102,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             draining_pages=cache.num_draining_pages,
             running=loop.num_running,
             waiting=loop.num_waiting,
-            resident_bytes=_resident_bytes(),
+            resident_bytes=resident_bytes(),
             counters=inference_pb2.WorkerCounters(
                 prompt_tokens=loop.prefills.computed_tokens,
                 decoded_tokens=loop.decodes.decoded_tokens,
@@ -304,12 +304,6 @@ async def _write_all(context: Context, sampled: FirstTokens) -> None:
         request_id, first = await sampled.next()
         logprobs = None if first.logprobs is None else logprobs_to_proto(first.logprobs)
         await context.write(worker_pb2.FirstToken(request_id=request_id, token_id=first.token_id, logprobs=logprobs))
-
-
-def _resident_bytes() -> int:
-    """Memory of this process, as Linux counts it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _generated(tokens: Tokens) -> worker_pb2.GeneratedTokens:

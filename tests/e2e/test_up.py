@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -225,11 +226,21 @@ def test_down_leaves_nothing(small_model: Path) -> None:
     assert_nothing_left(started, running.shm)
 
 
-def test_kill_minus_nine_leaves_nothing(small_model: Path) -> None:
+@pytest.fixture
+def long_model(small_model: Path, tmp_path: Path) -> Path:
+    """The small one with room for streams of a minute."""
+    folder = tmp_path / "long"
+    shutil.copytree(small_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 16}))
+    return folder
+
+
+def test_kill_minus_nine_leaves_nothing(long_model: Path) -> None:
     """And its clients hear at once why their streams end."""
-    with up(small_model, "cache.num_pages=1024") as killed, Client(killed.address, resume_seconds=0) as client:
+    with up(long_model, "cache.num_pages=16384") as killed, Client(killed.address, resume_seconds=0) as client:
         started = killed.descendants
-        streams = [client.generate([5, 6, 7], max_tokens=1900, timeout=60, **GREEDY) for _ in range(8)]
+        streams = [client.generate([5, 6, 7], max_tokens=60000, timeout=60, **GREEDY) for _ in range(4)]
         assert all(next(updates).token_ids for updates in streams)
         killed.process.kill()
         for updates in streams:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError, Unavailable
 from tandem.cluster.frontends.account import ClusterAccount

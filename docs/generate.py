@@ -1,4 +1,4 @@
-"""Generates docs/configuration.md from the schema in cluster/config_sections.py.
+"""Generates docs/configuration.md from the schema in cluster/config/sections.py.
 
 `python docs/generate.py` writes it; with `--check` it writes nothing and exits with 1 when the file is stale.
 """
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 
 PAGE = Path(__file__).resolve().with_name("configuration.md")
 INTRO = """\
 # Configuration
 
 A cluster is described by one YAML file. `tandem up FILE` reads it. This page is generated from the schema in
-`cluster/config_sections.py` by `make docs`; `make check` fails when it is stale.
+`cluster/config/sections.py` by `make docs`; `make check` fails when it is stale.
 
 - Every key may be left out. `deploy/local.yaml` lists all of them with their defaults.
 - `--set cache.num_pages=4096` overrides one key. The value is YAML. The option may be repeated.
@@ -100,7 +100,7 @@ def _cells(key: str, field: Schema) -> Iterator[str]:
     yield _value(field["default"])
     yield ", ".join([_accepted(kind), *nullable])
     if kind["type"] in ("integer", "number") and "unit" not in kind:
-        raise LookupError(f"{key} is a number without a unit; its type in cluster/config_sections.py must give one")
+        raise LookupError(f"{key} is a number without a unit; its type in cluster/config/sections.py must give one")
     yield kind.get("unit", "")
     yield " ".join(field["description"].split())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 
 pytestmark = pytest.mark.check
 
@@ -83,9 +83,9 @@ def test_the_configuration_page_is_up_to_date() -> None:
 
 
 def test_a_path_that_is_not_there_is_noticed() -> None:
-    text = "`cache/nothing.py` and `cluster/config.py`, `nothing.py`\n```\ntandem up deploy/nothing.yaml\n```\n`a.json`"
-    assert paths(text) == {"cache/nothing.py", "cluster/config.py", "nothing.py", "deploy/nothing.yaml"}
-    assert [path for path in sorted(paths(text)) if exists(path)] == ["cluster/config.py"]
+    text = "`cache/nothing.py` and `cache/digest.py`, `nothing.py`\n```\ntandem up deploy/nothing.yaml\n```\n`a.json`"
+    assert paths(text) == {"cache/nothing.py", "cache/digest.py", "nothing.py", "deploy/nothing.yaml"}
+    assert [path for path in sorted(paths(text)) if exists(path)] == ["cache/digest.py"]
 
 
 def test_no_text_installs_another_project_of_our_name() -> None:

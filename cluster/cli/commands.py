@@ -120,8 +120,8 @@ def up(
     A variable gives a key, too: TANDEM_GATEWAY__PORT is gateway.port. Options come before variables, both before FILE.
     """
     from tandem.cluster.cli.preflight import require_model
-    from tandem.cluster.config import load_config
-    from tandem.cluster.config_file import parse_override
+    from tandem.cluster.config.cluster_config import load_config
+    from tandem.cluster.config.file import parse_override
 
     given: dict[str, Any] = {"model.path": model, "security.api_key": api_key, "island.verify_kv": verify_kv or None}
     given |= {"gateway.port": grpc_port, "gateway.http_port": http_port}
@@ -339,7 +339,7 @@ def doctor() -> None:
     from tandem.cache.kernels.build.nvml import read_driver
     from tandem.cluster.cli.doctor import examine, verdicts
     from tandem.cluster.cli.output import print_findings
-    from tandem.cluster.config_sections import GatewaySection
+    from tandem.cluster.config.sections import GatewaySection
 
     print(*verdicts(print_findings(examine(GatewaySection().port)), read_driver()), sep="\n")
 
@@ -362,8 +362,8 @@ def build_kernels(
     TANDEM_KERNEL_CACHE=FOLDER lets `tandem up` use the folder, on this host and on like ones.
     """
     from tandem.cluster.cli.kernels.prebuild import prebuild
-    from tandem.cluster.config import load_config
-    from tandem.cluster.config_file import parse_override
+    from tandem.cluster.config.cluster_config import load_config
+    from tandem.cluster.config.file import parse_override
 
     values = dict(map(parse_override, overrides or ())) | ({} if model is None else {"model.path": model})
     prebuild(load_config(config, values, os.environ), output, gpu, dry_run=dry_run)

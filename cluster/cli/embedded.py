@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.cluster.cli.forking import fork_beside
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster
 

@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 
 if TYPE_CHECKING:
     from tandem.cluster.processes.forks.fork_server import ForkServer

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tandem.cache.kernels.build.nvml import VISIBLE, Driver, Gpu
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.workers.checkpoint.least_bytes import least_weight_bytes
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION, RESERVED_BYTES
 

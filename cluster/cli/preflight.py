@@ -11,9 +11,9 @@ from pathlib import Path
 from tandem.cache.kernels.build.build_once import cache_folder
 from tandem.cache.kernels.build.nvml import Driver, read_driver
 from tandem.cluster.cli.gpu_room import lacking_room
-from tandem.cluster.config import ClusterConfig
-from tandem.cluster.config_model import download_hint
-from tandem.cluster.config_sections import ModelSection
+from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.config.model import download_hint
+from tandem.cluster.config.sections import ModelSection
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.supervision.shared_ports import check_ports

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.routing.islands import Islands
 from tandem.cluster.routing.membership import Outage

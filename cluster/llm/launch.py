@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.cluster.cli.preflight import check_host
 from tandem.cluster.cli.runtime_dir import ClusterLock
-from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.llm.llm import LLM, AsyncLLM
 

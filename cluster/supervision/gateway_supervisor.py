@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from tandem.cluster.config_sections import RecoverySection
+from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.hosts import GatewayHost

@@ -4,7 +4,7 @@ import logging
 from concurrent.futures import Future
 from typing import Any
 
-from tandem.cluster.config_sections import RecoverySection
+from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.processes.processes import ActorProcess
 
 POLL_SECONDS = 0.25

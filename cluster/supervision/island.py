@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tandem.cluster.routing.worker_link import WorkerAddress

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import InvalidRequest, ScaleRefused, StartFailed, TandemError
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NoReturn
 
-from tandem.cluster.config_sections import RecoverySection
+from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused, TandemError
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape

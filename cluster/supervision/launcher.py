@@ -12,7 +12,7 @@ from typing import Any
 from tandem.cache.kernels.gpu_limits import check_layout
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ConfigError, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.processes import Processes

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from tandem.cluster.config_sections import RecoverySection
+from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded
 from tandem.cluster.processes.processes import ActorProcess
 from tandem.cluster.supervision.heartbeat import POLL_SECONDS, Heartbeat

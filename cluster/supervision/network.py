@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.processes.placement import Where

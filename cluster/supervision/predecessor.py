@@ -3,7 +3,7 @@
 import socket
 from typing import Any, Self
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ClusterNotRunning, StartFailed
 from tandem.cluster.supervision.offer import PROTOCOL, Line, of_this_user, socket_name
 

@@ -1,6 +1,6 @@
 """What the processes of a cluster import: their fork server has it before it forks them."""
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.gateway import READ_BY
 
 WORKER = "tandem.cluster.supervision.worker_actor"

@@ -5,7 +5,7 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.served_model import ServedModel

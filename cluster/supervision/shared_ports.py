@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 
 from tandem.cache.extras import install
-from tandem.cluster.config_sections import GatewaySection, MetricsSection
+from tandem.cluster.config.sections import GatewaySection, MetricsSection
 from tandem.cluster.errors import ConfigError, StartFailed
 
 

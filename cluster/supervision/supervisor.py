@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn
 
-from tandem.cluster.config_sections import RecoverySection
+from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import NoRoom, ProcessEnded, RayLost, ReshapeFailed, StartFailed, TandemError, WorkerLost
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
 from tests.benchmarks import measured
 from tests.benchmarks.call_trace import Event, TracedProcesses, read_events

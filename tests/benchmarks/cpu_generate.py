@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser

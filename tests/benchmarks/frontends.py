@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway import Gateway, GatewaySettings
 from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState

@@ -20,7 +20,7 @@ import torch
 from ray.cluster_utils import Cluster as RayCluster
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.own_ray import SETTINGS
 from tandem.cluster.processes.ray_processes import RayProcesses

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config_sections import MetricsSection
+from tandem.cluster.config.sections import MetricsSection
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
 from tests.benchmarks.frontends import PROCESSES, costs_of, one_gateway, process_of, serve_gateway, serve_worker
 from tests.benchmarks.load import LoadProcesses, Share

@@ -15,7 +15,7 @@ import numpy as np
 
 from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import CHANNEL_OPTIONS, Timings
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc

@@ -28,7 +28,7 @@ import torch
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway import GatewayAddresses
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
 from tests.benchmarks.measured import Measured

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.process_modules import process_modules
 from tests.benchmarks.options import benchmark_parser
 from tests.benchmarks.pair import DEPLOY

@@ -18,7 +18,7 @@ from rich.console import Console
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.top import look, render
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import CallError
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from tandem.cluster.client import AsyncClient, Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import CallError
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2

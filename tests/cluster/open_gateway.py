@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway import Gateway
 from tandem.workers.event_loop import EventLoopThread
 from tests.cluster.fake_worker import FakeWorker, Say

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from tandem.cluster.config_sections import GatewaySection
+from tandem.cluster.config.sections import GatewaySection
 from tandem.cluster.frontends.http.monitoring import READY
 from tandem.cluster.processes.own_ray import LOOPBACK, SETTINGS
 from tests.deploy.known import EXTRAS, PINS, ROOT, parse_tandem

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import yaml
 
-from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.frontends.http.monitoring import HEALTH, READY
 from tandem.cluster.processes.own_ray import LOOPBACK, OBJECT_STORE_BYTES

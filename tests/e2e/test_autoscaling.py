@@ -12,7 +12,7 @@ import pytest
 from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
 from tests.support.client_requests import GREEDY, tokens_of

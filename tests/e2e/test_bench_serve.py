@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cluster.cli import embedded
 from tandem.cluster.cli.commands import main
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tests.support.island import Island, running_island
 
 SHORT = ["--prompt-tokens", "uniform:8:24", "--output-tokens", "uniform:2:6", "--vocab-size", "400"]

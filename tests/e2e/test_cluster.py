@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.cluster.client import AsyncClient, Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import CallError, ScaleRefused, StartFailed
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import Unavailable
 from tandem.cluster.supervision.launcher import Cluster
 from tests.support.client_requests import GREEDY

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.cache.operations import forwards
-from tandem.cluster.config import load_config as load_cluster_config
+from tandem.cluster.config.cluster_config import load_config as load_cluster_config
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, UnsupportedFeature
 from tandem.workers.config import SpeculationSettings

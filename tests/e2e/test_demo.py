@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.cli import demo, embedded
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tests.support.island import Island, running_island
 
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.requests import rebalancer
 from tandem.cluster.routing.policy import WorkerLoad
 from tandem.cluster.routing.rebalance import Move

@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
 from tests.support.client_requests import GREEDY, complete, tokens_of
 from tests.support.http_client import get

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
 from tests.e2e.test_recovery import OVERRIDES, attempts, epochs, whole, working
 from tests.support.client_requests import complete, tokens_of

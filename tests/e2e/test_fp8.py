@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.cache.plan.kv_scales import FP8, KVScales
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.transfer.errors import MembershipRefused
 from tandem.workers.worker import Worker

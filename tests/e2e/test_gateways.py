@@ -16,7 +16,7 @@ import pytest
 
 from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import Overloaded, Unavailable
 from tandem.cluster.protocol import build_request
 from tandem.cluster.supervision.launcher import Cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ProcessEnded
 from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.processes import ActorSpec

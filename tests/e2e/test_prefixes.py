@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tandem.cluster.client import AsyncClient
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.routing.prefix_view import PrefixView

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import WorkerLost
 from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.processes import ActorSpec

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.client import Client
-from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ClusterNotRunning, StartFailed
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec

@@ -13,7 +13,7 @@ import pytest
 from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import InvalidRequest, ScaleRefused, ServerError
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.draft_heads import save_mtp

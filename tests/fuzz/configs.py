@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError
 from tests.fuzz.mutations import TEXT, mutated_bytes
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.cluster.client.client_messages import GenerateUpdate
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.process_settings import worker_configs
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, together
 from tests.gpu.worker_pair import each, form

@@ -13,7 +13,7 @@ import torch
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2

@@ -11,7 +11,7 @@ import torch
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.supervision.launcher import Cluster
 from tests.support.client_requests import GREEDY, complete, tokens_of

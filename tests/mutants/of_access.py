@@ -197,11 +197,11 @@ ACCESS = (
     ),
     Mutant(
         name="open-to-the-network",
-        file="cluster/config.py",
+        file="cluster/config/cluster_config.py",
         find="if not self.security.is_guarded and not is_loopback(self.gateway.host):",
         replace="if False:",
         reason="A gateway on a network has a token and TLS, or everyone there may use the cluster and read along.",
-        tests=("tests/cluster/test_config.py::test_values_out_of_range_name_field_value_and_limit",),
+        tests=("tests/cluster/config/test_config.py::test_values_out_of_range_name_field_value_and_limit",),
     ),
     Mutant(
         name="pages-open-to-the-network",

@@ -1,6 +1,6 @@
 """Settings of gateways that tests start."""
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.requests.model_limits import ModelLimits
 from tandem.cluster.served_model import ServedModel

@@ -15,7 +15,7 @@ from tandem.cache.kernels.build.build_once import share_triton_cache
 from tandem.cache.kernels.build.nvml import read_driver
 from tandem.cache.kernels.build.side_by_side import Budget, Build, read_budget
 from tandem.cluster.cli.kernels.plan import KernelPlan, choose_target, plan_kernels
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import UsageError
 
 LINE_SECONDS = 10.0  # between two lines while nothing begins or ends

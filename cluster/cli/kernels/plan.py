@@ -26,7 +26,7 @@ from tandem.cache.kernels.native.crew import SOURCE as CREW
 from tandem.cache.kernels.native.kernels import SOURCE as ATTENTION
 from tandem.cache.pages.allocator import SOURCE as PAGE_COUNTS
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ConfigError, UsageError
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.transfer.copy_plan import SOURCE as COPY_PLAN

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE, cache_folder
 from tandem.cluster.cli.preflight import check_model
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import BuildFailed
 
 GIB = 1 << 30

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.cluster.config_scaling import ScalingSection
+from tandem.cluster.config.scaling import ScalingSection
 from tandem.cluster.scaling import MAX_WORKERS, Shape
 from tandem.cluster.supervision.autoscaling.sizing import HEADROOM, Pressure, Sizing
 from tandem.workers.config import Role

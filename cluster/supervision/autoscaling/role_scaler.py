@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.routing.membership import IslandState, Membership
 from tandem.cluster.scaling import Shape

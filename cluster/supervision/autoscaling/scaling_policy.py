@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.cluster.config_scaling import ScalingSection
+from tandem.cluster.config.scaling import ScalingSection
 from tandem.cluster.supervision.autoscaling.sizing import Pressure, Sizing
 
 

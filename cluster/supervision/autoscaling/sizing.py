@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.cluster.config_scaling import ScalingSection
+from tandem.cluster.config.scaling import ScalingSection
 
 COMFORT = 0.8  # of every target: what figures must be below before one ends
 HEADROOM = 0.75  # of what one can do: what those that stay may get to do

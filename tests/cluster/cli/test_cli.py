@@ -13,7 +13,7 @@ import pytest
 
 from tandem.cluster.cli import commands as cli
 from tandem.cluster.cli.runtime_dir import ClusterLock, running_cluster
-from tandem.cluster.config import ClusterConfig
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tests.cluster.fake_gateway import FakeGateway, serving
 
 Capture = pytest.CaptureFixture[str]

@@ -15,7 +15,7 @@ import pytest
 from tandem.cache.kernels.build.nvml import Driver, Gpu
 from tandem.cluster.cli import preflight
 from tandem.cluster.cli.preflight import check_host, fitting_config
-from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
 from tests.cluster.open_gateway import BODY, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tandem.cluster.client import Client
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, DeadlineExceeded, StartFailed
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.supervision.launcher import Cluster

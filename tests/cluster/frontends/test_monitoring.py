@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.membership import IslandState
 from tests.cluster.open_gateway import BODY, PROMPT, TOKENS, OpenGateway, open_gateway

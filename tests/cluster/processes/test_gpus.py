@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.processes.forks.actor_server import pack
 from tandem.cluster.processes.gpus import GpuClaim

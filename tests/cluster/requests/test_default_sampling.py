@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.requests.default_sampling import FIELDS, default_sampling
 from tandem.cluster.supervision.launcher import Cluster

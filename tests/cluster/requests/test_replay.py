@@ -12,7 +12,7 @@ import pytest
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.client.client_messages import GenerateUpdate, TokenLogprobs
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.protocol import Sampling

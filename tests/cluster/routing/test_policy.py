@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.policy import POLICIES, SAVED_WORTH, Ask, Key, WorkerLoad, least_loaded, prefix_aware
 from tandem.workers.config import Role

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision import gateway_actor, worker_actor
 from tandem.cluster.supervision.gateway_actor import GatewayActor
 from tandem.cluster.supervision.process_settings import worker_configs

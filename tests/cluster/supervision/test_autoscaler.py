@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ScaleRefused, StartFailed
 from tandem.cluster.metrics import series
 from tandem.cluster.metrics.cells import Recorder

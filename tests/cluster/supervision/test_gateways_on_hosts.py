@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import NoRoom, TandemError
 from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.peers.hosts import GatewayHosts

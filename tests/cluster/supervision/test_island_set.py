@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import InvalidRequest, ScaleRefused, TandemError
 from tandem.cluster.routing.membership import IslandState, Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape

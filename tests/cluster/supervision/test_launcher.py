@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
-from tandem.cluster.config import load_config
+from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.supervision.launcher import Cluster

@@ -1,6 +1,6 @@
 import pytest
 
-from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.supervision import process_settings
 from tandem.cluster.supervision.process_settings import (

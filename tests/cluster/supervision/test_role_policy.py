@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tandem.cluster.config_scaling import ScalingSection
+from tandem.cluster.config.scaling import ScalingSection
 from tandem.cluster.scaling import Shape
 from tandem.cluster.supervision.autoscaling.role_policy import RoleChange, RoleLoad, RolePolicy, pressures
 from tandem.workers.config import Role

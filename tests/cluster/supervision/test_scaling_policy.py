@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.config_scaling import ScalingSection
+from tandem.cluster.config.scaling import ScalingSection
 from tandem.cluster.supervision.autoscaling.scaling_policy import Load, ScalingPolicy
 from tests.cluster.supervision.scaling_targets import SECONDS
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import ClusterConfig, load_config
-from tandem.cluster.config_sections import RecoverySection
+from tandem.cluster.config.cluster_config import ClusterConfig, load_config
+from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError, WorkerLost
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.routing.membership import Membership

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cluster.config import load_config as load_cluster_config
+from tandem.cluster.config.cluster_config import load_config as load_cluster_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.cluster.supervision.process_settings import worker_configs

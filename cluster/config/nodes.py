@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tandem.cluster.config_units import Section
+from tandem.cluster.config.units import Section
 
 
 class GatewayNodes(Section):

@@ -14,10 +14,10 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from tandem.cluster.config_errors import explain, names
-from tandem.cluster.config_file import environment_keys, parse_override, put, read_mapping
-from tandem.cluster.config_scaling import ScalingSection
-from tandem.cluster.config_sections import (
+from tandem.cluster.config.errors import explain, names
+from tandem.cluster.config.file import environment_keys, parse_override, put, read_mapping
+from tandem.cluster.config.scaling import ScalingSection
+from tandem.cluster.config.sections import (
     CacheSection,
     GatewaySection,
     IslandSection,
@@ -31,9 +31,9 @@ from tandem.cluster.config_sections import (
     SecuritySection,
     TracingSection,
 )
-from tandem.cluster.config_speculation import SpeculationSection
-from tandem.cluster.config_units import Islands
-from tandem.cluster.config_unused import check_used
+from tandem.cluster.config.speculation import SpeculationSection
+from tandem.cluster.config.units import Islands
+from tandem.cluster.config.unused import check_used
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tandem.cluster.config_errors import cut, explain_yaml, shown
+from tandem.cluster.config.errors import cut, explain_yaml, shown
 from tandem.cluster.errors import ConfigError
 
 PREFIX = "TANDEM_"

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tandem.cluster.config_errors import shown
-from tandem.cluster.config_units import Section
+from tandem.cluster.config.errors import shown
+from tandem.cluster.config.units import Section
 
 
 class Unused(NamedTuple):

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from tandem.cluster.config_model import find_model
-from tandem.cluster.config_units import Section, Tokens
+from tandem.cluster.config.model import find_model
+from tandem.cluster.config.units import Section, Tokens
 from tandem.workers.config import SpeculationSettings
 
 WITH_DRAFT = ("draft_model", "eagle3")  # methods that take speculation.draft

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from tandem.cluster.config_units import Islands, Seconds, Section, Workers
+from tandem.cluster.config.units import Islands, Seconds, Section, Workers
 
 
 class ScalingSection(Section):

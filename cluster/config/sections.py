@@ -13,9 +13,9 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.cluster.config_model import find_model, model_name, model_root, usable_path
-from tandem.cluster.config_nodes import GatewayNodes
-from tandem.cluster.config_units import (
+from tandem.cluster.config.model import find_model, model_name, model_root, usable_path
+from tandem.cluster.config.nodes import GatewayNodes
+from tandem.cluster.config.units import (
     AnyWorkers,
     Calls,
     Cpus,

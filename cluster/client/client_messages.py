@@ -19,8 +19,8 @@ from tandem.cluster.errors import (
     ServerError,
     Unavailable,
 )
+from tandem.cluster.errors.statuses import RETRY_AFTER_KEY, error_of
 from tandem.cluster.protocol import CLIENT_ID_KEY, CLUSTER_ENDS
-from tandem.cluster.statuses import RETRY_AFTER_KEY, error_of
 from tandem.proto import admin_pb2, inference_pb2
 
 MAX_CLIENT_ID = 128

@@ -10,7 +10,7 @@ import grpc
 
 from tandem.cluster.client.client_messages import LONGEST_CALL, UNTAKEN, retry_advice
 from tandem.cluster.errors import Cancelled, Overloaded, Unavailable
-from tandem.cluster.statuses import REMOVED, error_of
+from tandem.cluster.errors.statuses import REMOVED, error_of
 from tandem.proto import inference_pb2
 
 RETRY_SECONDS = 0.2

@@ -7,10 +7,10 @@ from dataclasses import asdict
 import grpc.aio
 
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, TandemError
+from tandem.cluster.errors.statuses import refuse
 from tandem.cluster.metrics.scrape import Scrape
 from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.scaling import MAX_WORKERS, ScaleOrder, ScaleOutcome
-from tandem.cluster.statuses import refuse
 from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc
 

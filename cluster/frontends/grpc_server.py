@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, StartFailed
+from tandem.cluster.errors.statuses import grpc_status, refuse
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
-from tandem.cluster.statuses import grpc_status, refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
 from tandem.workers.connections import lenient_options
 from tandem.workers.http2.call_turns import CallTurns

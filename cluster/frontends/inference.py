@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from tandem.cluster.errors import TandemError
+from tandem.cluster.errors.statuses import grpc_status, refuse
 from tandem.cluster.frontends.grpc_server import host_of
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.origin import TRACEPARENT_KEY, Origin, current_origin
-from tandem.cluster.statuses import grpc_status, refuse
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.workers.authentication import HEADER
 

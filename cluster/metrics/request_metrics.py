@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from tandem.cluster.errors import ForwardFailed
+from tandem.cluster.errors.statuses import GRPC_CODES, HTTP_CODES
 from tandem.cluster.metrics import series
 from tandem.cluster.metrics.cells import Recorder
 from tandem.cluster.metrics.series import LAYOUT
@@ -11,7 +12,6 @@ from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.requests.observer import RequestObserver
 from tandem.cluster.requests.validation import ValidRequest
 from tandem.cluster.routing.router import Placement
-from tandem.cluster.statuses import GRPC_CODES, HTTP_CODES
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.sampling.finish import FinishReason
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from tandem.cluster.errors import WorkerCallError
-from tandem.cluster.statuses import worker_errors
+from tandem.cluster.errors.statuses import worker_errors
 from tandem.proto import worker_pb2, worker_pb2_grpc
 
 SEND_SECONDS = 1.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.cluster.errors import PlacementLost, WorkerCallError
+from tandem.cluster.errors.statuses import worker_errors
 from tandem.cluster.routing.token_inbox import TokenInbox
-from tandem.cluster.statuses import worker_errors
 from tandem.proto import worker_pb2, worker_pb2_grpc
 
 RENEW_SECONDS = 3600.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from tandem.cluster.errors import PlacementLost, WorkerCallError
+from tandem.cluster.errors.statuses import worker_errors
 from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.routing.policy import Key, WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
@@ -18,7 +19,6 @@ from tandem.cluster.routing.push_times import PushTimes
 from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
 from tandem.cluster.routing.worker_watch import WorkerWatch
-from tandem.cluster.statuses import worker_errors
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
 from tandem.workers.config import Role

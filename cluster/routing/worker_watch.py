@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tandem.cluster.errors import WorkerCallError
-from tandem.cluster.statuses import worker_errors
+from tandem.cluster.errors.statuses import worker_errors
 from tandem.proto import worker_pb2, worker_pb2_grpc
 
 STREAM_SECONDS = 86400.0

@@ -5,10 +5,10 @@ import logging
 import time
 
 from tandem.cluster.errors import CallError
+from tandem.cluster.errors.statuses import grpc_status
 from tandem.cluster.requests.observer import RequestObserver
 from tandem.cluster.requests.origin import current_origin
 from tandem.cluster.requests.validation import ValidRequest
-from tandem.cluster.statuses import grpc_status
 from tandem.proto import inference_pb2
 from tandem.workers.logs import with_fields
 from tandem.workers.sampling.finish import FinishReason

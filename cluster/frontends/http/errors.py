@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from tandem.cluster.errors import CallError, Overloaded, Unauthenticated
-from tandem.cluster.statuses import RETRY_AFTER_KEY, http_status, retry_after_ms
+from tandem.cluster.errors.statuses import RETRY_AFTER_KEY, http_status, retry_after_ms
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 

@@ -20,8 +20,8 @@ from tandem.cluster.errors import (
     ServerError,
     Unavailable,
 )
+from tandem.cluster.errors.statuses import RETRY_AFTER_KEY
 from tandem.cluster.protocol import Prompt
-from tandem.cluster.statuses import RETRY_AFTER_KEY
 from tandem.proto import inference_pb2
 from tests.cluster.fake_gateway import FakeGateway, serving
 

@@ -14,9 +14,9 @@ import pytest
 from grpc._cython import cygrpc
 
 from tandem.cluster.client import Client
+from tandem.cluster.errors.statuses import RETRY_AFTER_KEY
 from tandem.cluster.peers.table import Column
 from tandem.cluster.protocol import build_request
-from tandem.cluster.statuses import RETRY_AFTER_KEY
 from tandem.proto import inference_pb2
 from tandem.workers.http2 import guarded_port
 from tandem.workers.http2.call_turns import CallTurns

@@ -12,8 +12,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from tandem.cluster.client import Client
-from tandem.cluster.error_details import details_of, field_of, reason_of
 from tandem.cluster.errors import Superseded
+from tandem.cluster.errors.details import details_of, field_of, reason_of
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tests.cluster.open_gateway import PROMPT, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint

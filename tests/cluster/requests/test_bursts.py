@@ -14,9 +14,9 @@ import pytest
 
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.errors import Overloaded
+from tandem.cluster.errors.statuses import RETRY_AFTER_KEY
 from tandem.cluster.peers import peer_server
 from tandem.cluster.protocol import build_request
-from tandem.cluster.statuses import RETRY_AFTER_KEY
 from tandem.proto import inference_pb2
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.connections import lenient_options

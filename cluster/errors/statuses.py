@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 
 from tandem.cluster import errors
-from tandem.cluster.error_details import details_of, reason_of
 from tandem.cluster.errors import CallError, Overloaded, TandemError, WorkerCallError
+from tandem.cluster.errors.details import details_of, reason_of
 
 RETRY_AFTER_KEY = "retry-after-ms"
 REMOVED = "Stream removed"  # so begins gRPC's text for a call whose connection broke; some of its versions say UNKNOWN

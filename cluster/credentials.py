@@ -10,7 +10,7 @@ from typing import TypeVar
 import grpc
 
 from tandem.cluster.errors import ConfigError
-from tandem.workers.authentication import authorized
+from tandem.workers.ports.authentication import authorized
 
 MIN_TOKEN_LENGTH = 16
 StubT = TypeVar("StubT")

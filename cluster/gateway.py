@@ -62,8 +62,8 @@ from tandem.cluster.tracing.exporter import otlp_exporter
 from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
-from tandem.workers.http2.call_turns import CallTurns
-from tandem.workers.tls import Identity
+from tandem.workers.ports.call_turns import CallTurns
+from tandem.workers.ports.tls import Identity
 
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer

@@ -20,14 +20,11 @@ from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
-from tandem.workers.authentication import TokenRequired
 from tandem.workers.checkpoint.tokenizer_files import end_tokens
 from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_bytes
-from tandem.workers.connections import lenient_options
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import longest_append
-from tandem.workers.http2.private_socket import PrivateSocket
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
@@ -36,6 +33,10 @@ from tandem.workers.models.drafters.load import load_drafter
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
+from tandem.workers.ports.authentication import TokenRequired
+from tandem.workers.ports.connections import lenient_options
+from tandem.workers.ports.private_socket import PrivateSocket
+from tandem.workers.ports.tls import Identity, bracketed
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.memory_budget import measure_budget, on_the_gpu
@@ -47,7 +48,6 @@ from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.speculation.choice import make_drafter
 from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.step_thread import StepThread
-from tandem.workers.tls import Identity, bracketed
 
 T = TypeVar("T")
 HOST = "127.0.0.1"

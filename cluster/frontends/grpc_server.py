@@ -13,13 +13,13 @@ from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, 
 from tandem.cluster.errors.statuses import grpc_status, refuse
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
-from tandem.workers.authentication import OPEN_METHODS, TokenRequired
-from tandem.workers.connections import lenient_options
-from tandem.workers.http2.call_turns import CallTurns
-from tandem.workers.http2.ended_calls import heed_end, read_message
-from tandem.workers.http2.guarded_port import CallLooks, GuardedPort, client_host
+from tandem.workers.ports.authentication import OPEN_METHODS, TokenRequired
+from tandem.workers.ports.call_turns import CallTurns
+from tandem.workers.ports.connections import lenient_options
+from tandem.workers.ports.ended_calls import heed_end, read_message
+from tandem.workers.ports.guarded_port import CallLooks, GuardedPort, client_host
+from tandem.workers.ports.tls import bracketed
 from tandem.workers.service.well_formed import WellFormedRequired
-from tandem.workers.tls import bracketed
 
 IDLE_MS = 600_000  # of a connection without a call; clients connect again by themselves
 SILENT_MS = 60_000  # without a sign of life, and again without the answer to a ping

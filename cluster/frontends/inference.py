@@ -11,7 +11,7 @@ from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.origin import TRACEPARENT_KEY, Origin, current_origin
 from tandem.proto import inference_pb2, inference_pb2_grpc
-from tandem.workers.authentication import HEADER
+from tandem.workers.ports.authentication import HEADER
 
 Context = grpc.aio.ServicerContext
 

@@ -12,9 +12,9 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.peers.hosts import PEER_NAME, GatewayHost, GatewayHosts
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.proto import admin_pb2, inference_pb2, peer_pb2, peer_pb2_grpc
-from tandem.workers.authentication import authorized
-from tandem.workers.http2.private_socket import private_target
-from tandem.workers.tls import Identity
+from tandem.workers.ports.authentication import authorized
+from tandem.workers.ports.private_socket import private_target
+from tandem.workers.ports.tls import Identity
 
 TRACE_SECONDS = 2.0  # for each process that is asked
 GIVE_WAY_SECONDS = 1.0  # for each process that is asked

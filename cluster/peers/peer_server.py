@@ -10,11 +10,11 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.peers.claims import Claim
 from tandem.proto import admin_pb2, inference_pb2, peer_pb2, peer_pb2_grpc
-from tandem.workers.authentication import TokenRequired
-from tandem.workers.connections import lenient_options
-from tandem.workers.http2.private_socket import PrivateSocket
+from tandem.workers.ports.authentication import TokenRequired
+from tandem.workers.ports.connections import lenient_options
+from tandem.workers.ports.private_socket import PrivateSocket
+from tandem.workers.ports.tls import Identity, bracketed
 from tandem.workers.service.well_formed import WellFormedRequired
-from tandem.workers.tls import Identity, bracketed
 
 HOST = "127.0.0.1"
 MESSAGE_BYTES = 1 << 16

@@ -20,10 +20,10 @@ from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
 from tandem.cluster.routing.worker_watch import WorkerWatch
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from tandem.workers.authentication import authorized
 from tandem.workers.config import Role
 from tandem.workers.event_loop import unwatched
-from tandem.workers.tls import SERVER_NAME, Identity
+from tandem.workers.ports.authentication import authorized
+from tandem.workers.ports.tls import SERVER_NAME, Identity
 
 STATUS_SECONDS = 2.0
 AVOID_SECONDS = 1.0  # how long a worker that could not be reached gets no new requests

@@ -9,7 +9,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tandem.cluster.peers.hosts import PEER_NAME
 from tandem.transfer.endpoint import PAGES_NAME, Endpoint
-from tandem.workers.tls import SERVER_NAME, Identity
+from tandem.workers.ports.tls import SERVER_NAME, Identity
 
 SLACK = datetime.timedelta(days=1)  # hosts' clocks differ
 LIFETIME = datetime.timedelta(days=3650)  # the authority ends with its launcher

@@ -12,7 +12,7 @@ from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import LOOPBACK_HOST, Processes
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
-from tandem.workers.tls import Identity
+from tandem.workers.ports.tls import Identity
 
 JOIN_POLL_SECONDS = 0.5
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.errors import PeerGone
 from tandem.workers.config import WorkerConfig
 from tandem.workers.logs import close_log, open_log
-from tandem.workers.tls import Identity
+from tandem.workers.ports.tls import Identity
 from tandem.workers.worker import Worker
 
 # For so long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.

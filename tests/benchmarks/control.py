@@ -35,8 +35,8 @@ from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap, decode_map, encode_map
-from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role
+from tandem.workers.ports.authentication import TokenRequired
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishRule

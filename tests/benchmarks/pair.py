@@ -19,7 +19,7 @@ from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from tandem.workers.authentication import authorized
+from tandem.workers.ports.authentication import authorized
 from tandem.workers.wire.messages import prompt_to_bytes
 from tandem.workers.wire.seal import seal
 from tests.benchmarks.load import LOWEST_TOKEN

@@ -18,7 +18,7 @@ from tandem.cluster.client import Client
 from tandem.cluster.credentials import ClientSecurity, ServerSecurity, read_token
 from tandem.cluster.errors import ConfigError, Unauthenticated, Unavailable
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tandem.workers.authentication import HEADER, authorized
+from tandem.workers.ports.authentication import HEADER, authorized
 from tests.cluster.open_gateway import open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY

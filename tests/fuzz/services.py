@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 
 from tandem.cluster.client import AsyncClient
 from tandem.proto import admin_pb2, inference_pb2, worker_pb2
-from tandem.workers.authentication import HEADER
+from tandem.workers.ports.authentication import HEADER
 from tandem.workers.wire.messages import prompt_to_bytes
 from tandem.workers.worker import Worker
 from tests.fuzz.http_inputs import bad_post

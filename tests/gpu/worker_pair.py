@@ -11,8 +11,8 @@ import numpy as np
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.codec import decode_runs
-from tandem.workers.authentication import authorized
 from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.ports.authentication import authorized
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.gpu.pe_process import PeProcess, finish_all, together
 

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 ACCESS = (
     Mutant(
         name="calls-without-a-token",
-        file="workers/authentication.py",
+        file="workers/ports/authentication.py",
         find="return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)",
         replace="return len(given) == 1",
         reason="A caller shows the right token, or anyone who reaches the port may use the cluster.",
@@ -221,23 +221,23 @@ ACCESS = (
     ),
     Mutant(
         name="calls-of-one-before-all-others",
-        file="workers/http2/call_turns.py",
+        file="workers/ports/call_turns.py",
         find="calls = min(CALLS_A_TURN, CALLS_AHEAD - self._ahead)",
         replace="calls = CALLS_A_TURN",
         reason="Few calls are in gRPC's line at a time, or those of one connection keep others waiting for seconds.",
-        tests=("tests/workers/http2/test_call_turns.py::test_no_more_calls_go_ahead_than_the_server_looks_at",),
+        tests=("tests/workers/ports/test_call_turns.py::test_no_more_calls_go_ahead_than_the_server_looks_at",),
     ),
     Mutant(
         name="turns-lost-to-no-calls",
-        file="workers/http2/call_turns.py",
+        file="workers/ports/call_turns.py",
         find="        if looks == self._looks:\n            self._ahead = 0\n",
         replace="",
         reason="Headers that make no call are forgotten, or a few of them stop all calls for ever.",
-        tests=("tests/workers/http2/test_call_turns.py::test_calls_that_the_server_never_sees_hold_nobody_up",),
+        tests=("tests/workers/ports/test_call_turns.py::test_calls_that_the_server_never_sees_hold_nobody_up",),
     ),
     Mutant(
         name="any-number-of-resets",
-        file="workers/http2/guarded_port.py",
+        file="workers/ports/guarded_port.py",
         find="self._resets.spend(passed.resets, now)",
         replace="0.0",
         reason="A client resets a bounded number of calls, or each costs the gateway as much as a call.",
@@ -245,7 +245,7 @@ ACCESS = (
     ),
     Mutant(
         name="all-grpc-connections-accepted-at-once",
-        file="workers/http2/guarded_port.py",
+        file="workers/ports/guarded_port.py",
         find="backlog=ACCEPTED",
         replace="backlog=2048",
         reason="As over HTTP: a flood of handshakes stops all others.",

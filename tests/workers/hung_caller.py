@@ -9,7 +9,7 @@ import threading
 import grpc
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from tandem.workers.authentication import authorized
+from tandem.workers.ports.authentication import authorized
 from tandem.workers.wire.messages import prompt_to_bytes
 
 

@@ -22,7 +22,7 @@ from tandem.cluster.requests.origin import (
     current_origin,
     own_id,
 )
-from tandem.workers.authentication import BearerToken
+from tandem.workers.ports.authentication import BearerToken
 
 MODELS = "/v1/models"
 

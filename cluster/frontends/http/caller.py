@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from tandem.cluster.frontends.http.reply import Receive, Scope
 from tandem.cluster.protocol import CLIENT_ID_KEY
-from tandem.workers.authentication import HEADER
 from tandem.workers.event_loop import unwatched
+from tandem.workers.ports.authentication import HEADER
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from tandem.cluster.errors import StartFailed
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.backlog import Backlog
 from tandem.cluster.frontends.http.connection import IDLE_SECONDS, Connection
-from tandem.workers.listener import ACCEPTED, QUEUED, listener
+from tandem.workers.ports.listener import ACCEPTED, QUEUED, listener
 
 START_POLL_SECONDS = 0.001
 END_SECONDS = 2.0  # from the end of calls to the end of connections that no client reads

@@ -23,7 +23,7 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.gateways.host_share import HostCounts
 from tandem.cluster.supervision.network import Network
-from tandem.workers.tls import bracketed
+from tandem.workers.ports.tls import bracketed
 
 LOOK_SECONDS = 2.0  # between two looks at which hosts there are
 JOIN_SECONDS = 10.0

@@ -18,9 +18,9 @@ from tandem.cluster.errors.statuses import RETRY_AFTER_KEY
 from tandem.cluster.peers.table import Column
 from tandem.cluster.protocol import build_request
 from tandem.proto import inference_pb2
-from tandem.workers.http2 import guarded_port
-from tandem.workers.http2.call_turns import CallTurns
-from tandem.workers.listener import ACCEPTED
+from tandem.workers.ports import guarded_port
+from tandem.workers.ports.call_turns import CallTurns
+from tandem.workers.ports.listener import ACCEPTED
 from tests.benchmarks.strangers import grpc_attacks as attacks
 from tests.cluster.open_gateway import PROMPT, OpenGateway, open_gateway
 from tests.cluster.requests.test_bursts import standing_still
@@ -105,7 +105,7 @@ def test_a_call_is_not_behind_all_calls_of_others(model: Path, looks: list[None]
 
 
 def test_resets_are_slowed_down(model: Path, looks: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.workers.http2.guarded_port.RESETS", (0.001, 100))
+    monkeypatch.setattr("tandem.workers.ports.guarded_port.RESETS", (0.001, 100))
     flood = FLOODS["headers that are reset"]
     with open_gateway(model) as opened, Client(opened.grpc) as client, flooding(opened, flood):
         until(lambda: len(looks) >= 100)
@@ -117,7 +117,7 @@ def test_resets_are_slowed_down(model: Path, looks: list[None], monkeypatch: pyt
 def test_a_client_that_has_left_is_let_go_before_its_calls_are_through(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.workers.http2.guarded_port.RESETS", (50, 100))
+    monkeypatch.setattr("tandem.workers.ports.guarded_port.RESETS", (50, 100))
     with open_gateway(model) as opened:
         with flooding(opened, FLOODS["calls that are reset"], 3 * CALLS) as connection:
             until(lambda: any(relay._late for relay in opened.gateway._port._relays))
@@ -141,7 +141,7 @@ def test_no_operation_of_grpc_is_cut_off_with_its_call(
 
 
 def test_frames_that_bring_nothing_are_slowed_down(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.workers.http2.guarded_port.SMALL_FRAMES", (0.001, 100))
+    monkeypatch.setattr("tandem.workers.ports.guarded_port.SMALL_FRAMES", (0.001, 100))
     settings = attacks.frame(attacks.SETTINGS)
     with open_gateway(model) as opened, flooding(opened, lambda _: settings) as connection:
         connection.settimeout(0.5)

@@ -23,7 +23,7 @@ from tandem.cluster.frontends.http.strict_http import StrictHttp
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.workers.event_loop import EventLoopThread
-from tandem.workers.listener import ACCEPTED
+from tandem.workers.ports.listener import ACCEPTED
 
 TOKEN = "0123456789abcdef"
 MOST_BYTES = 1 << 18

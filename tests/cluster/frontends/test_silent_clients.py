@@ -118,7 +118,7 @@ class TestHttp:
 
     def test_answers_that_nobody_takes(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         short = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 100)
-        monkeypatch.setattr("tandem.workers.listener.OPTIONS", (short,))
+        monkeypatch.setattr("tandem.workers.ports.listener.OPTIONS", (short,))
         with open_gateway(model, alone=True) as opened, connected(opened.http) as connection:
             connection.settimeout(0.5)
             with suppress(OSError):
@@ -194,7 +194,7 @@ class TestGrpc:
 
     @pytest.mark.parametrize("said", [b"", PREFACE[:10]])
     def test_a_connection_that_does_not_begin(self, model: Path, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
-        monkeypatch.setattr("tandem.workers.http2.guarded_port.SILENT_SECONDS", 0.1)
+        monkeypatch.setattr("tandem.workers.ports.guarded_port.SILENT_SECONDS", 0.1)
         with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
             connection.sendall(said)
             until(lambda: ended(connection))
@@ -239,7 +239,7 @@ class TestGrpc:
     @pytest.mark.parametrize("calls", [False, True])
     def test_a_client_that_pings_often(self, model: Path, monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
         """Each 10 s is usual. gRPC's own limit is 5 minutes beside a call, and 2 hours without one."""
-        monkeypatch.setattr("tandem.workers.connections.PING_MS", 10)
+        monkeypatch.setattr("tandem.workers.ports.connections.PING_MS", 10)
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5])).SerializeToString()
         call = whole_call("/tandem.v1.Inference/Generate", request) if calls else b""
         with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:

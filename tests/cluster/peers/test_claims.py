@@ -16,8 +16,8 @@ from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, table_bytes
 from tandem.proto import peer_pb2, peer_pb2_grpc
-from tandem.workers.authentication import authorized
-from tandem.workers.http2.private_socket import private_target
+from tandem.workers.ports.authentication import authorized
+from tandem.workers.ports.private_socket import private_target
 
 TOKEN = "a token of all processes"
 CLAIM = Claim("mine", resumes=False, stamp=5)

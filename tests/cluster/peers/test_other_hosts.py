@@ -24,8 +24,8 @@ from tandem.cluster.peers.table import Column, GatewayTable, table_bytes
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.supervision.authority import Authority
 from tandem.proto import inference_pb2, peer_pb2, peer_pb2_grpc
-from tandem.workers.authentication import authorized
-from tandem.workers.tls import Identity
+from tandem.workers.ports.authentication import authorized
+from tandem.workers.ports.tls import Identity
 
 TOKEN = "a token of all processes"
 NEW = Claim("mine", resumes=False, stamp=5, origin=3)

@@ -19,7 +19,7 @@ from tandem.cluster.peers import peer_server
 from tandem.cluster.protocol import build_request
 from tandem.proto import inference_pb2
 from tandem.workers.config import Role, WorkerConfig
-from tandem.workers.connections import lenient_options
+from tandem.workers.ports.connections import lenient_options
 from tandem.workers.worker import _server_options
 from tests.cluster.open_gateway import PROMPT, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from tandem.cluster.supervision.authority import Authority
-from tandem.workers.tls import SERVER_NAME, Identity
+from tandem.workers.ports.tls import SERVER_NAME, Identity
 
 ANSWER = b"served"
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.workers.authentication import HEADER
 from tandem.workers.errors import InvalidCall
+from tandem.workers.ports.authentication import HEADER
 from tandem.workers.service.call_checks import EncoderCheck
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.workers.service.test_service import EPOCH, PROMPT, Pair, code_of, running_pair

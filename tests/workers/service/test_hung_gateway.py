@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 
 from tandem.proto import worker_pb2, worker_pb2_grpc
-from tandem.workers.authentication import authorized
+from tandem.workers.ports.authentication import authorized
 from tests.support.checkpoints import save_checkpoint
 from tests.support.island import running_island
 

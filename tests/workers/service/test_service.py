@@ -16,7 +16,7 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.workers import worker
-from tandem.workers.authentication import authorized
+from tandem.workers.ports.authentication import authorized
 from tandem.workers.service.services import WorkerService
 from tandem.workers.step_loop import StepLoop
 from tandem.workers.wire.messages import prompt_to_bytes

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem.workers.http2 import call_turns
-from tandem.workers.http2.allowance import Allowance
-from tandem.workers.http2.call_turns import CALLS_AHEAD, CONNECTIONS_A_TURN, FRAMES_A_TURN, CallTurns, Rest
+from tandem.workers.ports import call_turns
+from tandem.workers.ports.allowance import Allowance
+from tandem.workers.ports.call_turns import CALLS_AHEAD, CONNECTIONS_A_TURN, FRAMES_A_TURN, CallTurns, Rest
 
 TURNS = 50
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from tandem.workers.http2.ended_calls import heed_end
+from tandem.workers.ports.ended_calls import heed_end
 
 HEADER = "authorization"
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})

@@ -1,4 +1,4 @@
-from tandem.workers.http2.guarded_port import client_host
+from tandem.workers.ports.guarded_port import client_host
 
 
 def test_hosts_of_clients() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tandem.workers.http2.client_frames import PREFACE, ClientFrames, NotHttp2, Passed
+from tandem.workers.ports.client_frames import PREFACE, ClientFrames, NotHttp2, Passed
 
 DATA, HEADERS, RESET, PING, CONTINUATION = 0, 1, 3, 6, 9
 MANY = 1000

@@ -17,11 +17,11 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
-from tandem.workers.http2.allowance import Allowance
-from tandem.workers.http2.call_turns import CallTurns, Rest
-from tandem.workers.http2.client_frames import ClientFrames, NotHttp2
-from tandem.workers.http2.private_socket import PrivateSocket
-from tandem.workers.listener import ACCEPTED, QUEUED, SILENT_SECONDS, listener
+from tandem.workers.ports.allowance import Allowance
+from tandem.workers.ports.call_turns import CallTurns, Rest
+from tandem.workers.ports.client_frames import ClientFrames, NotHttp2
+from tandem.workers.ports.listener import ACCEPTED, QUEUED, SILENT_SECONDS, listener
+from tandem.workers.ports.private_socket import PrivateSocket
 
 SMALL_FRAMES = (5_000, 10_000)  # a second, and at once; of a connection: pings, resets, window updates, empty data
 RESETS = (200, 1_000)  # as above, of calls

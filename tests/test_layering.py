@@ -30,7 +30,7 @@ FLOORS = {
         {"digest"},
     ),
     "workers": (
-        {"checkpoint", "counters", "errors", "event_loop", "logs", "resident", "step_thread"},
+        {"checkpoint", "counters", "errors", "event_loop", "logs"},
         {"config", "ports", "sampling"},
         {"kernels", "wire"},
         {"models", "requests"},
@@ -38,7 +38,7 @@ FLOORS = {
         {"scheduling"},
         {"prefill", "speculation"},
         {"decode"},
-        {"step_loop"},
+        {"steps"},
         {"service"},
         {"worker"},
     ),

@@ -124,7 +124,7 @@ NOT_UNIT = (
     "tests/workers/test_both_sides.py",
     "tests/workers/test_corrupt_kv.py",
     "tests/workers/test_races.py",
-    "tests/workers/test_step_loop.py",
+    "tests/workers/steps/test_step_loop.py",
 )
 
 # Their tests start a Ray, or several. One process has them all, so that no two clusters start at a time.

@@ -46,8 +46,8 @@ from tandem.workers.sampling.guided import Grammars
 from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.speculation.choice import make_drafter
-from tandem.workers.step_loop import Ends, StepLoop
-from tandem.workers.step_thread import StepThread
+from tandem.workers.steps.step_loop import Ends, StepLoop
+from tandem.workers.steps.step_thread import StepThread
 
 T = TypeVar("T")
 HOST = "127.0.0.1"

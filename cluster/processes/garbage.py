@@ -5,7 +5,7 @@ import gc
 from collections.abc import Callable
 
 from tandem.cluster.processes.heap import return_freed_memory
-from tandem.workers.resident import resident_bytes
+from tandem.workers.service.resident import resident_bytes
 
 NEVER = 1 << 30
 LOOK_SECONDS = 1.0

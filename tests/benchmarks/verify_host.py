@@ -39,7 +39,7 @@ from tandem.workers.sampling.posted_samples import half_of
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.draft_length import DraftLength
 from tandem.workers.speculation.drafter import DraftAsk
-from tandem.workers.step_loop import Ends, StepLoop
+from tandem.workers.steps.step_loop import Ends, StepLoop
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import print_result

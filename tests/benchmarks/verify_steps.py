@@ -46,8 +46,8 @@ from tandem.workers.speculation.draft_policy import DraftPolicy
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.speculation.model_drafter import ModelDrafter
 from tandem.workers.speculation.ngram import NgramDrafter
-from tandem.workers.step_loop import Ends, StepLoop
-from tandem.workers.step_thread import StepThread
+from tandem.workers.steps.step_loop import Ends, StepLoop
+from tandem.workers.steps.step_thread import StepThread
 from tests.benchmarks.counting_prompts import (
     CONTEXT,
     FIRST_TOKEN,

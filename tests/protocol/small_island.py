@@ -24,7 +24,7 @@ from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.step_loop import Ends, StepLoop
+from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.protocol.token_memory import LABELS, TokenMemory
 from tests.protocol.wires import Endpoint, WireTransport

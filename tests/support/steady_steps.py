@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tandem.workers.step_loop import StepLoop
+from tandem.workers.steps.step_loop import StepLoop
 
 VARIABLE = "TANDEM_TESTS_STEP_SECONDS"
 STEADY = 0.003

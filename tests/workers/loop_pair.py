@@ -31,7 +31,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.choice import make_drafter
 from tandem.workers.speculation.drafter import Drafter
-from tandem.workers.step_loop import Ends, StepLoop
+from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.support.poison import poison_free_pages
 

@@ -21,7 +21,7 @@ from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.reservation import Reservation
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, LEASE, LoopPair
-from tests.workers.test_step_loop import step_both
+from tests.workers.steps.test_step_loop import step_both
 
 OUTPUT = 5
 REQUESTS = 200

@@ -5,7 +5,7 @@ import asyncio
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.prefix_chain import KEY_BYTES
 from tandem.proto import worker_pb2
-from tandem.workers.step_loop import StepLoop
+from tandem.workers.steps.step_loop import StepLoop
 
 LEAST_SECONDS = 0.02  # between two reports
 FIGURES_SECONDS = 0.1  # between two where only steps were taken

@@ -22,7 +22,6 @@ from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.requests.prompt_logprob_streams import PromptLogprobStream, PromptLogprobStreams, gatherer
 from tandem.workers.requests.token_stream import Tokens, TokenStream
-from tandem.workers.resident import resident_bytes
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
 from tandem.workers.service.call_checks import (
@@ -34,9 +33,10 @@ from tandem.workers.service.call_checks import (
     check_sampling,
 )
 from tandem.workers.service.reports import Reports
+from tandem.workers.service.resident import resident_bytes
 from tandem.workers.service.status import call_of, outcome, refuse
-from tandem.workers.step_loop import StepLoop
-from tandem.workers.step_thread import StepThread
+from tandem.workers.steps.step_loop import StepLoop
+from tandem.workers.steps.step_thread import StepThread
 from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.messages import (
     logprobs_to_proto,

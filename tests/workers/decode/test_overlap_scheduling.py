@@ -31,7 +31,7 @@ from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
-from tandem.workers.step_loop import Ends, StepLoop
+from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 
 PAGE_SIZE, NUM_PAGES, PROMPT = 4, 24, 5

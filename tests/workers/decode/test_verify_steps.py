@@ -163,7 +163,7 @@ def test_a_forward_of_rows_and_prompts_waits_for_a_verify_step(monkeypatch: pyte
         bench.loop.step()
     assert bench.runner.log[-2:] == ["launch 2: follow [5]", "read 1"]
     steps = bench.loop.meter.steps
-    monkeypatch.setattr("tandem.workers.step_loop.is_joint", lambda runner, batch: True)
+    monkeypatch.setattr("tandem.workers.steps.step_loop.is_joint", lambda runner, batch: True)
     joint: list[int] = []
 
     def compute(batch: Batch) -> float:

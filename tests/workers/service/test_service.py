@@ -18,7 +18,7 @@ from tandem.transfer.factory import create_transport
 from tandem.workers import worker
 from tandem.workers.ports.authentication import authorized
 from tandem.workers.service.services import WorkerService
-from tandem.workers.step_loop import StepLoop
+from tandem.workers.steps.step_loop import StepLoop
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.support.checkpoints import save_checkpoint
 from tests.support.island import FakeIsland, running_island

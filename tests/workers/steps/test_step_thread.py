@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem.workers import step_thread
-from tandem.workers.step_thread import StepThread
+from tandem.workers.steps import step_thread
+from tandem.workers.steps.step_thread import StepThread
 
 PR_GET_TIMERSLACK = 30
 

@@ -91,7 +91,7 @@ HOMES = {
         "cluster/frontends/grpc_server.py",
         "cluster/frontends/inference.py",
         "cluster/frontends/reflection.py",
-        "cluster/gateway.py",
+        "cluster/gateway/gateway.py",
         "cluster/peers/claims.py",
         "cluster/peers/links.py",
         "cluster/peers/peer_server.py",

@@ -4,7 +4,8 @@ import threading
 from concurrent.futures import Future
 
 from tandem.cluster.errors import TandemError
-from tandem.cluster.gateway import Gateway, GatewayAddresses, GatewaySettings
+from tandem.cluster.gateway.gateway import Gateway
+from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.processes.garbage import IdleCollections
 from tandem.cluster.processes.heap import keep_freed_memory

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
-from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
+from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.hosts import GatewayHost
 from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.processes.placement import Where

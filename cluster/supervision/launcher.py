@@ -14,7 +14,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ConfigError, StartFailed, TandemError
-from tandem.cluster.gateway import GatewayAddresses
+from tandem.cluster.gateway.settings import GatewayAddresses
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.requests.default_sampling import default_sampling

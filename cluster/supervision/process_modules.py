@@ -1,7 +1,7 @@
 """What the processes of a cluster import: their fork server has it before it forks them."""
 
 from tandem.cluster.config.cluster_config import ClusterConfig
-from tandem.cluster.gateway import READ_BY
+from tandem.cluster.gateway.settings import READ_BY
 
 WORKER = "tandem.cluster.supervision.worker_actor"
 GATEWAY = "tandem.cluster.supervision.gateway_actor"

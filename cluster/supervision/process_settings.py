@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ConfigError
-from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.served_model import ServedModel
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION

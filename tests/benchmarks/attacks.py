@@ -34,7 +34,7 @@ from tandem.cluster.cli.bench.openai import COMPLETIONS
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.config.cluster_config import load_config
-from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
+from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tests.benchmarks.attack_kinds import ATTACKS, Send, Target, use_slow_tokenizer
 from tests.benchmarks.frontends import Spent, process_of, serve_gateway, serve_worker
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser

@@ -26,7 +26,8 @@ from typing import Any
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
-from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.cluster.gateway.gateway import Gateway
+from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState
 from tandem.proto import worker_pb2

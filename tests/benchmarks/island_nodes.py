@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster as RayCluster
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
-from tandem.cluster.gateway import GatewayAddresses
+from tandem.cluster.gateway.settings import GatewayAddresses
 from tandem.cluster.processes.own_ray import SETTINGS
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster

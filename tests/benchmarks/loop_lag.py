@@ -38,7 +38,8 @@ from tokenizers import decoders
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
-from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.cluster.gateway.gateway import Gateway
+from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.processes.garbage import IdleCollections
 from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState

@@ -28,7 +28,7 @@ import numpy as np
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.metrics.scrape import FRESH_SECONDS
 from tandem.cluster.peers.table import GatewayFile
 from tandem.cluster.routing.membership import IslandState

@@ -22,7 +22,7 @@ from urllib.request import urlopen
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.sections import MetricsSection
-from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
+from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tests.benchmarks.frontends import PROCESSES, costs_of, one_gateway, process_of, serve_gateway, serve_worker
 from tests.benchmarks.load import LoadProcesses, Share
 from tests.benchmarks.measured import Measured

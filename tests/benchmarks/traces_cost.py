@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from tandem.cluster.config.sections import TracingSection
-from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.requests.validation import ValidRequest
 from tandem.cluster.routing.router import Placement
 from tandem.cluster.tracing.request_trace import Tracer

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.processes.forks.forked_actor import ForkedActor
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorSpec

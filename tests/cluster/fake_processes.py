@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.cluster.errors import NoRoom, ProcessEnded, StartFailed
-from tandem.cluster.gateway import GatewayAddresses
+from tandem.cluster.gateway.settings import GatewayAddresses
 from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes
 from tests.support.local_processes import LocalGroup

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.config.cluster_config import load_config
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.workers.event_loop import EventLoopThread
 from tests.cluster.fake_worker import FakeWorker, Say
 from tests.support.gateways import settings_of

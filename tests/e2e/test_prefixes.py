@@ -12,7 +12,7 @@ import pytest
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.routing.prefix_view import PrefixView
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.workers.wire.messages import prompt_to_bytes

@@ -1,7 +1,7 @@
 """Settings of gateways that tests start."""
 
 from tandem.cluster.config.cluster_config import ClusterConfig
-from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.requests.model_limits import ModelLimits
 from tandem.cluster.served_model import ServedModel
 from tandem.cluster.supervision.process_settings import gateway_settings

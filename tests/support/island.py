@@ -14,7 +14,7 @@ from typing import Any
 from tandem.cluster.client import Client
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.config.cluster_config import load_config as load_cluster_config
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.cluster.supervision.process_settings import agreed_pages, worker_configs

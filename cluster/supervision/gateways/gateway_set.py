@@ -14,7 +14,7 @@ import numpy as np
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import NoRoom, RayAway, TandemError
-from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
+from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.table import LASTING_CELLS, Column, GatewayTable, table_bytes
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import Processes

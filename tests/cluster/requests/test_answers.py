@@ -12,7 +12,7 @@ import pytest
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.requests.answers import Draft
 from tandem.cluster.requests.fair_turns import FairTurns, cost_of, most_tokens
 from tandem.cluster.requests.prompt_logprobs import PromptLogprobs

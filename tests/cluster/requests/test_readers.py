@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.errors import InvalidRequest, ServerError
-from tandem.cluster.gateway import READ_BY
+from tandem.cluster.gateway.settings import READ_BY
 from tandem.cluster.requests.reading import readers as module
 from tandem.cluster.requests.reading.reader import Reader
 from tandem.cluster.requests.reading.readers import Readers

@@ -14,7 +14,7 @@ from tandem.cluster.client import AsyncClient
 from tandem.cluster.client.client_messages import GenerateUpdate, TokenLogprobs
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.protocol import Sampling
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.prefill_hints import PrefillHints

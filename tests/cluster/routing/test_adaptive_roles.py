@@ -9,7 +9,7 @@ import pytest
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config.cluster_config import load_config
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.worker_link import WorkerAddress, WorkerLink
 from tandem.proto import worker_pb2

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.errors import PlacementLost
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.routing import token_feed
 from tandem.cluster.routing.policy import Ask

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import NoRoom, TandemError
-from tandem.cluster.gateway import GatewayAddresses
+from tandem.cluster.gateway.settings import GatewayAddresses
 from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.peers.table import LASTING_CELLS, Column
 from tandem.cluster.processes.placement import ANYWHERE, Where

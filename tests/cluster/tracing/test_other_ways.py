@@ -7,7 +7,7 @@ import pytest
 
 from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.errors import AttemptsExhausted, CallError
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway.gateway import Gateway
 from tandem.proto import admin_pb2
 from tests.cluster.fake_worker import FakeWorker
 from tests.cluster.open_gateway import PROMPT, TOKENS, OpenGateway, open_gateway

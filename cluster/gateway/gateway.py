@@ -8,7 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tandem.cluster.config.cluster_config import ClusterConfig
-from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError, Unavailable
 from tandem.cluster.frontends.account import ClusterAccount
 from tandem.cluster.frontends.admin import Admin
@@ -28,13 +26,14 @@ from tandem.cluster.frontends.inference import Inference
 from tandem.cluster.frontends.model_info import model_info
 from tandem.cluster.frontends.reflection import enable_reflection
 from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
+from tandem.cluster.gateway.settings import READ_BY, GatewayAddresses, GatewaySettings
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
 from tandem.cluster.peers.far_placements import FarPlacements
 from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.peers.links import PeerLinks
-from tandem.cluster.peers.peer_server import HOST, Abroad, PeerServer
+from tandem.cluster.peers.peer_server import Abroad, PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
@@ -54,7 +53,6 @@ from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
-from tandem.cluster.served_model import ServedModel
 from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tracing.access_log import AccessLog
@@ -63,68 +61,13 @@ from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
 from tandem.workers.ports.call_turns import CallTurns
-from tandem.workers.ports.tls import Identity
 
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
-READ_BY = (  # whose functions read long requests
-    "tandem.cluster.frontends.openai.tokenization",
-    "tandem.cluster.frontends.responses.body",
-    "tandem.cluster.frontends.anthropic.count",
-)
 LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-
-
-@dataclass(frozen=True)
-class GatewaySettings:
-    """Everything a gateway process needs to know to start."""
-
-    config: ClusterConfig
-    model: ServedModel
-    port: int
-    http_port: int | None  # None: no HTTP
-    metrics_port: int | None  # None: no port of its own
-    token_seconds: float | None  # the bound of roles that are not split; None where they are
-    warm_up: bool
-    security: ServerSecurity
-    process: int = 0  # counted from 0
-    incarnation: int = 1  # of the process, counted from 1
-    processes: int = 1
-    num_islands: int = 1
-    table: str = ""  # path of the processes' table; empty for one process without a supervisor
-    peer_token: str = field(default="", repr=False)  # by which the processes know each other
-    started: float = 0.0  # when the first process was, in this host's monotonic seconds; 0: now
-    number: int = 0  # of this host's gateway, see GatewayHost
-    node: str = HOST  # the address of this host, as other hosts know it
-    peers: Identity | None = field(default=None, repr=False)  # shown to gateways of other hosts; None: there are none
-
-    @property
-    def origin(self) -> int:
-        """Of this process's claims, unlike those of all others."""
-        return self.number * 64 + self.process  # gateway.processes is at most 64
-
-    @property
-    def attempt_prefix(self) -> str:
-        """How the ids begin under which workers know the requests of this start of this process."""
-        return f"{self.number}-{self.process}.{self.incarnation}."
-
-    @property
-    def shares_ports(self) -> bool:
-        """Whether others may listen on its ports: those of this cluster, and of one that replaces it."""
-        return bool(self.table)
-
-
-@dataclass(frozen=True)
-class GatewayAddresses:
-    """A gateway's addresses, HOST:PORT. http and metrics are None without such a port."""
-
-    grpc: str
-    http: str | None = None
-    metrics: str | None = None  # where it has a port of its own
-    peer: str = ""  # for gateway processes of other hosts; empty where there are none
 
 
 class Gateway:
@@ -143,6 +86,7 @@ class Gateway:
         self._validator = RequestValidator(
             limits, self._tokenizer, salt_by_token=settings.security.salt_by_token, defaults=defaults
         )
+        self._colocated = settings.config.scheduler.roles == "colocated"
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
         if settings.table:
@@ -158,10 +102,26 @@ class Gateway:
 
     async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
+        settings, turns = self._settings, CallTurns()
+        self._make_routing()
+        self._make_requests()
+        self._start_tasks()
+        await self._make_servers(turns)
+        host, shared = settings.config.gateway.host, settings.shares_ports
+        self._port, address = bind_port(self._server, turns, host, settings.port, shared=shared)
+        http, monitor = [None if server is None else await server.start() for server in (self._http, self._monitor)]
+        self._addresses = GatewayAddresses(address, http, monitor, "" if self._peers is None else self._peers.address)
+        self._account.grpc_address, self._account.http_address = address, http or ""
+        await self._tell_health()
+        await self._server.start()
+        await self._port.open(settings.security.tls("h2"))
+        return self._addresses
+
+    def _make_routing(self) -> None:
+        """What places requests, and what it asks of other processes."""
         settings, section = self._settings, self._settings.config.gateway
         bound = settings.token_seconds
-        colocated = settings.config.scheduler.roles == "colocated"
-        policy = POLICIES[section.routing_policy] if bound is None else adaptive(bound, colocated=colocated)
+        policy = POLICIES[section.routing_policy] if bound is None else adaptive(bound, colocated=self._colocated)
         self._islands = Islands(
             max_message_bytes(self._model.limits.max_model_len), policy, settings.config.cache.page_size, self._table
         )
@@ -175,6 +135,10 @@ class Gateway:
         )
         self._claims = Claims(self._table, self._links)
         self._readiness = Readiness(self._islands, adaptive=bound is not None)
+
+    def _make_requests(self) -> None:
+        """The requests by id, and what observes their ends."""
+        section = self._settings.config.gateway
         self._metrics = RequestMetrics(self._table)
         self._tracer, self._end_export = self._open_tracer()
         self._requests = ActiveRequests(
@@ -188,33 +152,30 @@ class Gateway:
             max_attempts=section.max_attempts,
             request_seconds=section.request_seconds,
             observe=all_of(self._observers()),
-            origin=settings.origin,
+            origin=self._settings.origin,
         )
+
+    def _start_tasks(self) -> None:
+        """What runs beside the calls until stop()."""
+        settings, bound = self._settings, self._settings.token_seconds
         if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._model.limits, local=bound is not None)
         self._tasks = [asyncio.create_task(self._metrics.run())]
         if settings.peers is not None and settings.process == 0:  # for all of this host
             self._tasks.append(asyncio.create_task(FarPlacements(self._table, self._links).run()))
-        if bound is not None and not colocated:
+        if bound is not None and not self._colocated:
             turn = partial(self._links.turn, settings.process, settings.processes)
             self._tasks.append(asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run()))
-        self._limit = CallLimit(section.max_calls, self._table)
+
+    async def _make_servers(self, turns: CallTurns) -> None:
+        """With their services. Only the one for other processes has its port."""
+        self._limit = CallLimit(self._settings.config.gateway.max_calls, self._table)
         scrape = self._scrape()
-        self._admin = Admin(scrape, self._tracer, self._links, adaptive=bound is not None)
+        self._admin = Admin(scrape, self._tracer, self._links, adaptive=self._settings.token_seconds is not None)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._peers = await self._peer_server()
-        turns = CallTurns()
         self._server = self._grpc_server(turns)
         self._http, self._monitor = self._http_servers(scrape)
-        shared = settings.shares_ports
-        self._port, address = bind_port(self._server, turns, section.host, settings.port, shared=shared)
-        http, monitor = [None if server is None else await server.start() for server in (self._http, self._monitor)]
-        self._addresses = GatewayAddresses(address, http, monitor, "" if self._peers is None else self._peers.address)
-        self._account.grpc_address, self._account.http_address = address, http or ""
-        await self._tell_health()
-        await self._server.start()
-        await self._port.open(settings.security.tls("h2"))
-        return self._addresses
 
     def _open_tracer(self) -> tuple[Tracer, Callable[[], None]]:
         section = self._settings.config.tracing

@@ -30,7 +30,7 @@ help:
 	@echo "make clean   remove the virtual environment, this checkout's caches and build/, benchmark results too"
 
 demo: .venv/.base
-	@$(BIN)/python -m tandem.cluster.cli.demo $(if $(SPECULATE),--speculate $(filter-out 1,$(SPECULATE)))
+	@$(BIN)/python -m tandem.cluster.tools.demo $(if $(SPECULATE),--speculate $(filter-out 1,$(SPECULATE)))
 
 # What CI runs: it says how long each part took, and fails where one does.
 test:

@@ -52,6 +52,7 @@ FLOORS = {
         {"frontends"},
         {"gateway"},
         {"supervision"},
+        {"tools"},
         {"cli"},
         {"llm"},
         {"toplevel"},
@@ -68,12 +69,12 @@ HOMES = {
         "cluster/processes/ray_processes.py",
     },
     "h11": {
-        "cluster/cli/bench/event_streams.py",
+        "cluster/tools/bench/event_streams.py",
         "cluster/frontends/http/connection.py",
         "cluster/frontends/http/strict_http.py",
     },
     "llguidance": {"workers/sampling/guided.py", "workers/sampling/thinking.py"},
-    "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
+    "matplotlib": {"cluster/tools/bench/plots.py", "cluster/tools/bench/report.py"},
     "opentelemetry": {"cluster/tracing/exporter.py"},
     "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},
     "prometheus_client": {

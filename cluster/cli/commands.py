@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE
-from tandem.cluster.cli.bench.commands import app as bench_app
+from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
 from tandem.cluster.errors import (
     ClusterNotRunning,
@@ -322,7 +322,7 @@ def make_model(
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
 ) -> None:
     """Write a random checkpoint with a tokenizer, for trying things."""
-    from tandem.cluster.cli.random_checkpoint import make_checkpoint
+    from tandem.cluster.tools.random_checkpoint import make_checkpoint
 
     try:
         if folder.exists() and any(folder.iterdir()):  # perhaps a checkpoint that somebody needs

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
-from tandem.cluster.cli.forking import fork_beside
 from tandem.cluster.cli.preflight import check_host
 from tandem.cluster.cli.runtime_dir import ClusterLock
 from tandem.cluster.cli.start_report import StartReport
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.processes.forks.actor_server import set_title
+from tandem.cluster.supervision.forking import fork_beside
 from tandem.cluster.supervision.offer import Offer
 from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.start_clock import StartClock, phase_lines, process_age

@@ -29,12 +29,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.cli.bench.event_streams import HttpConnections
-from tandem.cluster.cli.bench.openai import COMPLETIONS
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
+from tandem.cluster.tools.bench.event_streams import HttpConnections
+from tandem.cluster.tools.bench.openai import COMPLETIONS
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks.attack_kinds import ATTACKS, Send, Target, use_slow_tokenizer
 from tests.benchmarks.frontends import Spent, process_of, serve_gateway, serve_worker
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks import measured
 from tests.benchmarks.call_trace import Event, TracedProcesses, read_events
 from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape

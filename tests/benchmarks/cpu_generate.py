@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_least, at_most, print_result

@@ -24,12 +24,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import EventLoopThread
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of

@@ -29,10 +29,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.peers.table import GatewayFile
 from tandem.cluster.supervision.shared_ports import SharedPorts
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks.frontends import MAX_MODEL_LEN, Spent, one_gateway, process_of, serve_gateway, serve_worker
 from tests.benchmarks.load import LoadProcesses, Outcome, Share
 from tests.benchmarks.measured import Measured

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from ray.cluster_utils import Cluster as RayCluster
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway.settings import GatewayAddresses
 from tandem.cluster.processes.own_ray import SETTINGS
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks.load import LoadProcesses, numbers_of
 from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
 from tests.benchmarks.options import add_list, benchmark_parser

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Self
 
-from tandem.cluster.cli.bench.event_streams import HttpConnections
-from tandem.cluster.cli.bench.openai import COMPLETIONS, LAST
 from tandem.cluster.client import AsyncClient
+from tandem.cluster.tools.bench.event_streams import HttpConnections
+from tandem.cluster.tools.bench.openai import COMPLETIONS, LAST
 from tests.benchmarks.results import percentile, rounded
 
 REQUEST_SECONDS = 600.0

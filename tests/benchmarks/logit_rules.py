@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.sampling.guided import Grammars, Guided
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sample_batch import SampleBatch

@@ -36,7 +36,6 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.gateway.settings import GatewaySettings
@@ -44,6 +43,7 @@ from tandem.cluster.processes.garbage import IdleCollections
 from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.event_loop import EventLoopThread
 from tests.benchmarks.attack_kinds import use_slow_tokenizer

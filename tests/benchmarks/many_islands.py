@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.metrics.scrape import FRESH_SECONDS
 from tandem.cluster.peers.table import GatewayFile
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import Ask
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import EventLoopThread
 from tests.benchmarks.frontends import Lag, process_of

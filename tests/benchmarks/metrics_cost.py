@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.sections import MetricsSection
 from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks.frontends import PROCESSES, costs_of, one_gateway, process_of, serve_gateway, serve_worker
 from tests.benchmarks.load import LoadProcesses, Share
 from tests.benchmarks.measured import Measured

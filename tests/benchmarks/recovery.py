@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import Unavailable
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
 from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.gateway.settings import GatewayAddresses
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape

@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks.frontends import process_of
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.pair import running_cluster

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tandem.cluster.cli.bench.event_streams import HttpConnections
 from tandem.cluster.client import AsyncClient
+from tandem.cluster.tools.bench.event_streams import HttpConnections
 from tests.benchmarks.strangers.attacks import Target
 
 LANES = 8  # calls at a time, at most

@@ -18,9 +18,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster.cli.demo import MODEL, OUTPUT_TOKENS, PROMPTS, SPECULATION
-from tandem.cluster.cli.embedded import embedded_cluster
 from tandem.cluster.client import AsyncClient
+from tandem.cluster.tools.demo import MODEL, OUTPUT_TOKENS, PROMPTS, SPECULATION
+from tandem.cluster.tools.embedded import embedded_cluster
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import print_result

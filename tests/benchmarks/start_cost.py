@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.process_modules import process_modules
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.benchmarks.options import benchmark_parser
 from tests.benchmarks.pair import DEPLOY
 from tests.benchmarks.results import at_most, print_result, rounded

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.top import look, render
 from tandem.cluster.client import Client
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import CallError
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
 from tests.support.local_processes import LocalProcesses
 

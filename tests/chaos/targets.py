@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
 
 SEED, DRAFT_TOKENS = 3, 4

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.chaos.ray_storm import RayStorm
 from tests.chaos.storm import Blow
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 
 from tandem import launch
-from tandem.cluster.cli.demo import MODEL
 from tandem.cluster.credentials import ClientSecurity
+from tandem.cluster.tools.demo import MODEL
 from tests.clients.environments import HERE, ROOT
 from tests.support.free_ports import free_ports
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 
 EOS = 1
 TEMPLATE = (

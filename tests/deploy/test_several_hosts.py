@@ -18,7 +18,7 @@ from threading import Event
 import pytest
 import trustme
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.deploy import manifest
 from tests.deploy.known import DEPLOY
 from tests.deploy.on_hosts import STARTS, Start

@@ -18,8 +18,8 @@ import pytest
 import trustme
 
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE, cache_folder
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.credentials import is_loopback
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.deploy import dockerfile, manifest
 from tests.deploy.known import DEPLOY
 from tests.support.free_ports import free_ports

@@ -108,7 +108,7 @@ def test_kernels_compile_from_it(installed: Path) -> None:
     package = Path(run(str(installed / "python"), "-c", "import tandem.cluster as one; print(one.__file__)", **environ))
     site = package.parents[2]
     assert site.is_relative_to(installed.parent)
-    model = site / "tandem/cluster/cli/demo_model/checkpoint"
+    model = site / "tandem/cluster/tools/demo_model/checkpoint"
     config = site / "tandem/deploy/local.yaml"
     run(str(installed / "tandem"), "build-kernels", str(config), "--model", str(model), **environ)
     assert sorted(path.stem.partition("-")[0] for path in (installed / "kernels").glob("*.so")) == C_FILES

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli import embedded
 from tandem.cluster.cli.commands import main
 from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.tools import embedded
 from tests.support.island import Island, running_island
 
 SHORT = ["--prompt-tokens", "uniform:8:24", "--output-tokens", "uniform:2:6", "--vocab-size", "400"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.demo import MODEL, PROMPTS
+from tandem.cluster.tools.demo import MODEL, PROMPTS
 from tests.benchmarks import push_beside_prefill, speculation, ttft
 from tests.benchmarks.pair import Pair
 from tests.support.island import Island, running_island

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import EOS, make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.tools.random_checkpoint import EOS, make_checkpoint
 from tests.support.client_requests import complete
 from tests.support.http_client import CHATS, COMPLETIONS, GREEDY, answer, post, refused
 from tests.support.island import Island, running_island

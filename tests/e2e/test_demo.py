@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli import demo, embedded
 from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.tools import demo, embedded
 from tests.support.island import Island, running_island
 
 

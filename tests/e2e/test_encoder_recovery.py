@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.e2e.test_recovery import OVERRIDES, attempts, epochs, whole, working
 from tests.support.client_requests import complete, tokens_of
 from tests.support.encoder_models import greedy_behind, load_t5gemma

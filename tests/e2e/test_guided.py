@@ -15,10 +15,10 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from tandem.cluster.cli.random_checkpoint import CHAT_TEMPLATE, make_checkpoint
 from tandem.cluster.errors import CallError, InvalidRequest
 from tandem.cluster.protocol import build_request
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import CHAT_TEMPLATE, make_checkpoint
 from tandem.proto import inference_pb2_grpc
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.guided import Constraint, Grammars

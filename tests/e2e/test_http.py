@@ -15,8 +15,8 @@ import jsonschema
 import pytest
 import torch
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.worker import Worker
 from tests.cluster.scripted_model import named_events
 from tests.support.client_requests import complete, text_of, tokens_of

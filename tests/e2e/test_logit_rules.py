@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.protocol import build_request
 from tandem.cluster.requests import rebalancer
 from tandem.cluster.routing.policy import WorkerLoad
 from tandem.cluster.routing.rebalance import Move
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2_grpc
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.e2e.test_adaptive import CHOICES, adaptive_island, choosing, in_graphs

@@ -19,8 +19,8 @@ import pytest
 
 from tandem.cache.kernels.build.nvml import read_driver
 from tandem.cluster.cli.commands import main as tandem
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.runtime_dir import ClusterLock
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = ("up", "deploy/local.yaml", "--grpc-port", "0")

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.errors import AttemptsExhausted, Unavailable
 from tandem.cluster.errors.statuses import RETRY_AFTER_KEY
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tests.cluster.fake_gateway import FakeGateway, serving
 from tests.support.client_requests import complete, text_of, tokens_of

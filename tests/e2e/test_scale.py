@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from tandem.cluster.cli.commands import main
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import InvalidRequest, ScaleRefused, ServerError
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
 from tests.e2e.test_recovery import Case, disturbed, info
 from tests.support.client_requests import GREEDY, complete, tokens_of

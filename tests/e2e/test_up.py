@@ -23,11 +23,11 @@ import ray
 from tandem.cache.kernels.build.nvml import Driver, Gpu
 from tandem.cluster.cli import preflight
 from tandem.cluster.cli.commands import main
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.runtime_dir import running_cluster
 from tandem.cluster.client import Client
 from tandem.cluster.errors import StartFailed, Unavailable
 from tandem.cluster.processes.ray_processes import RayProcesses
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
 from tests.support.client_requests import GREEDY
 from tests.support.http_client import COMPLETIONS, chunks

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import grpc
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.protocol import build_request
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2_grpc
 from tests.support.http_client import COMPLETIONS, chunks
 from tests.support.island import Island, running_island

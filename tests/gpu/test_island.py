@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
 from tests.benchmarks.shared_gpus import SharingProcesses
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of

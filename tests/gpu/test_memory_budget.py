@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.support.client_requests import GREEDY, complete, tokens_of
 from tests.support.oracle import greedy, load_oracle, random_prompt
 

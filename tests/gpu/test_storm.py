@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.chaos.storm import Storm
 from tests.gpu.pe_process import NEEDS_NVSHMEM
 

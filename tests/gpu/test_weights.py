@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weight_names import named_weights
 from tandem.workers.models.weights import load_parameters

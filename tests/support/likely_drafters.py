@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 
 ADDED = 0.15  # of what a random layer adds to its input
 NUM_LAYERS = 8  # of the llama: EAGLE-3 takes three of 7 or more

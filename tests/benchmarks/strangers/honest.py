@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from tandem.cluster.cli.bench.event_streams import HttpConnections
-from tandem.cluster.cli.bench.openai import COMPLETIONS
 from tandem.cluster.client import AsyncClient
+from tandem.cluster.tools.bench.event_streams import HttpConnections
+from tandem.cluster.tools.bench.openai import COMPLETIONS
 from tests.benchmarks.strangers.attacks import Target
 
 PAUSE_SECONDS = 0.02

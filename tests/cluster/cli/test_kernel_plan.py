@@ -23,9 +23,9 @@ from tandem.cache.plan.spans import span_of
 from tandem.cluster.cli.kernels import builds, plan
 from tandem.cluster.cli.kernels.builds import Running, build_all
 from tandem.cluster.cli.kernels.plan import TARGETS, Target, choose_target, plan_kernels
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, UsageError
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.models.registry import load_config as load_model
 from tandem.workers.runner.kernel_plan import plan_cubins
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.llm import connect
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.support.http_client import CHATS, COMPLETIONS, answer, chunks, post, refused
 from tests.support.island import Island, running_island
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.processes.forks.actor_server import pack
 from tandem.cluster.processes.gpus import GpuClaim
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.cluster.supervision.worker_actor import WorkerActor
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.worker import Worker
 from tests.support.local_processes import FORK_SECONDS, fork_server
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.requests.reading import readers as module
 from tandem.cluster.requests.reading.guide_checks import MOST_KNOWN, GuideChecks
 from tandem.cluster.requests.reading.readers import Readers
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.sampling.guided import Guided
 from tandem.workers.sampling.thinking import Thinking
 

@@ -9,7 +9,6 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.client.client_messages import GenerateUpdate, TokenLogprobs
 from tandem.cluster.config.cluster_config import load_config
@@ -18,6 +17,7 @@ from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.protocol import Sampling
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.prefill_hints import PrefillHints
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.cluster.fake_worker import FakeWorker

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tests.cluster.open_gateway import PROMPT, TOKENS, open_gateway
 from tests.support.waiting import until

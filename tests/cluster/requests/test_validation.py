@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.protocol import MAX_MESSAGES
 from tandem.cluster.requests.validation import MAX_REQUEST_ID, ModelLimits, RequestValidator
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
 
 LIMITS = ModelLimits(vocab_size=9, max_model_len=100, pool_tokens=100)

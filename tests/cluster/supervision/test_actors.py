@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision import gateway_actor, worker_actor
 from tandem.cluster.supervision.gateway_actor import GatewayActor
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.cluster.supervision.worker_actor import WorkerActor
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.transfer.errors import PeerGone
 from tandem.workers import worker as worker_module
 from tandem.workers.runner.model_runner import ModelRunner

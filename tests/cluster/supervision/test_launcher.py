@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.cluster.supervision.network import wait_for_hosts
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.config import WorkerConfig
 from tests.cluster.fake_processes import FakeProcesses
 from tests.support.checkpoints import make_model

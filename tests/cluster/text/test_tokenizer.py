@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 
-from tandem.cluster.cli.random_checkpoint import EOS, make_checkpoint
 from tandem.cluster.text import chat_template
 from tandem.cluster.text.chat_template import ChatTemplate, ChatTemplateError
 from tandem.cluster.text.tokenizer import HELD_TOKENS, Tokenizer
+from tandem.cluster.tools.random_checkpoint import EOS, make_checkpoint
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidTokenizer
 
 TEXTS = ["", "Hello, world.", "  two  spaces\n\tand a tab", "naïve café 日本語 🦢", "<|end|> inside"]

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers.normalizers import Lowercase
 
-from tandem.cluster.cli.random_checkpoint import BOS, EOS, train_tokenizer
 from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import BOS, EOS, train_tokenizer
 from tandem.workers.checkpoint import tokenizer_files
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidTokenizer
 from tandem.workers.checkpoint.tokenizer_files import TokenizerFiles, end_tokens

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.safetensors_file import HEADER_LIMIT
 from tandem.workers.models import weights

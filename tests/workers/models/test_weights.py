@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights, ModelError
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
 from tandem.workers.models.parameters import allocate_parameters

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer as Inner
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.frontends.openai.tool_fields import forced_schema
 from tandem.cluster.text.parsers.output_parser import Calls
 from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.errors import ForwardFailed, InvalidCall
 from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.runner.eager_sampler import EagerSampler

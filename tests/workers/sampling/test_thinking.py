@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.sampling.guided import Constraint, Grammars, Guided
 from tandem.workers.sampling.thinking import Thinking
 from tests.support.random_guides import KINDS, random_guide

@@ -1,0 +1,168 @@
+"""`tandem bench` and its commands. What they need is imported by the one that runs."""
+
+import asyncio
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from tandem.cluster.cli.options import AsJson, TlsCa, TlsCert, TlsKey, TokenFile
+from tandem.cluster.errors import BenchmarkFailed, MissingPlots
+
+BENCH_FOLDER = Path("build", "bench")
+DEFAULT = "run"
+
+
+class BenchGroup(TyperGroup):
+    """Runs the benchmarks of a checkout where no command is named: `tandem bench NAMES`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click's own
+        if not args or args[0] not in (*self.commands, "--help"):
+            args = [DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=BenchGroup,
+    help="Run the benchmarks of a checkout (the default), or load a server as its clients do.",
+    rich_markup_mode=None,
+)
+
+
+@app.command(DEFAULT)
+def run(
+    names: Annotated[list[str] | None, typer.Argument(help="Which; all when left out.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.json and plots; made when missing.")] = BENCH_FOLDER,
+    only_list: Annotated[bool, typer.Option("--list", help="Only say what there is.")] = False,
+) -> None:
+    """Run the benchmarks of the checkout around the current folder; keep JSON and plots, and print what was reached.
+
+    Exits with 1 when one fails; a target that is missed is no failure.
+    """
+    from tandem.cluster.tools.bench.checkout import find_benchmarks, print_outcomes, run_benchmark, write_outcome
+    from tandem.cluster.tools.bench.plots import draw_plots
+
+    found = find_benchmarks(names or [])
+    if only_list:
+        for benchmark in found:
+            print(f"{benchmark.name:20} {benchmark.summary}")
+        return
+    outcomes = []
+    for benchmark in found:
+        print(f"{benchmark.name} …", end=" ", flush=True)
+        outcomes.append(run_benchmark(benchmark))
+        print(f"{outcomes[-1].seconds:g} s", flush=True)
+        write_outcome(outcomes[-1], out)
+    print_outcomes(outcomes)
+    try:
+        written = draw_plots(outcomes, out)
+        print(f"wrote {len(outcomes)} results and {len(written)} plots to {out}")
+    except MissingPlots as error:
+        print(f"wrote {len(outcomes)} results to {out}; {error}")
+    failed = [outcome.benchmark for outcome in outcomes if "failed" in outcome.result]
+    if failed:
+        raise BenchmarkFailed(f"failed: {', '.join(failed)}")
+
+
+@app.command()
+def serve(
+    grpc: Annotated[str | None, typer.Option(help="HOST:PORT of a tandem gateway.")] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a server with OpenAI's API, like http://127.0.0.1:8000; several get requests in turns."),
+    ] = None,
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="With --url: prompts as token ids, or chats as text.")
+    ] = "completions",
+    model_name: Annotated[str | None, typer.Option(help="The served model's name; with --url the first one's.")] = None,
+    mix: Annotated[str | None, typer.Option(help="A, A2, B, C or laptop: lengths of prompts and outputs, SLO.")] = None,
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option(help="Instead of the mix's: fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:CAP."),
+    ] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="The same for outputs.")] = None,
+    prefix: Annotated[int, typer.Option(min=0, help="Tokens of a system prompt that requests share.")] = 0,
+    prefixes: Annotated[int, typer.Option(min=1, help="How many different ones there are.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, max=100, help="Of a chat; more than 1 sends each with its history.")] = 1,
+    pause_seconds: Annotated[float, typer.Option(min=0, help="Mean time between an answer and the next turn.")] = 0.0,
+    trace: Annotated[Path | None, typer.Option(help="Replays requests in Mooncake's JSONL format.")] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(help="Requests a second; repeatable. A trace's own when left out.")
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Finds the goodput, from the first --rate on. The default without --rate.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of measured arrivals at each --rate.")] = 30.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Measured ones instead, of a sweep's trial, too.")] = None,
+    warmup_seconds: Annotated[float, typer.Option(min=0, help="Of arrivals before those that are measured.")] = 3.0,
+    tail_seconds: Annotated[float, typer.Option(min=0, help="Of arrivals after them, while they run.")] = 5.0,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts (gamma); inf: even.")] = 1.0,
+    slo_ttft_ms: Annotated[float | None, typer.Option(min=0, help="Most time to first token; else the mix's.")] = None,
+    slo_gap_ms: Annotated[float | None, typer.Option(min=0, help="Most p90 gap of a request; else the mix's.")] = None,
+    slo_fraction: Annotated[float | None, typer.Option(min=0.01, max=1, help="Of requests that keep both.")] = None,
+    precision: Annotated[float, typer.Option(min=0.01, max=1, help="Of the goodput; sets a trial's arrivals.")] = 0.05,
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=1, help="A sweep ends by then, with what it has; 420, or 75 without a server.")
+    ] = None,
+    max_concurrency: Annotated[
+        int, typer.Option(min=1, help="An arrival that finds so many requests under way fails.")
+    ] = 4096,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Deadline of a request, in seconds.")] = 600.0,
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=64, help="That generate the load; one for 4 cores, up to 4.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides arrivals, lengths and tokens.")] = 0,
+    salt: Annotated[str, typer.Option(help="cache_salt of all requests: no prefix of another salt is reused.")] = "",
+    vocab_size: Annotated[int | None, typer.Option(min=2, help="Token ids are below it; 32000 or the model's.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Writes all numbers as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draws them into a PNG.")] = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load a server with requests that arrive at a rate, whatever it answers, and say how it keeps a service level.
+
+    Without --grpc and --url it starts a small cluster on this machine's CPU. See docs/benchmarking.md.
+    """
+    from tandem.cluster.tools.bench.report import check_plots, draw_runs, one_line, print_report, write_json
+    from tandem.cluster.tools.bench.serve import serve_bench
+    from tandem.cluster.tools.bench.settings import Settings
+
+    settings = Settings(
+        grpc=grpc, urls=tuple(url or ()), endpoint=endpoint, model_name=model_name, token_file=token_file,
+        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, mix=mix, prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens, prefix=prefix, prefixes=prefixes, turns=turns, pause_seconds=pause_seconds,
+        trace=trace, rates=tuple(rate or ()), sweeps=sweep or not (rate or trace), seconds=seconds, requests=requests,
+        warm_up_seconds=warmup_seconds, tail_seconds=tail_seconds, burstiness=burstiness, slo_ttft_ms=slo_ttft_ms,
+        slo_gap_ms=slo_gap_ms, slo_fraction=slo_fraction, precision=precision, budget_seconds=budget_seconds,
+        max_concurrency=max_concurrency, timeout=timeout, processes=processes, seed=seed, salt=salt,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+    settings.check()
+    if plot is not None:
+        check_plots()
+    if settings.is_embedded:
+        from tandem.cluster.tools.embedded import embedded_cluster
+
+        print("no --grpc and no --url: starting a tiny model on this machine's CPU", file=sys.stderr, flush=True)
+        server = embedded_cluster()
+    else:
+        server = nullcontext()
+    with server as address:
+        result = asyncio.run(
+            serve_bench(settings, address, lambda numbers: print(one_line(numbers), file=sys.stderr, flush=True))
+        )
+    if output is not None:
+        write_json(result.numbers, output)
+    if plot is not None:
+        draw_runs(result, settings.slo, plot)
+    if as_json:
+        print(json.dumps(result.numbers, indent=1))
+    else:
+        print_report(result, settings.slo)

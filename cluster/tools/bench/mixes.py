@@ -1,0 +1,42 @@
+"""Named mixes of requests, each with the service level that it is judged by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tandem.cluster.tools.bench.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What a request must keep, on both sides, and the fraction of requests that must.
+
+    ttft_ms: from the call to the first token. gap_ms: p90 of the request's gaps between messages with tokens.
+    """
+
+    ttft_ms: float
+    gap_ms: float
+    fraction: float = 0.9
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Lengths of prompts and outputs. rate: requests a second that a sweep begins with."""
+
+    prompts: Lengths
+    outputs: Lengths
+    slo: Slo
+    rate: float
+    about: str
+
+
+OUTPUTS = Lengths.uniform(128, 384)
+MIXES: Mapping[str, Mix] = MappingProxyType(
+    {
+        "A": Mix(Lengths.lognormal(800, 0.8, 8192), OUTPUTS, Slo(500, 15), 16.0, "prompts of unlike lengths"),
+        "A2": Mix(Lengths.uniform(512, 1536), OUTPUTS, Slo(500, 15), 16.0, "prompts of about 1K"),
+        "B": Mix(Lengths.lognormal(8000, 0.25, 16000), OUTPUTS, Slo(2000, 15), 3.0, "long prompts"),
+        "C": Mix(Lengths.uniform(96, 160), OUTPUTS, Slo(500, 15), 64.0, "short prompts"),
+        "laptop": Mix(Lengths.uniform(32, 96), Lengths.uniform(8, 24), Slo(500, 50), 8.0, "for a tiny model on a CPU"),
+    }
+)

@@ -1,0 +1,180 @@
+"""What `tandem bench serve` is asked for, and what follows from it."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.errors import UsageError
+from tandem.cluster.tools.bench.generators import default_processes
+from tandem.cluster.tools.bench.lengths import Lengths
+from tandem.cluster.tools.bench.mixes import MIXES, Mix, Slo
+from tandem.cluster.tools.bench.targets import Endpoint, Served, TargetSpec
+from tandem.cluster.tools.bench.workload import Workload
+
+VOCABULARY = 32000  # ids below it are tokens of every model that is served today
+DEFAULT_MIX, EMBEDDED_MIX = "A", "laptop"
+BUDGET_SECONDS, EMBEDDED_BUDGET_SECONDS = 420.0, 75.0
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How loads are made. seconds: of measured arrivals; requests: how many instead, when given.
+
+    warm_up_seconds: of arrivals before them; tail_seconds: of those behind them, at the longest.
+    """
+
+    seconds: float = 30.0
+    requests: int | None = None
+    warm_up_seconds: float = 3.0
+    tail_seconds: float = 5.0
+    burstiness: float = 1.0
+    max_concurrency: int = 4096
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command's options, by their names. None stands for what the mix, the server or the machine says."""
+
+    grpc: str | None
+    urls: tuple[str, ...]
+    endpoint: Endpoint
+    model_name: str | None
+    token_file: Path | None
+    tls_ca: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    mix: str | None
+    prompt_tokens: str | None
+    output_tokens: str | None
+    prefix: int
+    prefixes: int
+    turns: int
+    pause_seconds: float
+    trace: Path | None
+    rates: tuple[float, ...]
+    sweeps: bool
+    seconds: float
+    requests: int | None
+    warm_up_seconds: float
+    tail_seconds: float
+    burstiness: float
+    slo_ttft_ms: float | None
+    slo_gap_ms: float | None
+    slo_fraction: float | None
+    precision: float
+    budget_seconds: float | None
+    max_concurrency: int
+    timeout: float
+    processes: int | None
+    seed: int
+    salt: str
+    vocab_size: int | None
+
+    def check(self) -> None:
+        """Raises UsageError for what cannot be understood, before anything is started."""
+        if self.grpc and self.urls:
+            raise UsageError("give --grpc HOST:PORT, --url URL, or neither, which starts a cluster here")
+        if self.mix_name not in MIXES:
+            raise UsageError(f"--mix is {self.mix!r:.80}; {', '.join(MIXES)} are accepted")
+        if bad := [rate for rate in self.rates if not 0 < rate <= 1e6]:
+            raise UsageError(f"--rate is {bad[0]:g}; it must be above 0 and at most 1000000 requests/s")
+        if not self.burstiness > 0:
+            raise UsageError(f"--burstiness is {self.burstiness:g}; it must be above 0: 1 is Poisson, inf is even")
+        if self.trace is not None and self.turns > 1:
+            raise UsageError("--trace has requests of its own; leave --turns out")
+        if self.endpoint == "chat" and not self.urls:
+            raise UsageError("--endpoint is chat; it needs --url: over gRPC, prompts are token ids")
+        self.workload(Served("", None, None)).check()
+
+    @property
+    def is_embedded(self) -> bool:
+        return not (self.grpc or self.urls)
+
+    @property
+    def mix_name(self) -> str:
+        return self.mix or (EMBEDDED_MIX if self.is_embedded else DEFAULT_MIX)
+
+    @property
+    def _mix(self) -> Mix:
+        return MIXES[self.mix_name]
+
+    @property
+    def slo(self) -> Slo:
+        given = {"ttft_ms": self.slo_ttft_ms, "gap_ms": self.slo_gap_ms, "fraction": self.slo_fraction}
+        return dataclasses.replace(self._mix.slo, **{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def start_rate(self) -> float:
+        """Of a sweep."""
+        return self.rates[0] if self.rates else self._mix.rate
+
+    @property
+    def budget(self) -> float:
+        return self.budget_seconds or (EMBEDDED_BUDGET_SECONDS if self.is_embedded else BUDGET_SECONDS)
+
+    @property
+    def num_processes(self) -> int:
+        return self.processes or default_processes()
+
+    @property
+    def load_options(self) -> LoadOptions:
+        return LoadOptions(
+            self.seconds,
+            self.requests,
+            self.warm_up_seconds,
+            self.tail_seconds,
+            self.burstiness,
+            self.max_concurrency,
+            self.timeout,
+        )
+
+    def target(self, embedded: str | None) -> TargetSpec:
+        """embedded: HOST:PORT of the cluster that was started for this run."""
+        paths = (self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
+        return TargetSpec(
+            embedded or self.grpc or "",
+            self.urls,
+            self.endpoint,
+            self.model_name or "",
+            self.salt,
+            *(None if path is None else str(path) for path in paths),
+        )
+
+    def workload(self, served: Served) -> Workload:
+        """Raises UsageError."""
+        prompts, outputs = self.prompt_tokens, self.output_tokens
+        return Workload(
+            self._mix.prompts if prompts is None else Lengths.parse("--prompt-tokens", prompts),
+            self._mix.outputs if outputs is None else Lengths.parse("--output-tokens", outputs),
+            self.vocab_size or min(VOCABULARY, served.vocab_size or VOCABULARY),
+            seed=self.seed,
+            prefix=self.prefix,
+            prefixes=self.prefixes,
+            turns=self.turns,
+            pause=self.pause_seconds,
+            trace=None if self.trace is None else str(self.trace),
+            most_tokens=served.max_model_len,
+        )
+
+    def described(self, served: Served) -> dict[str, Any]:
+        """What a reader of the results must know, by vLLM's names where it has them."""
+        workload = self.workload(served)
+        return {
+            "backend": "openai" if self.urls else "tandem",
+            "endpoint_type": self.endpoint if self.urls else "grpc",
+            "model_id": served.model,
+            "mix": self.mix_name,
+            "prompt_tokens": str(workload.prompts),
+            "output_tokens": str(workload.outputs),
+            "trace": workload.trace,
+            "left_out": workload.left_out,
+            "prefix": self.prefix,
+            "prefixes": self.prefixes,
+            "turns": self.turns,
+            "seed": self.seed,
+            "slo": dataclasses.asdict(self.slo),
+            "processes": self.num_processes,
+            "max_concurrency": self.max_concurrency,
+        }

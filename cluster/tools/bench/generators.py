@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from tandem.cluster.errors import BenchmarkFailed
 from tandem.cluster.tools.bench.load import Load, OpenLoop, Part, PartOutcome, Tell, Window
+from tandem.cluster.tools.bench.open_target import open_target
 from tandem.cluster.tools.bench.targets import TargetSpec
 
 AHEAD_SECONDS = 0.3  # from the order to the begin, in which children make their first prompts
@@ -127,7 +128,7 @@ async def run_part(order: Order, tell: Tell) -> PartOutcome:
     """In this process, which may open as many files as the system lets it: each HTTP request takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    async with order.target.open() as target:
+    async with open_target(order.target) as target:
         return await OpenLoop(order.part, target, tell).run()
 
 

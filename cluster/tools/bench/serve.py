@@ -12,6 +12,7 @@ from tandem.cluster.tools.bench.generators import Generators
 from tandem.cluster.tools.bench.load import Load, PartOutcome
 from tandem.cluster.tools.bench.measures import Numbers, numbers_of, steady_numbers, warnings_of
 from tandem.cluster.tools.bench.mixes import Slo
+from tandem.cluster.tools.bench.open_target import open_target
 from tandem.cluster.tools.bench.settings import LoadOptions, Settings
 from tandem.cluster.tools.bench.sweep import Sweep, Trial, arrivals_for
 from tandem.cluster.tools.bench.targets import Refused
@@ -175,7 +176,7 @@ async def serve_bench(settings: Settings, embedded: str | None, show: Show) -> R
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     spec = settings.target(embedded)
-    async with spec.open() as target:
+    async with open_target(spec) as target:
         try:
             served = await target.served()
         except Refused as error:

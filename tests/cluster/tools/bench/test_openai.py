@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import pytest
 
+from tandem.cluster.tools.bench.open_target import open_target
 from tandem.cluster.tools.bench.sessions import Message
 from tandem.cluster.tools.bench.targets import Refused, Served, TargetSpec
 from tandem.cluster.tools.bench.timeline import Running
@@ -64,7 +65,10 @@ def asked(answer: Answer, count: int = 1, **options: Any) -> tuple[list[Running]
     """What came of `count` requests one after the other, and over how many connections."""
 
     async def ask() -> tuple[list[Running], int]:
-        async with Scripted(answer) as server, TargetSpec(urls=(server.url,), model="m", **options).open() as target:
+        async with (
+            Scripted(answer) as server,
+            open_target(TargetSpec(urls=(server.url,), model="m", **options)) as target,
+        ):
             told = []
             for _ in range(count):
                 told.append(Running(7, 0.0))
@@ -171,7 +175,7 @@ def test_servers_of_one_model_share_the_requests() -> None:
 
     async def ask(model: str) -> Served:
         async with Scripted(models("a", "b")) as one, Scripted(models("b", "c", "d")) as other:
-            async with TargetSpec(urls=(one.url, other.url), model=model).open() as target:
+            async with open_target(TargetSpec(urls=(one.url, other.url), model=model)) as target:
                 served = await target.served()
             assert (one.connections, other.connections) == (1, 1)
             return served

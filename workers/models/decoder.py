@@ -17,14 +17,9 @@ from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear
 from tandem.workers.kernels.choice import choose_fused_gemms, choose_layer_kernels
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
-from tandem.workers.models.attention import (
-    AttentionBlock,
-    CachedAttention,
-    EncoderStore,
-    GroupedQueryAttention,
-    prepare_attention,
-)
+from tandem.workers.models.attention import AttentionBlock, GroupedQueryAttention, prepare_attention
 from tandem.workers.models.blocks.bidirectional import Bidirectional
+from tandem.workers.models.blocks.cached_attention import CachedAttention, EncoderStore
 from tandem.workers.models.blocks.cross_attention import CrossAttention
 from tandem.workers.models.blocks.experts_beside import ExpertsBeside
 from tandem.workers.models.blocks.layer_inputs import LayerTail, PerLayerInputs

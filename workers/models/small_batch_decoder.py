@@ -13,7 +13,8 @@ from tandem.workers.kernels.choice import choose_megakernels, choose_resident_ge
 from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, MegakernelLayer, MegakernelShape
 from tandem.workers.kernels.skinny_gemm.resident import MAX_ROWS, ResidentGemms, ResidentShape
 from tandem.workers.models.activation import Silu
-from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, split_heads
+from tandem.workers.models.attention import AttentionBlock, GroupedQueryAttention, split_heads
+from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import AttentionParameters, GatedParameters, LayerParameters
 

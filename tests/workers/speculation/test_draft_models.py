@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int64Array
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.workers.config import SpeculationSettings
-from tandem.workers.models.attention import CachedAttention
+from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.sampling.sampling_params import SamplingParams

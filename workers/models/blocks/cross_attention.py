@@ -3,7 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.models.attention import CachedAttention, EncoderStore, split_heads
+from tandem.workers.models.attention import split_heads
+from tandem.workers.models.blocks.cached_attention import CachedAttention, EncoderStore
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import CrossParameters
 from tandem.workers.models.projection import Projection

@@ -1,19 +1,15 @@
 """Attention to a window of K and V that are the same numbers, and to compressed entries (DeepSeek-V4)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, IndexQuery
 from tandem.workers.kernels.base import LayerKernels, Linear
+from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.compressed.fields import CompressedConfig
 from tandem.workers.models.compressed.parameters import CompressorParameters, SharedParameters
 from tandem.workers.models.projection import Projection
-
-if TYPE_CHECKING:
-    from tandem.workers.models.attention import CachedAttention
 
 
 class Compressor:
@@ -59,7 +55,7 @@ class SharedKVAttention:
         if parameters.compressor is not None:
             self._compressor = Compressor(config, parameters.compressor, eps)
 
-    def __call__(self, x: Tensor, layer: int, cached: "CachedAttention") -> Tensor:
+    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
         normed = self._norm(self._q_down(x), self._q_norm)
         q = self._q_up(normed).unflatten(1, (-1, self._head_dim))
         q = q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self._eps).to(q.dtype)

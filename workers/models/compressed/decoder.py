@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.kernels.base import FusedGemms, LayerKernels
-from tandem.workers.models.attention import CachedAttention
+from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.compressed.hyper import HyperConnection, HyperHead
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DecoderLayer, DenseDecoder

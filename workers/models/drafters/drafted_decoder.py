@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tandem.workers.models.attention import CachedAttention
+from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.drafters.layers import LayersBehind

@@ -12,7 +12,7 @@ from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
 from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.choice import choose_layer_kernels
-from tandem.workers.models.attention import CachedAttention
+from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder, prepare_layer
 from tandem.workers.models.families.llama import read_llama

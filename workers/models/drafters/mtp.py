@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.choice import choose_layer_kernels
-from tandem.workers.models.attention import CachedAttention
+from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder, prepare_layer
 from tandem.workers.models.parameters import LayerParameters, allocate_layer, allocators

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.import_graph import floors, imports, rooms, sources
+from tests.support.import_graph import floors, imports, modules, rooms, sources
 
 pytestmark = pytest.mark.check
 
@@ -144,6 +144,11 @@ def test_imports_point_one_way(package: str) -> None:
 def test_packages_of_a_folder_import_only_lower_floors(folder: str) -> None:
     found = floors(rooms(folder))  # CycleError where packages import each other in a circle
     assert {room: floor for floor, names in enumerate(FLOORS[folder], 1) for room in names} == found
+
+
+def test_no_files_import_each_other() -> None:
+    """Nor in a longer circle, under TYPE_CHECKING or within functions."""
+    floors(modules())  # CycleError names them
 
 
 def test_no_package_is_crowded() -> None:

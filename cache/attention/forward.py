@@ -1,9 +1,9 @@
-"""A forward: what is asked for, what was planned of it, and how a model's layers attend in it."""
+"""A forward: what is asked for, and how a model's layers attend in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from tandem.cache.kernels.base import (
     SharedKV,
     StepPages,
 )
-from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
@@ -32,9 +31,6 @@ from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.layout import CompressedGroups, KVLayout
 from tandem.cache.plan.tables import TokenLayout
 from tandem.cache.plan.temperature import Temperature
-
-if TYPE_CHECKING:
-    from tandem.cache.attention.graph_buffers import GraphBuffers
 
 Parents = Sequence[int] | Int64Array
 
@@ -323,19 +319,3 @@ class Attention:
 
 NO_ATTENTION = Attention((), (), LayerIndex({}, {}, {}, {}), None)
 """Of a forward in graph buffers, whose layers the graph computes."""
-
-
-class Forward(NamedTuple):
-    """One forward over B sequences, made by PagedKVCache.begin.
-
-    The caller computes all layers through `attention`, or replays the graph that was captured for `buffers`; then
-    commit() ends the forward.
-    """
-
-    seq_ids: tuple[int, ...]
-    tokens: TokenLayout
-    attention: Attention
-    sent: Sent | None  # what commit() counts as issued
-    standing: Standing | None  # of the sequences, when the forward was planned; None of a step in graph buffers
-    buffers: "GraphBuffers | None" = None
-    grows: bool = False  # commit() grows the sequences: the forward was foreseen

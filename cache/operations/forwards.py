@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.compressed import CompressedForward
 from tandem.cache.attention.compressed_tokens import TokenForward, takes_by_token
-from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
+from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Parents
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
 from tandem.cache.kernels.base import NO_PLAN, Compression, Index, Limits, Part
 from tandem.cache.kernels.torch.merging import merge

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.attention.forward import Forward
+from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kernels.base import GroupPlan
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.pages.group_table import GroupTable

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward import Forward
+from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kernels.base import Index, KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.attention.forward import Forward
+from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tests.cache.inspection import check_contents, check_held, check_outputs, check_pages

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward import Batch, Forward
+from tandem.cache.attention.begun_forward import Forward
+from tandem.cache.attention.forward import Batch
 from tandem.cache.digest import digest_kv
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup

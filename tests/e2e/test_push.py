@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward import Batch, Forward
+from tandem.cache.attention.begun_forward import Forward
+from tandem.cache.attention.forward import Batch
 from tandem.workers.worker import Worker
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tandem.cache.attention.forward import Forward
+from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import CacheError
 from tandem.cache.plan.layout import KVLayout, LayerGroup

@@ -48,6 +48,18 @@ def rooms(folder: str, root: Path = ROOT) -> dict[str, set[str]]:
     return found
 
 
+def modules(root: Path = ROOT) -> dict[str, set[str]]:
+    """Each file, and those files that it imports."""
+    names = {f"tandem.{file[:-3].removesuffix('/__init__').replace('/', '.')}": file for file in sources(root)}
+    return {
+        file: {
+            names[found] for name in imports(file, root) for found in (name, name.rpartition(".")[0]) if found in names
+        }
+        - {file}
+        for file in names.values()
+    }
+
+
 def floors(graph: dict[str, set[str]]) -> dict[str, int]:
     """The floor of each room, from 1. CycleError where rooms import each other in a circle."""
     height: dict[str, int] = {}

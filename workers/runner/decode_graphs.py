@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.attention.forward import Batch, Forward
+from tandem.cache.attention.begun_forward import Forward
+from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache

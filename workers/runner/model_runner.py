@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward import Batch, Forward
+from tandem.cache.attention.begun_forward import Forward
+from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.base import Limits
 from tandem.cache.kernels.upload import upload

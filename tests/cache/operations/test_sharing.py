@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward import Forward
+from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.attention.forward import Forward
+from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.pages import step_growth
 from tandem.cache.plan.errors import OutOfPages

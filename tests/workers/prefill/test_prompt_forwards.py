@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from tandem.cache.attention.forward import Forward
+from tandem.cache.attention.begun_forward import Forward
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tests.cache.table_kernels import TableKernels
 from tests.support.oracle import greedy, load_oracle, random_prompt

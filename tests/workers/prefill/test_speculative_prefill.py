@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from tandem.cache.attention.forward import Forward
+from tandem.cache.attention.begun_forward import Forward
 from tandem.workers.errors import Aborted
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PAGE, PREFILL, LoopPair

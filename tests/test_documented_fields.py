@@ -5,10 +5,10 @@ import re
 import pytest
 
 from tandem.cluster.frontends.anthropic.body import MessagesBody
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.completions import CompletionBody
 from tandem.cluster.frontends.openai.other_fields import HARMLESS, ONLY
-from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.responses.body import ResponsesBody
 from tandem.proto import inference_pb2
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ def test_each_field_has_a_row(fields: set[str]) -> None:
 
 
 @pytest.mark.parametrize("body", [ResponsesBody, MessagesBody])
-def test_the_fields_of_other_apis_are_named(body: type[Part]) -> None:
+def test_the_fields_of_other_apis_are_named(body: type[BodyObject]) -> None:
     assert set(body.model_fields) - NAMED == set()
 
 
@@ -51,7 +51,7 @@ def test_defaults_of_sampling_parameters() -> None:
 
 
 @pytest.mark.parametrize(("kind", "body"), [("completion", CompletionBody), ("chat", ChatBody)])
-def test_defaults_of_bodies(kind: str, body: type[Part]) -> None:
+def test_defaults_of_bodies(kind: str, body: type[BodyObject]) -> None:
     """A default that a body has is the one that its row says; others are made where they act."""
     table = PAGE.partition("### Fields of bodies")[2].partition("### Tools and reasoning")[0]
     rows = re.findall(r"^\| `(\w+)` \| (both|chat|completion) \| (.+?) \|", table, re.MULTILINE)

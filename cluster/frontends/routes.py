@@ -12,12 +12,12 @@ from tandem.cluster.frontends.anthropic.count import CountBody, read_count
 from tandem.cluster.frontends.http.app import MODELS, Route, Routes
 from tandem.cluster.frontends.http.monitoring import READS
 from tandem.cluster.frontends.http.reply import ErrorForm, Receive, Reply, Scope
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
 from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.completions import CompletionAnswers, CompletionBody
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
 from tandem.cluster.frontends.openai.openapi import OPENAPI, OpenApi
-from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.tokenization import DetokenizeBody, Tokenization, TokenizeBody
 from tandem.cluster.frontends.responses.answer import ResponsesAnswers, ResponsesErrors
 from tandem.cluster.frontends.responses.body import ResponsesBody
@@ -35,7 +35,7 @@ ERROR_FORMS: Mapping[str, ErrorForm] = MappingProxyType(
 )
 """Of paths whose errors are other than OpenAI's older ones."""
 
-BODIES: Mapping[str, type[Part]] = MappingProxyType(
+BODIES: Mapping[str, type[BodyObject]] = MappingProxyType(
     {
         "/v1/completions": CompletionBody,
         "/v1/chat/completions": ChatBody,

@@ -69,7 +69,7 @@ class Histogram:
         return families
 
 
-class Layout:
+class CellLayout:
     """Where each of these has its cells: in the order given, so that all processes agree."""
 
     def __init__(self, metrics: Sequence[Counter | Histogram]) -> None:
@@ -100,7 +100,7 @@ class Layout:
 class Recorder:
     """Counts in one process's cells. Owned by its event loop."""
 
-    def __init__(self, layout: Layout, cells: Cells) -> None:
+    def __init__(self, layout: CellLayout, cells: Cells) -> None:
         self._layout = layout
         self._cells = cells
 

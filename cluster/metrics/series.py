@@ -4,7 +4,7 @@ Names that begin with `vllm:` are vLLM's, with its meanings, so that its dashboa
 """
 
 from tandem.cluster.errors.statuses import GRPC_CODES, HTTP_CODES
-from tandem.cluster.metrics.cells import Counter, Histogram, Layout
+from tandem.cluster.metrics.cells import CellLayout, Counter, Histogram
 
 SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -67,7 +67,7 @@ REJECTED = Counter(
     series=(*((GRPC, code) for code in GRPC_CODES), *((HTTP, str(code)) for code in HTTP_CODES)),
 )
 
-LAYOUT = Layout(
+LAYOUT = CellLayout(
     (
         PROMPT_TOKENS,
         GENERATION_TOKENS,

@@ -21,7 +21,7 @@ AskOthers = Callable[[int], Awaitable[bool]]
 
 
 @dataclass(order=True)
-class _Turn:
+class _Waiter:
     """The lowest number goes first, and of equal ones the earliest."""
 
     number: int = field(init=False)
@@ -83,8 +83,8 @@ class AdmissionQueue:
         self._max_tokens = max_tokens
         self._table = table or GatewayTable.alone()
         self._ask_others = ask_others
-        self._waiting: list[_Turn] = []  # a heap
-        self._head: _Turn | None = None
+        self._waiting: list[_Waiter] = []  # a heap
+        self._head: _Waiter | None = None
         self._turn_seconds = FIRST_GUESS_SECONDS
         self._passed_on = 0.0
         self.room = RoomSignal(self._table)
@@ -110,7 +110,7 @@ class AdmissionQueue:
     ) -> AsyncGenerator[None]:
         """Waits for its turn, and has it inside the block. Overloaded when too much waits already, or when it gives
         way, unless the request was admitted before. requests: as how many it counts."""
-        turn = _Turn(self._table.client_column(client), tokens, requests, admitted)
+        turn = _Waiter(self._table.client_column(client), tokens, requests, admitted)
         self._count(turn)  # before it looks, as all processes do: together they never admit too much
         try:
             if not admitted:
@@ -165,12 +165,12 @@ class AdmissionQueue:
                     return True
         return False
 
-    def _count(self, turn: _Turn) -> None:
+    def _count(self, turn: _Waiter) -> None:
         turn.counted = True
         self._table.add(Column.QUEUED_TOKENS, turn.tokens)
         self._table.add(Column.QUEUED, turn.requests)
 
-    def _join(self, turn: _Turn) -> None:
+    def _join(self, turn: _Waiter) -> None:
         """It counts as one of its client from now on."""
         table, turn.waits = self._table, True
         turn.number = table.highest(Column.TURNS_DONE) + 1 + table.total(turn.client)
@@ -178,7 +178,7 @@ class AdmissionQueue:
         table.add(turn.client, turn.requests)
         table.add(table.tokens_column(turn.client), turn.tokens)
 
-    def _leave(self, turn: _Turn) -> None:
+    def _leave(self, turn: _Waiter) -> None:
         """Nothing of it counts any more. Idempotent."""
         table = self._table
         if turn.waits:
@@ -190,7 +190,7 @@ class AdmissionQueue:
             table.add(Column.QUEUED_TOKENS, -turn.tokens)
             table.add(Column.QUEUED, -turn.requests)
 
-    async def _find_room(self, turn: _Turn) -> None:
+    async def _find_room(self, turn: _Waiter) -> None:
         """Returns when the queue has room for it, which another client may have to make. Else raises Overloaded."""
         while reason := self._is_full(turn):
             by_tokens = "max_queued_tokens" in reason
@@ -200,7 +200,7 @@ class AdmissionQueue:
             if least or not (self.give_way(client) or (self._ask_others and await self._ask_others(client))):
                 raise self._overloaded(reason)
 
-    def _is_full(self, turn: _Turn) -> str:
+    def _is_full(self, turn: _Waiter) -> str:
         """Which bound does not let it in; empty when it may come in."""
         requests = self._table.total(Column.QUEUED) - turn.requests
         tokens = self._table.total(Column.QUEUED_TOKENS) - turn.tokens
@@ -223,7 +223,7 @@ class AdmissionQueue:
         seconds = (self.requests - 1) * self._turn_seconds / 2
         return Overloaded(reason, retry_after_seconds=max(LEAST_RETRY_SECONDS, seconds))
 
-    async def _wait(self, turn: _Turn) -> None:
+    async def _wait(self, turn: _Waiter) -> None:
         if self._head is None:
             turn.given = asyncio.get_running_loop().create_future()
             self._passed_on = time.monotonic()
@@ -232,7 +232,7 @@ class AdmissionQueue:
             self._push(turn)
             await self._given(turn)
 
-    async def _given(self, turn: _Turn) -> None:
+    async def _given(self, turn: _Waiter) -> None:
         await turn.given
         if turn.gives_way:
             raise self._overloaded(
@@ -240,7 +240,7 @@ class AdmissionQueue:
                 f"(gateway.max_queued is {self._max_requests}, gateway.max_queued_tokens is {self._max_tokens})"
             )
 
-    def _push(self, turn: _Turn) -> None:
+    def _push(self, turn: _Waiter) -> None:
         turn.given = asyncio.get_running_loop().create_future()
         if len(self._waiting) > 2 * self.requests:  # half of them have left
             self._waiting = [one for one in self._waiting if not one.given.done()]
@@ -260,7 +260,7 @@ class AdmissionQueue:
         self._head = None
         self._table.put(Column.TURN, 0)
 
-    def _begin(self, turn: _Turn) -> None:
+    def _begin(self, turn: _Waiter) -> None:
         self._head = turn
         table = self._table
         table.put(Column.TURN_LOOKED, time.monotonic_ns())

@@ -44,7 +44,7 @@ OUTPUT_TOKENS = 96
 
 
 @dataclass
-class Row:
+class DemoRequest:
     """One request and its answer so far."""
 
     prompt: str
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with embedded_cluster("demo", MODEL, SPECULATION.get(speculate, {}), is_fresh=True) as address:
         console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s")
-        rows = [Row(prompt) for prompt in PROMPTS]
+        rows = [DemoRequest(prompt) for prompt in PROMPTS]
         seconds = asyncio.run(_run(address, rows, console))
-        again = [Row(f"{row.prompt}{row.text}\n{row.prompt}") for row in rows] if speculate else []
+        again = [DemoRequest(f"{row.prompt}{row.text}\n{row.prompt}") for row in rows] if speculate else []
         if again:
             console.print("\neach prompt again, behind its answer")
             asyncio.run(_run(address, again, console))
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if left else 0
 
 
-async def _run(address: str, rows: list[Row], console: Console) -> float:
+async def _run(address: str, rows: list[DemoRequest], console: Console) -> float:
     """Streams all rows at once; seconds from the first request to the last token."""
     async with AsyncClient(address) as client:
         began = time.perf_counter()
@@ -106,7 +106,7 @@ async def _run(address: str, rows: list[Row], console: Console) -> float:
         return time.perf_counter() - began
 
 
-async def _stream(client: AsyncClient, row: Row) -> None:
+async def _stream(client: AsyncClient, row: DemoRequest) -> None:
     row.sent = time.perf_counter()
     async for update in client.generate(row.prompt, max_tokens=OUTPUT_TOKENS, temperature=0):
         row.times.append(time.perf_counter())
@@ -114,7 +114,7 @@ async def _stream(client: AsyncClient, row: Row) -> None:
         row.usage, row.timings = update.usage, update.timings
 
 
-def _streaming(rows: list[Row]) -> Table:
+def _streaming(rows: list[DemoRequest]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 1))
     for row in rows:
         table.add_row(f"[cyan]{_short(row.prompt, 30)}[/]", _short(row.text, 80))
@@ -130,7 +130,7 @@ def _acceptance(usages: Sequence[Usage]) -> str:
     return f"{drafted} tokens drafted, {accepted} accepted ({share:.0%}): {each:.2f} tokens a step of a request"
 
 
-def _summary(rows: list[Row]) -> Table:
+def _summary(rows: list[DemoRequest]) -> Table:
     table = Table(title="one row a request")
     columns = ("prompt", "in", "out", "first token", "per token", "pushed", "pages")
     for column in columns:

@@ -103,7 +103,7 @@ class Gate:
         self.reached = threading.Event()
         send = sending.send_parts
 
-        def held(connection: socket.socket, parts: list[frames.Part]) -> None:
+        def held(connection: socket.socket, parts: list[frames.FramePart]) -> None:
             if threading.current_thread().name.endswith(f"-{number}"):
                 self.reached.set()
                 self._open.wait(60)

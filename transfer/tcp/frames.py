@@ -28,7 +28,7 @@ MAX_COUNT = 1 << 14  # places in a frame
 
 HEADER = struct.Struct("<BxHII")
 SIGNAL = struct.Struct(f"<BxxxIqq{DATA_CONNECTIONS + 1}Q")
-Part = bytes | memoryview
+FramePart = bytes | memoryview
 
 
 class Kind(IntEnum):
@@ -43,7 +43,7 @@ class Kind(IntEnum):
 class Frame:
     """parts: header, places, bytes. staged: bytes among them that are held for this frame only."""
 
-    parts: list[Part]
+    parts: list[FramePart]
     num_bytes: int
     staged: int = 0
 
@@ -93,7 +93,7 @@ def pages_frames(plan: CopyPlan, group: int, page_bytes: int, pool: memoryview) 
 
 def _pages_frame(runs: list[tuple[int, int, int]], group: int, page_bytes: int, pool: memoryview) -> Frame:
     places = np.array([run[1:] for run in runs], "<i4").tobytes()
-    parts: list[Part] = [HEADER.pack(Kind.PAGES, group, 0, len(runs)) + places]
+    parts: list[FramePart] = [HEADER.pack(Kind.PAGES, group, 0, len(runs)) + places]
     parts += [pool[source * page_bytes : (source + count) * page_bytes] for source, _, count in runs]
     return Frame(parts, sum(map(len, parts)))
 

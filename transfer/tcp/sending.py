@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 
 from tandem.transfer.errors import PeerGone, TransportTimeout
-from tandem.transfer.tcp.frames import DATA_CONNECTIONS, Frame, Kind, Part, SignalFrame
+from tandem.transfer.tcp.frames import DATA_CONNECTIONS, Frame, FramePart, Kind, SignalFrame
 from tandem.transfer.tcp.peer import Counts, Peer
 
 MAX_STAGED_BYTES = 64 << 20  # of copies that wait to be sent to one peer; who writes more waits
@@ -118,7 +118,7 @@ class Sender:
                 peer.fail(f"the connection to it is lost: {error}")
 
 
-def send_parts(connection: socket.socket, parts: Sequence[Part]) -> None:
+def send_parts(connection: socket.socket, parts: Sequence[FramePart]) -> None:
     """All parts, straight from where they are; with TLS each is encrypted as it is read."""
     if isinstance(connection, ssl.SSLSocket):
         for part in parts:

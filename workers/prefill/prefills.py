@@ -34,7 +34,7 @@ from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.scheduling.batch import Batch
+from tandem.workers.scheduling.batch import StepBatch
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.reservation import Reservation
@@ -234,7 +234,7 @@ class Prefills:
         if self._handoff.num_draining:
             self._handoff.settle()
 
-    def compute(self, batch: Batch, *, beside: bool, forward: PromptForward | None = None) -> float:
+    def compute(self, batch: StepBatch, *, beside: bool, forward: PromptForward | None = None) -> float:
         """Computes the batch's chunks; how long nothing is to be done behind them, in seconds.
 
         beside: whether the decode side has work, so that nothing may wait here. forward: see PromptForwards.launch.
@@ -286,7 +286,7 @@ class Prefills:
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         request.started = time.perf_counter()
 
-    def _forward(self, batch: Batch, beside: bool, forward: PromptForward | None) -> None:
+    def _forward(self, batch: StepBatch, beside: bool, forward: PromptForward | None) -> None:
         """One chunk of each prompt."""
         for prompt, _ in batch.chunks:
             prompt.started = prompt.started or time.perf_counter()

@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
     length: int
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """Prompt chunks and decode rows of one step."""
 
     chunks: tuple[Chunk, ...] = ()

@@ -5,7 +5,7 @@ from torch import Tensor
 from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
 from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples
-from tandem.workers.scheduling.batch import Batch, DecodeStep
+from tandem.workers.scheduling.batch import DecodeStep, StepBatch
 
 
 class JointForward:
@@ -39,7 +39,7 @@ class JointForward:
         return self._pending
 
 
-def is_joint(runner: ModelRunner, batch: Batch) -> bool:
+def is_joint(runner: ModelRunner, batch: StepBatch) -> bool:
     """Whether the batch has rows and chunks, and one forward can compute both."""
     if batch.decodes is None or not batch.chunks or any(chunk.request.gatherer for chunk in batch.chunks):
         return False

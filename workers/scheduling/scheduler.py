@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from tandem.workers.requests.prompt import Prompt
-from tandem.workers.scheduling.batch import Batch, Chunk
+from tandem.workers.scheduling.batch import Chunk, StepBatch
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.scheduling.token_pace import TokenPace
 
@@ -81,17 +81,17 @@ class Scheduler:
         """Of all prompts: those that are not yet computed."""
         return sum(request.num_tokens - request.computed for request in (*self._waiting, *self._running))
 
-    def next_batch(self, *, prompts: bool = True) -> Batch:
+    def next_batch(self, *, prompts: bool = True) -> StepBatch:
         """What the next step computes; calling it again without a change in between gives the same.
 
         prompts: whether the device has room for chunks behind those that were launched.
         """
         decodes = self.rows.next_step()
         if not self._running or not prompts:
-            return Batch(decodes=decodes)
+            return StepBatch(decodes=decodes)
         launched = tuple(request for request in self._running if request.computed == request.num_tokens)
         alone = len(self._running) - len(launched) == 1 and not self._waiting
-        return Batch(self._chunks(), launched, alone, decodes)
+        return StepBatch(self._chunks(), launched, alone, decodes)
 
     def _chunks(self) -> tuple[Chunk, ...]:
         budget, chunks = self._max_batch_tokens, []

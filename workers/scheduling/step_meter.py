@@ -2,7 +2,7 @@
 
 import time
 
-from tandem.workers.scheduling.batch import Batch
+from tandem.workers.scheduling.batch import StepBatch
 
 STEP_WEIGHT = 0.1  # of the newest decode step in the average
 FORGET = 0.8  # what earlier prompts count beside the newest
@@ -24,7 +24,7 @@ class StepMeter:
         self._tokens, self._seconds = 0, 0.0  # of prompts, since the last one that came to its end
         self._past_tokens, self._past_seconds = 0.0, 0.0
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: StepBatch) -> None:
         """A step begins, perhaps one without work."""
         now = time.perf_counter()
         if batch.decodes is not None:
@@ -38,7 +38,7 @@ class StepMeter:
         self._stepping = batch.decodes is not None
         self._began = now
 
-    def end(self, batch: Batch, *, waited: bool) -> None:
+    def end(self, batch: StepBatch, *, waited: bool) -> None:
         """The step is launched. waited: whether the host has waited for the device, as for a first token."""
         if not batch.chunks:
             return

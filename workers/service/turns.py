@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 
-class Turns:
+class ClientTurns:
     """At most `places` blocks run at a time, and one of each client. Others wait, clients in turns. For one event loop.
 
     So a client that asks for much keeps a place from nobody else, unless there are as many such clients as places.

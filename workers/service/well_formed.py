@@ -12,14 +12,14 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tandem.proto import admin_pb2, inference_pb2, peer_pb2, worker_pb2
-from tandem.workers.service.turns import Turns
-from tandem.workers.service.wire_look import Layout, Malformed, layout_of, look
+from tandem.workers.service.turns import ClientTurns
+from tandem.workers.service.wire_look import Malformed, MessageLayout, layout_of, look
 
 FILES = (inference_pb2, admin_pb2, worker_pb2, peer_pb2)
 
 
 @lru_cache
-def kinds() -> dict[str, tuple[type[Message], Layout]]:
+def kinds() -> dict[str, tuple[type[Message], MessageLayout]]:
     """The request of each method of our own services, by the method's path."""
     return {
         f"/{service.full_name}/{method.name}": (GetMessageClass(method.input_type), layout_of(method.input_type))
@@ -36,7 +36,7 @@ class WellFormedRequired(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self) -> None:
-        self._turns = Turns(1)
+        self._turns = ClientTurns(1)
 
     async def intercept_service(
         self,
@@ -69,13 +69,17 @@ class WellFormedRequired(grpc.aio.ServerInterceptor):
         return remade(behave, response_serializer=handler.response_serializer)
 
     async def _parsed_stream(
-        self, kind: type[Message], layout: Layout, requests: AsyncIterable[bytes], context: grpc.aio.ServicerContext
+        self,
+        kind: type[Message],
+        layout: MessageLayout,
+        requests: AsyncIterable[bytes],
+        context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[Message]:
         async for data in requests:
             yield await self._parsed(kind, layout, data, context)
 
     async def _parsed(
-        self, kind: type[Message], layout: Layout, data: bytes, context: grpc.aio.ServicerContext
+        self, kind: type[Message], layout: MessageLayout, data: bytes, context: grpc.aio.ServicerContext
     ) -> Message:
         looking = look(data, layout)
         try:

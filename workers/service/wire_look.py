@@ -38,12 +38,12 @@ class Field:
     """message: what it holds, if that is a message. packed: whether it may hold many numbers."""
 
     name: str  # dotted
-    message: "Layout | None" = None
+    message: "MessageLayout | None" = None
     packed: bool = False
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """What a message may hold: fields by tag, which is their number and their type on the wire."""
 
     name: str
@@ -52,7 +52,7 @@ class Layout:
 
 
 @lru_cache
-def layout_of(kind: Descriptor, name: str = "") -> Layout:
+def layout_of(kind: Descriptor, name: str = "") -> MessageLayout:
     """name: dotted, of the field that holds the message; empty for a whole one."""
     fields: dict[int, Field] = {}
     for field in kind.fields:
@@ -63,12 +63,12 @@ def layout_of(kind: Descriptor, name: str = "") -> Layout:
         if field.is_repeated and wire != BYTES:
             fields[field.number << 3 | BYTES] = Field(dotted, packed=True)
     known = ", ".join(field.name for field in kind.fields) or "none"
-    return Layout(name or kind.name, known, fields)
+    return MessageLayout(name or kind.name, known, fields)
 
 
-def look(data: bytes, layout: Layout) -> Iterator[None]:
+def look(data: bytes, layout: MessageLayout) -> Iterator[None]:
     """Yields after each SLICE_PARTS parts. Raises Malformed. Bytes that break off are left to the parser."""
-    outer: list[tuple[int, Layout]] = []
+    outer: list[tuple[int, MessageLayout]] = []
     at, end, parts = 0, len(data), 0
     try:
         while True:

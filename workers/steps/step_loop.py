@@ -22,7 +22,7 @@ from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.pending_samples import PendingSamples
-from tandem.workers.scheduling.batch import Batch, DecodeStep
+from tandem.workers.scheduling.batch import DecodeStep, StepBatch
 from tandem.workers.scheduling.joint_forward import JointForward, is_joint
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.scheduling.step_meter import StepMeter
@@ -149,12 +149,12 @@ class StepLoop:
             return 0
         return prefill_wait if wait is None else min(wait, prefill_wait)
 
-    def _measure_prompts(self, batch: Batch, waited: bool) -> None:
+    def _measure_prompts(self, batch: StepBatch, waited: bool) -> None:
         """The batch's prompts were computed by themselves. waited: until the device had done so."""
         self.meter.end(batch, waited=waited)
         self.scheduler.pace.prompt_rate = self.meter.prompt_tokens_per_second or FIRST_RATE
 
-    def _compute_jointly(self, batch: Batch) -> float:
+    def _compute_jointly(self, batch: StepBatch) -> float:
         """Rows and chunks in one forward."""
         waits: list[float] = []
 

@@ -15,7 +15,7 @@ from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
 from tandem.cluster.frontends.openai.translated_answer import Event, TranslatedAnswer
 from tandem.cluster.text.parsers.output_parser import OutputParser
-from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, ParsedPart, Reasoning
 from tandem.proto import inference_pb2
 from tandem.workers.wire.messages import PROMPT_DTYPE
 
@@ -91,7 +91,7 @@ class MessagesAnswer(TranslatedAnswer):
         prompt = inference_pb2.Usage(prompt_tokens=len(message.prompt_token_bytes) // PROMPT_DTYPE.itemsize)
         return [{"type": "message_start", "message": self._message(message.request_id, [], prompt)}]
 
-    def _part_events(self, part: Part) -> list[Event]:
+    def _part_events(self, part: ParsedPart) -> list[Event]:
         match part:
             case Reasoning(text):
                 begun = self._begin({"type": "thinking", "thinking": "", "signature": ""})

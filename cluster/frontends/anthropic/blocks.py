@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.frontends.openai.part import Part, text_or_list
+from tandem.cluster.frontends.openai.body_object import BodyObject, text_or_list
 from tandem.cluster.protocol import MAX_MESSAGES
 
 
-class TextBlock(Part):
+class TextBlock(BodyObject):
     refused = frozenset()
 
     type: Literal["text"] = Field(description="'text'")
@@ -23,7 +23,7 @@ Text = str | Texts
 TEXT = "text, or a list of blocks of type text"
 
 
-class ThinkingBlock(Part):
+class ThinkingBlock(BodyObject):
     """The reasoning of an earlier answer."""
 
     refused = frozenset()
@@ -32,7 +32,7 @@ class ThinkingBlock(Part):
     thinking: str = Field(description="text")
 
 
-class ToolUseBlock(Part):
+class ToolUseBlock(BodyObject):
     """A call of an earlier answer."""
 
     refused = frozenset()
@@ -43,7 +43,7 @@ class ToolUseBlock(Part):
     input: dict[str, Any] = Field(default_factory=dict, description="an object")
 
 
-class ToolResultBlock(Part):
+class ToolResultBlock(BodyObject):
     """What a tool has answered."""
 
     refused = frozenset()
@@ -74,7 +74,7 @@ Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast()])
 Said = Annotated[Annotated[str, Tag("a text")] | Annotated[Blocks, Tag("a list")], Discriminator(text_or_list)]
 
 
-class Turn(Part):
+class Turn(BodyObject):
     refused = frozenset()
 
     role: Literal["user", "assistant"] = Field(description="'user' or 'assistant'")

@@ -7,15 +7,15 @@ from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.anthropic.blocks import TEXT, Text, Turns, joined, messages_of
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.messages import MESSAGES
-from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.sampling_fields import StopTexts
 from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
 from tandem.cluster.frontends.openai.translated_body import TranslatedBody
 from tandem.proto import inference_pb2
 
 
-class MessagesTool(Part):
+class MessagesTool(BodyObject):
     """A function that the model may call. Tools of Anthropic's own, which have other types, are refused."""
 
     refused = frozenset()
@@ -36,7 +36,7 @@ class MessagesTool(Part):
 MessagesTools = TypeAliasType("MessagesTools", Annotated[list[MessagesTool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
-class MessagesChoice(Part):
+class MessagesChoice(BodyObject):
     type: Literal["auto", "any", "tool", "none"] = Field(description="'auto', 'any', 'tool' or 'none'")
     name: str | None = Field(default=None, description=NAME_WORDS)
     disable_parallel_tool_use: bool = Field(default=False, description="true or false")
@@ -48,7 +48,7 @@ class MessagesChoice(Part):
         return {"auto": "auto", "none": "none", "any": "required", "tool": named}[self.type]
 
 
-class Thinking(Part):
+class Thinking(BodyObject):
     """It changes nothing: the chat template says how the model thinks."""
 
     refused = frozenset()
@@ -56,7 +56,7 @@ class Thinking(Part):
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="'enabled' or 'disabled'")
 
 
-class OutputFormat(Part):
+class OutputFormat(BodyObject):
     """What the output follows."""
 
     refused = frozenset()
@@ -70,7 +70,7 @@ class OutputFormat(Part):
         return {"type": self.type, "json_schema": {"schema": self.held}}
 
 
-class OutputConfig(Part):
+class OutputConfig(BodyObject):
     refused = frozenset()
 
     effort: str | None = Field(default=None, description="text")

@@ -7,12 +7,12 @@ from pydantic import Field, PrivateAttr
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.other_fields import ignored_header
-from tandem.cluster.frontends.openai.part import Part
 from tandem.proto import inference_pb2
 
 
-class AskingBody(Part, ABC):
+class AskingBody(BodyObject, ABC):
     """What GenerationRoute needs of a body. The request validator checks limits."""
 
     open_ended: ClassVar[int | None] = None

@@ -14,7 +14,7 @@ from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.tool_fields import NamedTool
 from tandem.cluster.text.parsers.formats import Left, OutputFormats
 from tandem.cluster.text.parsers.output_parser import OutputParser
-from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, ParsedPart, Reasoning
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
@@ -140,7 +140,7 @@ class Said:
         self._calls: dict[int, dict[str, Any]] = {}
         self._arguments: dict[int, list[str]] = {}
 
-    def add(self, parts: list[Part]) -> None:
+    def add(self, parts: list[ParsedPart]) -> None:
         """More of them, in order."""
         for part in parts:
             match part:

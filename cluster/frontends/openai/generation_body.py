@@ -11,8 +11,8 @@ from typing_extensions import TypeAliasType
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.asking_body import AskingBody
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.guided_fields import GuidedFields
-from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.frontends.openai.sampling_fields import MAX_LISTED, SAMPLING, SamplingFields
 from tandem.cluster.protocol import Prompt, accepted_value, build_request
 from tandem.cluster.requests.cache_salt import MAX_CACHE_SALT
@@ -43,7 +43,7 @@ IdList = TypeAliasType("IdList", Annotated[list[int], FailFast(), Field(max_leng
 IdLists = TypeAliasType("IdLists", Annotated[list[IdList], FailFast(), Field(max_length=MAX_LISTED)])
 
 
-class StreamOptions(Part):
+class StreamOptions(BodyObject):
     """A whole answer has its usage anyway, so they change nothing there."""
 
     refused = frozenset()
@@ -52,7 +52,7 @@ class StreamOptions(Part):
     continuous_usage_stats: bool = Field(default=False, description="true or false")
 
 
-class Sliding(Part):
+class Sliding(BodyObject):
     window: int = Field(description="an integer of at least 1")
     sinks: int = Field(default=0, description="an integer of at least 0, less than window")
 

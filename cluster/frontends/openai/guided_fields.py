@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.sampling_fields import MAX_LISTED
 from tandem.workers.sampling.closed_schema import without_others
 
@@ -22,7 +22,7 @@ Schema = dict[str, Any] | str
 Choice = TypeAliasType("Choice", Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_LISTED)])
 
 
-class JsonSchema(Part):
+class JsonSchema(BodyObject):
     """response_format.json_schema. The output always follows the schema, whatever strict says."""
 
     refused = frozenset()
@@ -32,7 +32,7 @@ class JsonSchema(Part):
     held: dict[str, Any] = Field(alias="schema", description="a JSON schema, as an object")
 
 
-class ResponseFormat(Part):
+class ResponseFormat(BodyObject):
     type: Literal["text", "json_object", "json_schema"] = Field(description="'text', 'json_object' or 'json_schema'")
     json_schema: JsonSchema | None = Field(default=None, description="an object with name and schema")
 
@@ -43,7 +43,7 @@ class ResponseFormat(Part):
         return self
 
 
-class StructuredOutputs(Part):
+class StructuredOutputs(BodyObject):
     """vLLM's newer form of the fields of GuidedFields."""
 
     json_schema: Schema | None = Field(default=None, alias="json", description=SCHEMA)
@@ -75,7 +75,7 @@ class StructuredOutputs(Part):
         return _changed(text, options, closes=self.disable_additional_properties)
 
 
-class GuidedFields(Part):
+class GuidedFields(BodyObject):
     """At most one of them says what the output follows."""
 
     response_format: ResponseFormat | None = Field(default=None, description="an object with type")

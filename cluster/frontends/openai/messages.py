@@ -5,19 +5,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.frontends.openai.part import Part, text_or_list
+from tandem.cluster.frontends.openai.body_object import BodyObject, text_or_list
 from tandem.cluster.frontends.openai.tool_fields import ToolCalls
 from tandem.cluster.protocol import MAX_MESSAGES
 
 
-class TextPart(Part):
+class TextPart(BodyObject):
     refused = frozenset()
 
     type: Literal["text", "input_text", "output_text"] = Field(description="'text'")
     text: str = Field(description="text")
 
 
-class RefusalPart(Part):
+class RefusalPart(BodyObject):
     """An assistant's words, too."""
 
     refused = frozenset()
@@ -42,7 +42,7 @@ Parts = TypeAliasType("Parts", Annotated[list[AnyPart], FailFast()])
 Said = Annotated[Annotated[str, Tag("a text")] | Annotated[Parts, Tag("a list")], Discriminator(text_or_list)]
 
 
-class Message(Part):
+class Message(BodyObject):
     refused = frozenset({"audio", "function_call"})
 
     role: str = Field(description="text")

@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 from tandem.cluster.frontends.http.app import Routes
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, encode
-from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.body_object import BodyObject
 
 OPENAPI = "/openapi.json"
 DIALECT = "3.1.0"  # whose schemas are those of pydantic
@@ -21,7 +21,7 @@ STREAM = "stream"  # the field of bodies that may be answered by events
 class OpenApi:
     """Made when it is first asked for, and kept."""
 
-    def __init__(self, routes: Routes, beside: Routes, bodies: Mapping[str, type[Part]]) -> None:
+    def __init__(self, routes: Routes, beside: Routes, bodies: Mapping[str, type[BodyObject]]) -> None:
         """routes, beside: all that are described. bodies: what those with POST take, by their paths."""
         self._routes = routes
         self._beside = beside
@@ -37,7 +37,7 @@ class OpenApi:
         return encode(description({**self._beside, **self._routes}, self._bodies)).encode()
 
 
-def description(routes: Routes, bodies: Mapping[str, type[Part]]) -> dict[str, Any]:
+def description(routes: Routes, bodies: Mapping[str, type[BodyObject]]) -> dict[str, Any]:
     """The whole document. Unknown fields of bodies are taken, so that their schemas allow them."""
     kinds = sorted({*bodies.values()}, key=lambda kind: kind.__name__)
     references, held = models_json_schema([(kind, "validation") for kind in kinds], ref_template=SCHEMAS + "{model}")
@@ -60,7 +60,7 @@ def description(routes: Routes, bodies: Mapping[str, type[Part]]) -> dict[str, A
     }
 
 
-def _operation(body: type[Part] | None, references: Mapping[Any, Any]) -> dict[str, Any]:
+def _operation(body: type[BodyObject] | None, references: Mapping[Any, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}
     good: dict[str, Any] = {"description": "the answer"}
     operation: dict[str, Any] = {"responses": {"200": good, "default": {"description": "an error", "content": error}}}

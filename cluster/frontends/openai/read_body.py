@@ -11,14 +11,14 @@ from typing_extensions import TypeAliasType
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.asking_body import AskingBody
+from tandem.cluster.frontends.openai.body_object import MAX_FIELDS, BodyObject
 from tandem.cluster.frontends.openai.other_fields import LONGEST_NAME, take_out
-from tandem.cluster.frontends.openai.part import MAX_FIELDS, Part
 from tandem.proto import inference_pb2
 
 BOM = b"\xef\xbb\xbf"  # with which some editors and languages begin UTF-8
 EXACT = 2**53  # below it each whole number is a float
 BodyT = TypeVar("BodyT", bound=AskingBody)
-PartT = TypeVar("PartT", bound=Part)
+ObjectT = TypeVar("ObjectT", bound=BodyObject)
 
 
 def read_requests(
@@ -39,11 +39,11 @@ def read_requests(
 
 def read_body(kind: type[BodyT], data: bytes | bytearray) -> BodyT:
     """Raises HttpError, which names the field, the value and what would be accepted."""
-    body, ignored = read_part(kind, data)
+    body, ignored = read_object(kind, data)
     return body.ignoring(ignored)
 
 
-def read_part(kind: type[PartT], data: bytes | bytearray) -> tuple[PartT, list[str]]:
+def read_object(kind: type[ObjectT], data: bytes | bytearray) -> tuple[ObjectT, list[str]]:
     """A body of any kind, and the names of fields that are ignored. Raises as read_body()."""
     try:
         values = from_json(data[len(BOM) :] if data.startswith(BOM) else data, allow_inf_nan=False)
@@ -64,7 +64,7 @@ def _whole(value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-def checked(kind: type[PartT], values: dict[str, Any]) -> PartT:
+def checked(kind: type[ObjectT], values: dict[str, Any]) -> ObjectT:
     """A body of these fields. Raises HttpError, as read_body()."""
     try:
         return kind.model_validate(values)
@@ -72,7 +72,7 @@ def checked(kind: type[PartT], values: dict[str, Any]) -> PartT:
         raise _refusal(kind, error.errors()[0]) from None
 
 
-def _refusal(kind: type[Part], finding: Any) -> HttpError:
+def _refusal(kind: type[BodyObject], finding: Any) -> HttpError:
     """The error for one of pydantic's findings: dotted field, value received and what would be accepted."""
     reason = finding["msg"].removeprefix("Value error, ")
     if not finding["loc"]:  # of the whole body: the message names its field itself
@@ -89,7 +89,7 @@ def _refusal(kind: type[Part], finding: Any) -> HttpError:
     return HttpError(400, f"{name} is {received}; it must be {accepted}", param=name)
 
 
-def _described(kind: type[Part], place: Sequence[str | int]) -> tuple[list[str | int], str]:
+def _described(kind: type[BodyObject], place: Sequence[str | int]) -> tuple[list[str | int], str]:
     """The fields and indices of a place in a body, and what the last field accepts.
 
     Branches of a union stand in pydantic's places too, and mean nothing to a client.
@@ -105,11 +105,11 @@ def _described(kind: type[Part], place: Sequence[str | int]) -> tuple[list[str |
     return names, accepted
 
 
-def _parts_of(annotation: Any) -> list[type[Part]]:
+def _parts_of(annotation: Any) -> list[type[BodyObject]]:
     """The parts that a field may hold, also in lists."""
     if isinstance(annotation, TypeAliasType):
         return _parts_of(annotation.__value__)
-    if isinstance(annotation, type) and issubclass(annotation, Part):
+    if isinstance(annotation, type) and issubclass(annotation, BodyObject):
         return [annotation]
     return [part for one in get_args(annotation) for part in _parts_of(one)]
 

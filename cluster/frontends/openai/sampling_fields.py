@@ -6,7 +6,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from pydantic import FailFast, Field, create_model
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.protocol import accepted_value
 from tandem.proto import inference_pb2
 
@@ -37,12 +37,12 @@ ONE_ANSWER = [field for field in SAMPLING if field.name not in OF_SEVERAL]
 
 if TYPE_CHECKING:
 
-    class SamplingFields(Part):
+    class SamplingFields(BodyObject):
         skip_special_tokens: bool | None
 
     OneAnswerFields = SamplingFields
 else:
     SamplingFields, OneAnswerFields = (
-        create_model(name, __base__=Part, **{field.name: _sampling_field(field) for field in fields})
+        create_model(name, __base__=BodyObject, **{field.name: _sampling_field(field) for field in fields})
         for name, fields in (("SamplingFields", SAMPLING), ("OneAnswerFields", ONE_ANSWER))
     )

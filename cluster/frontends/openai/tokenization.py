@@ -14,10 +14,10 @@ from tandem.cluster.frontends.http.body import read_body_of
 from tandem.cluster.frontends.http.caller import host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.generation_route import LONG_BODY
 from tandem.cluster.frontends.openai.messages import Messages
-from tandem.cluster.frontends.openai.part import Part
-from tandem.cluster.frontends.openai.read_body import read_part
+from tandem.cluster.frontends.openai.read_body import read_object
 from tandem.cluster.frontends.openai.tool_fields import ToolFields
 from tandem.cluster.protocol import MAX_MESSAGES, build_request
 from tandem.cluster.requests.body_budget import BodyBudget
@@ -56,7 +56,7 @@ class TokenizeBody(ToolFields):
         return build_request([one.turn for one in self.messages], _given(options), None)
 
 
-class DetokenizeBody(Part):
+class DetokenizeBody(BodyObject):
     """POST /detokenize."""
 
     model: str | None = Field(default=None, description="the served model's name")
@@ -141,7 +141,7 @@ class Tokenization:
 
 def read_tokenize(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[bool, inference_pb2.GenerateRequest]:
     """Whether tokens are to be named, and a request that has this prompt. Raises HttpError."""
-    body, _ = read_part(TokenizeBody, data)
+    body, _ = read_object(TokenizeBody, data)
     check_model(body.model, names)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "prompt and messages are there, or neither is; give one of them", param="prompt")
@@ -157,7 +157,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 def read_detokenize(data: bytes | bytearray, names: tuple[str, ...]) -> list[int]:
     """The token ids. Raises HttpError."""
-    body, _ = read_part(DetokenizeBody, data)
+    body, _ = read_object(DetokenizeBody, data)
     check_model(body.model, names)
     return body.tokens
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.guided_fields import COMPACT, with_options
-from tandem.cluster.frontends.openai.part import Part
 from tandem.cluster.text.parsers.output_parser import Calls
 from tandem.workers.sampling.schema_references import with_pointers
 
@@ -22,7 +22,7 @@ SHAPES = frozenset({"type", "$ref", "$dynamicRef", "$recursiveRef", "anyOf", "on
 """Keywords that may say which type a value has."""
 
 
-class FunctionCall(Part):
+class FunctionCall(BodyObject):
     """What the model said. arguments: JSON, as it wrote it."""
 
     refused = frozenset()
@@ -31,7 +31,7 @@ class FunctionCall(Part):
     arguments: str = Field(default="{}", description="the text of a JSON object")
 
 
-class ToolCall(Part):
+class ToolCall(BodyObject):
     """A call of an earlier answer."""
 
     refused = frozenset()
@@ -44,7 +44,7 @@ class ToolCall(Part):
 ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast(), Field(max_length=MAX_CALLS)])
 
 
-class Function(Part):
+class Function(BodyObject):
     """What the model may call. Where a call is forced, it follows the parameters, whatever strict says."""
 
     refused = frozenset()
@@ -55,7 +55,7 @@ class Function(Part):
     strict: bool | None = Field(default=None, description="true or false")
 
 
-class Tool(Part):
+class Tool(BodyObject):
     refused = frozenset()
 
     type: Literal["function"] = Field(default="function", description="'function'")
@@ -65,11 +65,11 @@ class Tool(Part):
 Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
-class NamedFunction(Part):
+class NamedFunction(BodyObject):
     name: str = Field(description=NAME_WORDS)
 
 
-class NamedTool(Part):
+class NamedTool(BodyObject):
     """A function that must be called."""
 
     type: Literal["function"] = Field(default="function", description="'function'")
@@ -83,7 +83,7 @@ ToolChoice = Annotated[
 ]
 
 
-class ToolFields(Part):
+class ToolFields(BodyObject):
     """tools and what the model is to do with them."""
 
     tools: Tools | None = Field(

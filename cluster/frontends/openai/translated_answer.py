@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.cluster.frontends.openai.answer import AnyAnswer, event_blocks
 from tandem.cluster.text.parsers.output_parser import OutputParser
-from tandem.cluster.text.parsers.parts import Content, Part
+from tandem.cluster.text.parsers.parts import Content, ParsedPart
 from tandem.proto import inference_pb2
 
 Event = dict[str, Any]
@@ -37,7 +37,7 @@ class TranslatedAnswer(AnyAnswer):
     def _add(self, message: inference_pb2.GenerateResponse) -> list[Event]:
         self._begun = True
         parser, ends = self._parser, bool(message.finish_reason)
-        parts: list[Part] = [Content(message.text)] if message.text else []
+        parts: list[ParsedPart] = [Content(message.text)] if message.text else []
         if parser is not None:
             cut = message.finish_reason == inference_pb2.FINISH_REASON_LENGTH
             parts = parser.push(message.text) + (parser.finish(cut=cut) if ends else [])
@@ -59,7 +59,7 @@ class TranslatedAnswer(AnyAnswer):
         """Before the events of its parts."""
 
     @abstractmethod
-    def _part_events(self, part: Part) -> list[Event]: ...
+    def _part_events(self, part: ParsedPart) -> list[Event]: ...
 
     @abstractmethod
     def _end_events(self) -> list[Event]:

@@ -14,7 +14,7 @@ from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
 from tandem.cluster.frontends.openai.translated_answer import Event, TranslatedAnswer
 from tandem.cluster.frontends.responses.body import ResponsesBody
 from tandem.cluster.text.parsers.output_parser import OutputParser
-from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, ParsedPart, Reasoning
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
@@ -39,7 +39,7 @@ class Output:
         self._logprobs.join(taken)
         return taken
 
-    def add(self, part: Part) -> list[Event]:
+    def add(self, part: ParsedPart) -> list[Event]:
         """The events of one more part."""
         match part:
             case Reasoning(text):
@@ -153,7 +153,7 @@ class ResponsesAnswer(TranslatedAnswer):
     def _hear(self, message: inference_pb2.GenerateResponse) -> None:
         self._output.hear(chat_logprobs(message.logprobs, self._tokenizer))
 
-    def _part_events(self, part: Part) -> list[Event]:
+    def _part_events(self, part: ParsedPart) -> list[Event]:
         return self._output.add(part)
 
     def _end_events(self) -> list[Event]:

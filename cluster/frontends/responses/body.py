@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.frontends.openai.part import Part
+from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.sampling_fields import MAX_LISTED, ONE_ANSWER, OneAnswerFields
 from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
 from tandem.cluster.frontends.openai.translated_body import TranslatedBody
@@ -27,7 +27,7 @@ SAME = (
 Included = TypeAliasType("Included", Annotated[list[str], FailFast(), Field(max_length=MAX_LISTED)])
 
 
-class ResponseTool(Part):
+class ResponseTool(BodyObject):
     """A function that the model may call."""
 
     refused = frozenset()
@@ -47,12 +47,12 @@ class ResponseTool(Part):
 ResponseTools = TypeAliasType("ResponseTools", Annotated[list[ResponseTool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
-class NamedResponseTool(Part):
+class NamedResponseTool(BodyObject):
     type: Literal["function"] = Field(description="'function'")
     name: str = Field(description=NAME_WORDS)
 
 
-class TextFormat(Part):
+class TextFormat(BodyObject):
     refused = frozenset()
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="'text', 'json_object' or 'json_schema'")
@@ -74,13 +74,13 @@ class TextFormat(Part):
         return {"type": self.type, "json_schema": {"name": self.name, "strict": self.strict, "schema": self.held}}
 
 
-class TextOptions(Part):
+class TextOptions(BodyObject):
     refused = frozenset()
 
     format: TextFormat | None = Field(default=None, description="an object with type")
 
 
-class ReasoningOptions(Part):
+class ReasoningOptions(BodyObject):
     """effort goes to the chat template."""
 
     refused = frozenset()

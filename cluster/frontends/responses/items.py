@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.frontends.openai.part import Part, text_or_list
+from tandem.cluster.frontends.openai.body_object import BodyObject, text_or_list
 from tandem.cluster.protocol import MAX_MESSAGES
 
 
-class InputText(Part):
+class InputText(BodyObject):
     """A part of a message, or of what a tool has answered."""
 
     refused = frozenset()
@@ -24,7 +24,7 @@ Text = str | Texts
 TEXT = "text, or a list of parts of type input_text or output_text"
 
 
-class MessageItem(Part):
+class MessageItem(BodyObject):
     refused = frozenset()
 
     type: Literal["message"] = Field(default="message", description="'message'")
@@ -32,7 +32,7 @@ class MessageItem(Part):
     content: Text = Field(description=TEXT)
 
 
-class CallItem(Part):
+class CallItem(BodyObject):
     """A call of an earlier response."""
 
     refused = frozenset()
@@ -43,7 +43,7 @@ class CallItem(Part):
     arguments: str = Field(default="{}", description="the text of a JSON object")
 
 
-class CallOutputItem(Part):
+class CallOutputItem(BodyObject):
     """What a tool has answered."""
 
     refused = frozenset()
@@ -53,7 +53,7 @@ class CallOutputItem(Part):
     output: Text = Field(description=TEXT)
 
 
-class ReasoningText(Part):
+class ReasoningText(BodyObject):
     refused = frozenset()
 
     type: Literal["reasoning_text", "summary_text"] = Field(description="'reasoning_text'")
@@ -63,7 +63,7 @@ class ReasoningText(Part):
 ReasoningTexts = TypeAliasType("ReasoningTexts", Annotated[list[ReasoningText], FailFast()])
 
 
-class ReasoningItem(Part):
+class ReasoningItem(BodyObject):
     """The reasoning of an earlier response."""
 
     refused = frozenset()

@@ -22,7 +22,7 @@ from tandem.cluster.requests.reading.reader import Reader
 from tandem.proto import inference_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.sampling.guided import Guided
-from tandem.workers.service.turns import Turns
+from tandem.workers.service.turns import ClientTurns
 
 T = TypeVar("T")
 PROCESSES = 2  # of which one client has one
@@ -44,7 +44,7 @@ class Readers:
         """folder: of the checkpoint. modules: of the functions that run() gets."""
         self._folder = folder
         self._modules = (Reader.__module__, *modules)
-        self._turns = Turns(PROCESSES)
+        self._turns = ClientTurns(PROCESSES)
         self._threads = ThreadPoolExecutor(PROCESSES, "reader")  # which wait for pipes
         self._server: ForkServer | None = None
         self._idle: list[ForkedActor] = []

@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tandem.cluster.text.parsers.parts import Parts
+from tandem.cluster.text.parsers.parts import ParsedParts
 from tandem.cluster.text.parsers.source import Malformed, Sink, Source, Waiting
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each tool that the request offers, by the tool's name."""
 
-CallParser = Callable[[Source, Parts, Schemas, str], Waiting[None]]
+CallParser = Callable[[Source, ParsedParts, Schemas, str], Waiting[None]]
 """Reads a call, or several, behind the mark that opens them. Malformed where there is none."""
 
 NAME_LENGTH = 256
@@ -24,7 +24,7 @@ def offered(name: str, schemas: Schemas) -> str:
     return name
 
 
-def read_arguments(source: Source, parts: Parts, name: str) -> Waiting[None]:
+def read_arguments(source: Source, parts: ParsedParts, name: str) -> Waiting[None]:
     """A call whose arguments, a JSON object, stream as they come. Malformed, and no call, where they are none."""
     yield from source.spaces()
     if (yield from source.peek()) != "{":
@@ -34,20 +34,20 @@ def read_arguments(source: Source, parts: Parts, name: str) -> Waiting[None]:
     end_call(source, parts)
 
 
-def whole_call(source: Source, parts: Parts, name: str, arguments: str) -> None:
+def whole_call(source: Source, parts: ParsedParts, name: str, arguments: str) -> None:
     """A call whose arguments come at once."""
     parts.call(name)
     parts.arguments(arguments)
     end_call(source, parts)
 
 
-def end_call(source: Source, parts: Parts) -> None:
+def end_call(source: Source, parts: ParsedParts) -> None:
     """The arguments are whole. What is read from here on is content where it is no call."""
     parts.end_call()
     source.remember()
 
 
-def attempt(source: Source, parts: Parts, mark: str, call: Waiting[None], otherwise: Sink) -> Waiting[bool]:
+def attempt(source: Source, parts: ParsedParts, mark: str, call: Waiting[None], otherwise: Sink) -> Waiting[bool]:
     """Whether a call could be read behind the mark. What was no part of one goes to `otherwise`, with the mark where
     there was none at all. A call that breaks off has the arguments that came."""
     source.remember()

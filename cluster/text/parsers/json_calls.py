@@ -9,7 +9,7 @@ from tandem.cluster.text.parsers.calls import (
     text_before,
     whole_call,
 )
-from tandem.cluster.text.parsers.parts import Parts
+from tandem.cluster.text.parsers.parts import ParsedParts
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting, nowhere
 
 CALLS = "<｜tool▁calls▁begin｜>"
@@ -19,7 +19,7 @@ CALL_END = "<｜tool▁call▁end｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
 
 
-def call_of_object(source: Source, parts: Parts, schemas: Schemas, *, strict: bool = False) -> Waiting[None]:
+def call_of_object(source: Source, parts: ParsedParts, schemas: Schemas, *, strict: bool = False) -> Waiting[None]:
     """A JSON object with name, and arguments or parameters. These stream where the name comes first. strict: it must
     have arguments; else a name alone is a call without any."""
     yield from source.need("{")
@@ -51,7 +51,7 @@ def call_of_object(source: Source, parts: Parts, schemas: Schemas, *, strict: bo
         raise Malformed("arguments")
 
 
-def calls_of_list(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
+def calls_of_list(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
     """A JSON list of calls."""
     yield from source.need("[")
     yield from source.spaces()
@@ -65,7 +65,7 @@ def calls_of_list(source: Source, parts: Parts, schemas: Schemas) -> Waiting[Non
             return
 
 
-def list_or_named(source: Source, parts: Parts, schemas: Schemas, mark: str) -> Waiting[None]:
+def list_or_named(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) -> Waiting[None]:
     """A list of calls, or a call's name, perhaps marks of Mistral's, and its arguments."""
     yield from source.spaces()
     if (yield from source.peek()) == "[":
@@ -78,7 +78,7 @@ def list_or_named(source: Source, parts: Parts, schemas: Schemas, mark: str) -> 
     yield from read_arguments(source, parts, name)
 
 
-def deepseek_call(source: Source, parts: Parts, schemas: Schemas, mark: str) -> Waiting[None]:
+def deepseek_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) -> Waiting[None]:
     """function<sep>NAME and a block of JSON (V3, R1), or NAME<sep> and JSON (V3.1)."""
     if mark == CALLS:
         yield from source.need(CALL)
@@ -91,7 +91,7 @@ def deepseek_call(source: Source, parts: Parts, schemas: Schemas, mark: str) -> 
     yield from source.upto((CALL_END, CALLS_END), nowhere)
 
 
-def _arguments(source: Source, parts: Parts, name: str) -> Waiting[None]:
+def _arguments(source: Source, parts: ParsedParts, name: str) -> Waiting[None]:
     """An object, or the text of one as a JSON string."""
     yield from source.spaces()
     if (yield from source.peek()) == '"':

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.cluster.text.parsers.calls import read_arguments
 from tandem.cluster.text.parsers.json_calls import calls_of_list
-from tandem.cluster.text.parsers.parts import Part, Parts
+from tandem.cluster.text.parsers.parts import ParsedPart, ParsedParts
 from tandem.cluster.text.parsers.reasoning import ThinkTags, harmony, thinking
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
 from tandem.cluster.text.parsers.tool_formats import NO_CALLS, ToolFormat, answer
@@ -47,7 +47,7 @@ class OutputParser:
         expects = calls is not None
         id_length = tool_format.id_length if tool_format is not None else 24
         most = calls.most if calls is not None else None
-        self._parts = Parts(most_calls=most, id_length=id_length, keep_spaces=not expects)
+        self._parts = ParsedParts(most_calls=most, id_length=id_length, keep_spaces=not expects)
         self._source = Source()
         self._dropped = re.compile("|".join(map(re.escape, dropped))) if dropped else None
         self._reading = self._read(calls, tool_format or NO_CALLS, tags, opened, speaks_harmony)
@@ -58,13 +58,13 @@ class OutputParser:
     def num_calls(self) -> int:
         return self._parts.num_calls
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[ParsedPart]:
         """The parts that this text completes."""
         self._source.push(text if self._dropped is None else self._dropped.sub("", text))
         self._advance()
         return self._parts.take()
 
-    def finish(self, *, cut: bool = False) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[ParsedPart]:
         """The last parts. No text comes any more; cut: because of max_tokens."""
         self._source.ended, self._source.cut = True, cut
         self._advance()
@@ -96,7 +96,7 @@ class OutputParser:
         yield from answer(source, parts, schemas, form, stray)
 
 
-def _forced(source: Source, parts: Parts, calls: Calls) -> Waiting[None]:
+def _forced(source: Source, parts: ParsedParts, calls: Calls) -> Waiting[None]:
     """Guided output: arguments, or a list of calls. What breaks off, or is none after all, stays as it is."""
     try:
         if calls.named:

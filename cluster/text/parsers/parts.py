@@ -39,10 +39,10 @@ class CallArguments:
     text: str
 
 
-Part = Reasoning | Content | CallBegin | CallArguments
+ParsedPart = Reasoning | Content | CallBegin | CallArguments
 
 
-def _kind(part: Part) -> tuple[str, int]:
+def _kind(part: ParsedPart) -> tuple[str, int]:
     return type(part).__name__, part.index if isinstance(part, CallArguments) else 0
 
 
@@ -69,7 +69,7 @@ class Spaces:
         return taken
 
 
-class Parts:
+class ParsedParts:
     """Collects what a parser finds until take() is called."""
 
     def __init__(self, *, most_calls: int | None = None, id_length: int = 24, keep_spaces: bool = False) -> None:
@@ -78,7 +78,7 @@ class Parts:
         self._most_calls = most_calls
         self._id_length = id_length
         self._keep_spaces = keep_spaces
-        self._parts: list[Part] = []
+        self._parts: list[ParsedPart] = []
         self._spaces = Spaces()  # behind the content so far
         self.num_calls = 0
         self.in_call = False  # more arguments may come
@@ -122,10 +122,10 @@ class Parts:
         if spaces and not self.num_calls:
             self._parts.append(Content(spaces))
 
-    def take(self) -> list[Part]:
+    def take(self) -> list[ParsedPart]:
         """What came since the last call. No two neighbours are of one kind, but for calls."""
         found, self._parts = self._parts, []
-        parts: list[Part] = []
+        parts: list[ParsedPart] = []
         for _, alike in groupby(found, key=_kind):
             first, *more = alike
             if isinstance(first, CallBegin) or not more:

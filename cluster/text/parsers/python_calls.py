@@ -4,14 +4,14 @@ import ast
 import json
 
 from tandem.cluster.text.parsers.calls import Schemas, offered, whole_call
-from tandem.cluster.text.parsers.parts import Parts
+from tandem.cluster.text.parsers.parts import ParsedParts
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
 
 MOST_PYTHON, MOST_VALUES = 1 << 18, 1 << 12  # characters, and values, of calls in Python: they are read at once
 JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write for Python's
 
 
-def pythonic(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
+def pythonic(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
     """The answer is a list of calls with keyword arguments. It comes when all is there. A longer one than can be read
     in some milliseconds is content."""
     texts: list[str] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tandem.cluster.text.parsers.calls import Schemas, attempt
-from tandem.cluster.text.parsers.parts import Parts, Spaces
+from tandem.cluster.text.parsers.parts import ParsedParts, Spaces
 from tandem.cluster.text.parsers.source import Sink, Source, Waiting
 from tandem.cluster.text.parsers.tool_formats import ToolFormat
 
@@ -33,7 +33,7 @@ HARMONY = "harmony"
 
 
 def thinking(
-    source: Source, parts: Parts, tags: ThinkTags, opened: bool, schemas: Schemas, form: ToolFormat
+    source: Source, parts: ParsedParts, tags: ThinkTags, opened: bool, schemas: Schemas, form: ToolFormat
 ) -> Waiting[bool]:
     """Reads the reasoning, if there is any, and the spaces around it. opened: the prompt has the first tag.
 
@@ -62,7 +62,7 @@ def thinking(
 class Trimmed:
     """Reasoning without the spaces at its end."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ParsedParts) -> None:
         self._parts = parts
         self._spaces = Spaces()
 
@@ -70,7 +70,7 @@ class Trimmed:
         self._parts.reasoning(self._spaces.before(text))
 
 
-def harmony(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
+def harmony(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
     """gpt-oss: messages with a header, which names a channel and perhaps a tool, and a body.
 
     The prompt ends in the begin of the first header. A text without marks is content, and so is what is said to a tool
@@ -94,7 +94,7 @@ def harmony(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
         header.clear()
 
 
-def _body(source: Source, parts: Parts, name: str, sink: Sink) -> Waiting[str | None]:
+def _body(source: Source, parts: ParsedParts, name: str, sink: Sink) -> Waiting[str | None]:
     """Reads a body and the mark behind it. name: of the tool that it is said to; empty for none."""
     if not name:
         return (yield from source.upto(BODY_ENDS, sink))

@@ -1,7 +1,7 @@
 """How models write tool calls: where one begins, and what reads it, for each format.
 
-A parser is a generator over a Source, which gives what it finds to Parts. A call is one of a tool that the request
-offers, and its arguments are a JSON object. Text that turns out to be no call is content.
+A parser is a generator over a Source, which gives what it finds to ParsedParts. A call is one of a tool that the
+request offers, and its arguments are a JSON object. Text that turns out to be no call is content.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from tandem.cluster.text.parsers.json_calls import (
     deepseek_call,
     list_or_named,
 )
-from tandem.cluster.text.parsers.parts import Parts
+from tandem.cluster.text.parsers.parts import ParsedParts
 from tandem.cluster.text.parsers.python_calls import pythonic
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
 from tandem.cluster.text.parsers.xml_calls import FUNCTION, TOOL, TOOL_END, function_call, pairs_call
@@ -27,7 +27,7 @@ from tandem.cluster.text.parsers.xml_calls import FUNCTION, TOOL, TOOL_END, func
 PYTHON_TAG = "<|python_tag|>"
 
 
-def tagged_call(source: Source, parts: Parts, schemas: Schemas, mark: str) -> Waiting[None]:
+def tagged_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) -> Waiting[None]:
     """<tool_call> … </tool_call> around JSON (Hermes, Qwen), or around XML (Qwen3-Coder, GLM). Qwen3-Coder may leave
     the opener out."""
     if mark == FUNCTION:
@@ -43,7 +43,7 @@ def tagged_call(source: Source, parts: Parts, schemas: Schemas, mark: str) -> Wa
         yield from pairs_call(source, parts, schemas)
 
 
-def json_at_start(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
+def json_at_start(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
     """The answer is one JSON object a call, or several with semicolons between them (Llama 3)."""
     before: list[str] = []
     yield from source.spaces(before.append)
@@ -62,12 +62,12 @@ def json_at_start(source: Source, parts: Parts, schemas: Schemas) -> Waiting[Non
     parts.content("".join(before))
 
 
-def _nothing(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
+def _nothing(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
     """Calls may begin anywhere."""
     yield from ()
 
 
-def _no_call(source: Source, parts: Parts, schemas: Schemas, mark: str) -> Waiting[None]:
+def _no_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) -> Waiting[None]:
     """There are no openers."""
     yield from ()
     raise Malformed(mark)
@@ -80,7 +80,7 @@ class ToolFormat:
     openers: tuple[str, ...] = ()  # texts that begin a call, wherever they stand
     call: CallParser = _no_call  # reads it
     closers: tuple[str, ...] = ()  # texts that are nothing behind a call
-    start: Callable[[Source, Parts, Schemas], Waiting[None]] = _nothing  # reads calls with which an answer begins
+    start: Callable[[Source, ParsedParts, Schemas], Waiting[None]] = _nothing  # reads calls with which an answer begins
     marks: tuple[str, ...] = ()  # texts of its own; where they are special tokens, the text must keep those
     id_length: int = 24  # characters of a call's id; templates of Mistral's take no other
 
@@ -107,7 +107,7 @@ FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 
 
 def answer(
-    source: Source, parts: Parts, schemas: Schemas, form: ToolFormat, stray: tuple[str, ...] = ()
+    source: Source, parts: ParsedParts, schemas: Schemas, form: ToolFormat, stray: tuple[str, ...] = ()
 ) -> Waiting[None]:
     """Content and calls up to the end of the text. stray: a text that is nothing where it stands first."""
     yield from form.start(source, parts, schemas)

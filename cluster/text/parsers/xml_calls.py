@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.cluster.text.parsers.argument_types import properties, typed
 from tandem.cluster.text.parsers.calls import Schemas, name_before, offered, whole_call
-from tandem.cluster.text.parsers.parts import Parts
+from tandem.cluster.text.parsers.parts import ParsedParts
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
 
 TOOL, TOOL_END = "<tool_call>", "</tool_call>"
@@ -38,7 +38,7 @@ class _Arguments:
         return whole.removesuffix('"}' if self._cut else "}") if cut else whole
 
 
-def function_call(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
+def function_call(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
     """NAME>, parameters, and the end of function and call as far as the model writes them."""
     name = offered((yield from name_before(source, ">")), schemas)
     yield from source.starts(">")
@@ -90,7 +90,7 @@ def _parameter(
     return PARAMETER, following.removeprefix("\n").removeprefix(PARAMETER).removesuffix(">")
 
 
-def pairs_call(source: Source, parts: Parts, schemas: Schemas) -> Waiting[None]:
+def pairs_call(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
     """NAME and pairs of key and value, as GLM 4.5 writes them."""
     name = offered((yield from name_before(source, "<")), schemas)
     arguments = _Arguments(schemas[name])

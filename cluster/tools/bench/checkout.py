@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class Figure:
     """One number; target and reached are empty and None where it has no target."""
 
     number: str
@@ -108,10 +108,10 @@ def write_outcome(outcome: Outcome, folder: Path) -> None:
     (folder / f"{outcome.benchmark}.json").write_text(json.dumps(outcome.result, indent=2) + "\n", encoding="utf-8")
 
 
-def rows_of(result: dict[str, Any]) -> list[Row]:
+def rows_of(result: dict[str, Any]) -> list[Figure]:
     """Its targets, or every number in it by a dotted name."""
     if "targets" not in result:
-        return [Row(name, value) for name, value in _numbers(result)]
+        return [Figure(name, value) for name, value in _numbers(result)]
     return [_row(target) for target in result["targets"]]
 
 
@@ -165,11 +165,11 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _row(target: dict[str, Any]) -> Row:
+def _row(target: dict[str, Any]) -> Figure:
     name, value = target["name"], target["value"]
     if "at_most" in target:
-        return Row(name, value, f"≤ {target['at_most']:g}", value <= target["at_most"])
-    return Row(name, value, f"≥ {target['at_least']:g}", value >= target["at_least"])
+        return Figure(name, value, f"≤ {target['at_most']:g}", value <= target["at_most"])
+    return Figure(name, value, f"≥ {target['at_least']:g}", value >= target["at_least"])
 
 
 def _numbers(value: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

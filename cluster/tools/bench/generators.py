@@ -18,7 +18,7 @@ from typing import Self
 from pydantic import TypeAdapter
 
 from tandem.cluster.errors import BenchmarkFailed
-from tandem.cluster.tools.bench.load import Load, OpenLoop, Part, PartOutcome, Tell, Window
+from tandem.cluster.tools.bench.load import Load, LoadPart, OpenLoop, PartOutcome, Tell, Window
 from tandem.cluster.tools.bench.open_target import open_target
 from tandem.cluster.tools.bench.targets import TargetSpec
 
@@ -33,7 +33,7 @@ STOP = b"stop\n"
 class Order:
     """What one child is to do."""
 
-    part: Part
+    part: LoadPart
     target: TargetSpec
 
 
@@ -67,7 +67,9 @@ class Generators:
 
         Raises BenchmarkFailed when a child ends, and ConfigError for a target that cannot be opened.
         """
-        parts = [Part(load, index, self._count, time.perf_counter() + AHEAD_SECONDS) for index in range(self._count)]
+        parts = [
+            LoadPart(load, index, self._count, time.perf_counter() + AHEAD_SECONDS) for index in range(self._count)
+        ]
 
         def goes_on(missed: int) -> bool:
             return most_missed is None or missed <= most_missed
@@ -78,7 +80,7 @@ class Generators:
         asked = zip(self._children, parts, strict=True)
         return _together(await asyncio.gather(*(self._ask(child, part, goes_on) for child, part in asked)))
 
-    async def _ask(self, child: asyncio.subprocess.Process, part: Part, goes_on: Tell) -> PartOutcome:
+    async def _ask(self, child: asyncio.subprocess.Process, part: LoadPart, goes_on: Tell) -> PartOutcome:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(ORDER.dump_json(Order(part, self._target)) + b"\n")

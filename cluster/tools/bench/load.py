@@ -41,7 +41,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Part:
+class LoadPart:
     """Part `index` of `count` of a load, which begins at `begin` of time.perf_counter(): every count-th session."""
 
     load: Load
@@ -83,7 +83,7 @@ class PartOutcome:
 class OpenLoop:
     """Sends a part of a load to a target. Used once, on one event loop."""
 
-    part: Part
+    part: LoadPart
     target: Target
     tell: Tell
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.metrics.cells import Counter, Histogram, Layout, Recorder
+from tandem.cluster.metrics.cells import CellLayout, Counter, Histogram, Recorder
 from tandem.cluster.metrics.series import LAYOUT
 from tandem.cluster.peers.table import LASTING_CELLS, Column, GatewayTable, table_bytes
 
@@ -15,7 +15,7 @@ BOUNDS = (0.001, 0.01, 0.1, 1.0)
 SECONDS = Histogram("x:seconds", "About.", BOUNDS)
 COUNT = Counter("x:count", "About.", labels=("kind", "code"), series=(("a", "1"), ("b", "2")))
 TIME = Counter("x:time", "About.", unit=1e-6)
-SMALL = Layout((COUNT, SECONDS, TIME))
+SMALL = CellLayout((COUNT, SECONDS, TIME))
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -24,7 +24,7 @@ def views(processes: int = 3) -> list[GatewayTable]:
     return [GatewayTable(memory, processes, 1, process) for process in range(processes)]
 
 
-def samples(layout: Layout, tables: list[GatewayTable]) -> Samples:
+def samples(layout: CellLayout, tables: list[GatewayTable]) -> Samples:
     families = layout.families({"model_name": "m"}, [tables[0].lasting(process) for process in range(len(tables))])
     return {(one.name, tuple(sorted(one.labels.items()))): one.value for family in families for one in family.samples}
 
@@ -92,7 +92,7 @@ def test_lasting_counts_meet_nothing_else() -> None:
 
 def test_more_metrics_than_cells_are_refused() -> None:
     with pytest.raises(ValueError, match=f"cells; a process has {LASTING_CELLS}"):
-        Layout([Histogram(f"x:{number}", "About.", BOUNDS) for number in range(LASTING_CELLS)])
+        CellLayout([Histogram(f"x:{number}", "About.", BOUNDS) for number in range(LASTING_CELLS)])
 
 
 def test_no_two_metrics_share_cells_or_names() -> None:

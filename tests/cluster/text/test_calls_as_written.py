@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.text.parsers.argument_types import typed
 from tandem.cluster.text.parsers.output_parser import Calls, OutputParser
-from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, ParsedPart, Reasoning
 from tandem.cluster.text.parsers.reasoning import TAGS
 from tandem.cluster.text.parsers.tool_formats import FORMATS
 
@@ -55,7 +55,7 @@ def parser(form: str, *, tags: bool = False, opened: bool = False, calls: Calls 
 
 def said(made: OutputParser, pieces: list[str], *, cut: bool = False) -> tuple[str, str, list[tuple[str, str]]]:
     """What the parts say together; of calls their names and the texts of their arguments."""
-    parts: list[Part] = []
+    parts: list[ParsedPart] = []
     for piece in pieces:
         parts += made.push(piece)
     parts += made.finish(cut=cut)

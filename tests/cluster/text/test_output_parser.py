@@ -11,7 +11,7 @@ import tokenizers
 from tandem.cluster.text.chat_template import ChatTemplates
 from tandem.cluster.text.parsers.formats import Left, OutputFormats
 from tandem.cluster.text.parsers.output_parser import Calls, OutputParser
-from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tandem.cluster.text.parsers.parts import CallArguments, CallBegin, Content, ParsedPart, Reasoning
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
@@ -33,7 +33,7 @@ class Said:
     calls: list[tuple[str, Any]] | None = None
 
 
-def joined(parts: list[Part]) -> Said:
+def joined(parts: list[ParsedPart]) -> Said:
     content = "".join(part.text for part in parts if isinstance(part, Content))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls = [part for part in parts if isinstance(part, CallBegin)]
@@ -52,10 +52,10 @@ def parser(template: str, calls: Calls | None = CALLS, special: tuple[str, ...] 
     return made
 
 
-def in_pieces(made: OutputParser, text: str, seed: int) -> list[Part]:
+def in_pieces(made: OutputParser, text: str, seed: int) -> list[ParsedPart]:
     """All parts of a text that comes in pieces of random lengths; seed 0: at once."""
     draw = random.Random(seed)
-    parts: list[Part] = []
+    parts: list[ParsedPart] = []
     while text:
         size = draw.choice([1, 1, 2, 3, 7, 30]) if seed else len(text)
         parts += made.push(text[:size])

@@ -13,7 +13,7 @@ from tandem.workers.config import SpeculationSettings
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples
-from tandem.workers.scheduling.batch import Batch
+from tandem.workers.scheduling.batch import StepBatch
 from tandem.workers.speculation.drafter import DraftAsk
 from tandem.workers.speculation.verification import Verification
 from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, PROMPT, Bench, expected, token_at
@@ -166,7 +166,7 @@ def test_a_forward_of_rows_and_prompts_waits_for_a_verify_step(monkeypatch: pyte
     monkeypatch.setattr("tandem.workers.steps.step_loop.is_joint", lambda runner, batch: True)
     joint: list[int] = []
 
-    def compute(batch: Batch) -> float:
+    def compute(batch: StepBatch) -> float:
         joint.append(len(bench.runner.log))
         monkeypatch.undo()
         return 0

@@ -18,7 +18,7 @@ from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.scheduling.batch import Batch
+from tandem.workers.scheduling.batch import StepBatch
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.lease import Lease
@@ -96,7 +96,7 @@ class Worker:
     def _in_use(self) -> int:
         return sum(p.num_tokens for p in self.prompts if self.scheduler.is_running(p))
 
-    def step(self) -> Batch:
+    def step(self) -> StepBatch:
         for request in self.scheduler.admitted(self.has_room):
             assert self.scheduler.is_running(request)
             assert self._in_use() <= self.room
@@ -115,7 +115,7 @@ class Worker:
                 self.finished.append(request.sequence_id)
         return batch
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: StepBatch) -> None:
         again = self.scheduler.next_batch()
         assert (again.chunks, again.launched, again.alone) == (batch.chunks, batch.launched, batch.alone)
         rows = () if batch.decodes is None else batch.decodes.sequence_ids
@@ -190,7 +190,7 @@ def test_a_prompt_without_room_holds_back_those_behind_it() -> None:
     scheduler.add(long)
     scheduler.add(short)
     assert list(scheduler.admitted(lambda request: request.num_tokens < 10)) == []
-    assert scheduler.next_batch() == Batch()
+    assert scheduler.next_batch() == StepBatch()
     assert list(scheduler.admitted(lambda request: True)) == [long, short]
 
 

@@ -2,12 +2,12 @@
 
 import asyncio
 
-from tandem.workers.service.turns import Turns
+from tandem.workers.service.turns import ClientTurns
 
 
 def test_clients_take_turns_and_have_one_place_each() -> None:
     async def run() -> list[str]:
-        turns, order = Turns(2), list[str]()
+        turns, order = ClientTurns(2), list[str]()
         running: list[str] = []
 
         async def work(client: str, name: str) -> None:
@@ -33,7 +33,7 @@ def test_clients_take_turns_and_have_one_place_each() -> None:
 
 def test_who_goes_away_leaves_no_place_behind() -> None:
     async def run() -> None:
-        turns, release = Turns(1), asyncio.Event()
+        turns, release = ClientTurns(1), asyncio.Event()
 
         async def work(client: str) -> str:
             async with turns.turn(client):

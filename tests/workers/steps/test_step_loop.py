@@ -7,7 +7,7 @@ import pytest
 
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
-from tandem.workers.scheduling.batch import Batch
+from tandem.workers.scheduling.batch import StepBatch
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, LoopPair
 
@@ -48,8 +48,8 @@ def step_both(pair: LoopPair) -> int:
     return sum(mixed)
 
 
-def noting(mixed: list[bool], next_batch: Callable[..., Batch]) -> Callable[..., Batch]:
-    def noted(**options: bool) -> Batch:
+def noting(mixed: list[bool], next_batch: Callable[..., StepBatch]) -> Callable[..., StepBatch]:
+    def noted(**options: bool) -> StepBatch:
         batch = next_batch(**options)
         mixed.append(bool(batch.chunks) and batch.decodes is not None)
         return batch

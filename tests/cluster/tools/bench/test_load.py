@@ -9,7 +9,7 @@ from typing import Any, Self
 import pytest
 
 from tandem.cluster.tools.bench.lengths import Lengths
-from tandem.cluster.tools.bench.load import Load, OpenLoop, Part, PartOutcome
+from tandem.cluster.tools.bench.load import Load, LoadPart, OpenLoop, PartOutcome
 from tandem.cluster.tools.bench.mixes import Slo
 from tandem.cluster.tools.bench.sessions import Message
 from tandem.cluster.tools.bench.targets import Served
@@ -52,7 +52,7 @@ def loaded(target: Held, measured: int, **options: Any) -> PartOutcome:
     load = Load(workload, Slo(60000, 60000), 0, **given)
 
     async def run() -> PartOutcome:
-        return await OpenLoop(Part(load, 0, 1, time.perf_counter() + 0.1), target, lambda missed: True).run()
+        return await OpenLoop(LoadPart(load, 0, 1, time.perf_counter() + 0.1), target, lambda missed: True).run()
 
     return asyncio.run(run())
 

@@ -9,7 +9,7 @@ from pydantic_core import CoreSchema
 MAX_FIELDS = 100  # of an object
 
 
-class Part(BaseModel):
+class BodyObject(BaseModel):
     """Frozen. It converts no type but int to float. null stands for a missing field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())

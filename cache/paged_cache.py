@@ -14,7 +14,7 @@ class PagedKVCache(SequenceCalls, ForwardCalls, TransferCalls):
 
     A layer group keeps of each sequence the pages that later queries need, by its span. What is behind is let go of
     when the next forward is begun, so that forward comes, on the device, after the one before; it is out of reach for
-    pop, fork_sequence and gather_kv. With windows a prefix is found where what the next query sees is there.
+    pop, fork_sequence and gather_group. With windows a prefix is found where what the next query sees is there.
 
     Calls raise InvalidArgument for an unknown sequence or a value that is not accepted, OutOfPages when the pool and
     what can be evicted from the prefix index do not suffice; either leaves everything as it was.

@@ -93,7 +93,7 @@ class TokenForward:
         x: SharedKV,
         compression: Compression | None,
     ) -> Tensor:
-        """o of each token, see PagedKVCache.shared_attention: stores K = V, inputs and entries here, and says so where
+        """o of each token, see Attention.attend_shared: stores K = V, inputs and entries here, and says so where
         something is sent.
 
         attended: the layer's group with K and V. places: the layer's index there, and in the groups of `of`.

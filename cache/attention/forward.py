@@ -66,8 +66,18 @@ class LayerIndex(NamedTuple):
 class Batch(NamedTuple):
     """What one forward computes: the next append_lengths[i] ≥ 1 positions of sequence seq_ids[i], any number of each.
 
-    So prompt chunks, decodes and drafts that are verified stand in one batch. See PagedKVCache.begin_forward for
-    rope_lengths, token_tree_parents and push.
+    So prompt chunks, decodes and drafts that are verified stand in one batch.
+
+    rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the whole
+    prompt where it comes in chunks. None, or where smaller: the length after this append.
+
+    token_tree_parents: None, or an entry for each sequence. None for a plain one; else, for each new position, the node
+    that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which later
+    forwards may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the sequence
+    takes no plain forward; it is not forked, published, sent or received into. pop takes back the last nodes. Sequences
+    that slide or are being sent take no trees. In layers that attend in chunks a tree has to end within its chunk.
+
+    push: whether the forward sends what is marked; if not, send_cached() or a later forward does.
 
     scratch: so many of the last positions of each sequence will be popped, with those of this forward. What a query
     in the place of the first of them sees stays.
@@ -111,15 +121,23 @@ class Attention:
         sinks: Tensor | None = None,
         norm: HeadNorm | None = None,
     ) -> Tensor:
-        """See PagedKVCache.attention. norm: of q and k, before they are rotated."""
+        """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
+
+        q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are; any
+        strides, but 1 in the last dimension. Called once for each layer, in order, under torch.inference_mode, before a
+        sequence of the forward is shortened or removed.
+
+        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss). norm: of
+        q and k, before they are rotated.
+        """
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, AttentionInputs):
             shared = isinstance(group.inputs, SharedInputs)
-            kept, serves = ("K and V in one plane", "shared") if shared else ("latents", "latent")
-            raise InvalidArgument(f"layer is {layer}, which keeps {kept}; {serves}_attention serves it")
+            kept, serves = ("K and V in one plane", "attend_shared") if shared else ("latents", "attend_latents")
+            raise InvalidArgument(f"layer is {layer}, which keeps {kept}; {serves}() serves it")
         if layer in self.layers.readers:
             of = self.layers.readers[layer]
-            raise InvalidArgument(f"layer is {layer}, which reads layer {of} and stores nothing; read serves it")
+            raise InvalidArgument(f"layer is {layer}, which reads layer {of} and stores nothing; read() serves it")
         self._check_side(layer, stores_given=False)
         group.inputs.check(plan.num_tokens, q, k, v, sinks)
         output = group.run(plan, index, QKV(q, k, v, sinks, norm))
@@ -138,10 +156,17 @@ class Attention:
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
     ) -> Tensor:
-        """See PagedKVCache.latent_attention."""
+        """As attend(), of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
+
+        q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
+        they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+
+        choice: of a layer with index keys, by which the queries of longer sequences choose what they attend to. Layers
+        of such a layout without index keys attend to what the last one with them chose.
+        """
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, LatentInputs):
-            raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
+            raise InvalidArgument(f"layer is {layer}, which keeps no latents; attend() serves it")
         group.inputs.check(plan.num_tokens, q, latents, keys, up)
         chosen = self._choose(layer, choice)
         output = group.run(plan, index, Latents(q, latents, keys, up, chosen))
@@ -151,10 +176,17 @@ class Attention:
     def attend_shared(
         self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
     ) -> Tensor:
-        """See PagedKVCache.shared_attention."""
+        """As attend(), of a layer whose K and V are the same numbers of one head: o [T, num_heads, head_dim].
+
+        q [T, num_heads, head_dim] and kv [T, 1, head_dim] are not rotated; sinks are as for attend(). RoPE rotates the
+        last numbers of a head, neighbours as one pair, and o is rotated back.
+
+        compression: of a layer with groups of compressed KV: inputs and entries are stored here and with receivers, and
+        each token attends to its window and to the entries that are complete before it, or the top_k of these.
+        """
         group, plan, index = self._find(layer)
         if not isinstance(group.inputs, SharedInputs):
-            raise InvalidArgument(f"layer is {layer}, whose K and V are not in one plane; attention serves it")
+            raise InvalidArgument(f"layer is {layer}, whose K and V are not in one plane; attend() serves it")
         group.inputs.check(plan.num_tokens, q, kv, sinks)
         of, extra = self.layers.compressed.get(layer), None
         if (of is None) != (compression is None):
@@ -203,7 +235,11 @@ class Attention:
         return self._chosen
 
     def store(self, group: int, layer: int, k: Tensor, v: Tensor | None = None) -> None:
-        """See PagedKVCache.store."""
+        """Stores what a layer keeps in `group`, which stands beside others: here and with receivers, as it is.
+
+        k [n, num_kv_heads, head_dim] of each of the group's new_entries(), and v where it has two planes, in the
+        group's dtype. Called once for each such group and layer, in order. Where n is 0 it sends what is cached.
+        """
         place = self._check_beside(group, layer)
         self._find(layer)
         own, plan = self.groups[group], self.plans[group]
@@ -213,7 +249,9 @@ class Attention:
         self.stored_beside.add((group, layer))
 
     def new_entries(self, group: int) -> TokenLayout:
-        """See PagedKVCache.new_entries."""
+        """The entries that a forward's tokens complete in a layer group, packed as tokens are: `owners` says whose they
+        are, among the forward's sequences, and `positions` which entries of these. In a group with an entry for each
+        position they are the tokens."""
         tokens = self.plans[group].tokens if 0 <= group < len(self.plans) else None
         if tokens is None:
             raise InvalidArgument(f"group is {group}; 0 … {len(self.plans) - 1} are accepted, not in graph buffers")
@@ -229,19 +267,24 @@ class Attention:
         return self.layers.beside[group][layer]
 
     def read(self, layer: int, q: Tensor, sinks: Tensor | None = None, norm: HeadNorm | None = None) -> Tensor:
-        """See PagedKVCache.read. norm: of q, before it is rotated."""
+        """As attend(), without k and v: attends to what `layer` has stored in this forward and before, or, of a reader
+        of the layout, the layer that it reads. Stores nothing, and may be called any number of times."""
         group, plan, index = self._find_stored(layer, q, sinks)
         return group.read(plan, index, Query(q, sinks, norm))
 
     def read_part(self, layer: int, q: Tensor, *, causal: bool = True) -> Part:
-        """See PagedKVCache.read_part."""
+        """As read(), with the log-sum-exp of the scores, for merge().
+
+        causal: False: each token sees all positions of its sequence, also those behind its own; only in layers that
+        keep all. InvalidArgument for sequences that slide or have an open token tree.
+        """
         group, plan, index = self._find_stored(layer, q, None)
         if plan.tokens is None:
             raise InvalidArgument("the forward is in graph buffers; read_part is for those without")
         if plan.sliding is not None or plan.tokens.trees is not None:
             raise InvalidArgument("the forward has sequences that slide or have a token tree; read_part takes others")
         if layer in self.layers.given:
-            raise InvalidArgument(f"layer is {layer}, which keeps an encoder's entries; read serves it")
+            raise InvalidArgument(f"layer is {layer}, which keeps an encoder's entries; read() serves it")
         if not causal and group.drops_past:
             raise InvalidArgument(f"causal is False, but layer {layer} lets go of its past; True is accepted there")
         key = self.layers.places[layer][0], causal
@@ -275,14 +318,14 @@ class Attention:
         stored = [layer for layer in layers or sorted(own) if layer not in self.layers.readers]
         missing = [layer for layer in stored if not self.ran >> layer & 1]
         if missing:
-            raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
+            raise InvalidArgument(f"layers {missing} of the plan never ran; commit() comes after the last one")
         for group, places in self.layers.beside.items():
             wanted = set(places).intersection(layers or places)
             left = sorted(layer for layer in wanted if (group, layer) not in self.stored_beside)
             if left:
                 raise InvalidArgument(
                     f"layers {left} have stored none of their {self.plans[group].num_tokens} new entries of group "
-                    f"{group}; end_forward comes after store"
+                    f"{group}; commit() comes after store()"
                 )
 
     def _check_side(self, layer: int, *, stores_given: bool) -> None:

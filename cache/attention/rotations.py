@@ -65,7 +65,7 @@ class Rotations:
         rope_lengths: Int64Array | None,
         unrotated: NDArray[np.bool_] | None = None,
     ) -> list[Rotation | None]:
-        """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths.
+        """Per group the rotation of a forward's tokens; see Batch for rope_lengths.
 
         unrotated: bool [T], the tokens that are left as they are; not by_length. None: none are.
         """

@@ -4,21 +4,18 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from torch import Tensor
 
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.compressed import CompressedForward
 from tandem.cache.attention.compressed_tokens import TokenForward, takes_by_token
-from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Parents
+from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
-from tandem.cache.kernels.base import NO_PLAN, Compression, Index, Limits, Part
-from tandem.cache.kernels.torch.merging import merge
+from tandem.cache.kernels.base import NO_PLAN, Limits
 from tandem.cache.operations.parts import Parts
 from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, integers
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.tables import TokenLayout
 
 Ids = Sequence[int] | Int64Array
@@ -108,130 +105,6 @@ class ForwardCalls(Parts):
         self._marks.commit(forward.sent)
         self._launched = forward.standing if layers is None else None
 
-    # By the names of TVM's PagedAttentionKVCache
-
-    def begin_forward(
-        self,
-        seq_ids: Ids,
-        append_lengths: Ids,
-        rope_lengths: Ids | None = None,
-        token_tree_parents: Sequence[Parents | None] | None = None,
-        *,
-        push: bool = True,
-    ) -> Forward:
-        """begin() of an eager forward: sequence seq_ids[i] grows by append_lengths[i] ≥ 1 positions.
-
-        push: whether the forward sends what is marked; if not, send_cached() or a later forward does.
-
-        rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
-        whole prompt where it comes in chunks. None, or where smaller: the length after this append.
-
-        token_tree_parents: None, or an entry for each sequence. None for a plain one; else, for each new position, the
-        node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
-        later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
-        sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
-        nodes. Sequences that slide or are being sent take no trees. In layers that attend in chunks a tree has to end
-        within its chunk.
-        """
-        return self.begin(Batch(seq_ids, append_lengths, rope_lengths, token_tree_parents, push))
-
-    def attention(
-        self, plan: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
-        """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
-
-        q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are; any
-        strides, but 1 in the last dimension.
-        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
-        Call it once for each layer, in order, under torch.inference_mode, before a sequence of the plan is shortened or
-        removed.
-        """
-        self._check_owner(plan)
-        return plan.attention.attend(layer, q, k, v, sinks)
-
-    def read(self, plan: Forward, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """As attention, without k and v: attends to what `layer` has stored in this forward and before, or, of a reader
-        of the layout, the layer that it reads. Stores nothing, and may be called any number of times."""
-        self._check_owner(plan)
-        return plan.attention.read(layer, q, sinks)
-
-    def read_part(self, plan: Forward, layer: int, q: Tensor, *, causal: bool = True) -> Part:
-        """As read, with the log-sum-exp of the scores, for merge().
-
-        causal: False: each token sees all positions of its sequence, also those behind its own; only in layers that
-        keep all. InvalidArgument for sequences that slide or have an open token tree.
-        """
-        self._check_owner(plan)
-        return plan.attention.read_part(layer, q, causal=causal)
-
-    @staticmethod
-    def merge(parts: Sequence[Part]) -> Part:
-        """Attention of the same queries to the keys of several parts, which are apart: of several layers, or of what
-        the caller has computed elsewhere."""
-        return merge(parts)
-
-    def latent_attention(
-        self,
-        plan: Forward,
-        layer: int,
-        q: Tensor,
-        latents: Tensor,
-        keys: Tensor,
-        up: UpProjections,
-        choice: Index | None = None,
-    ) -> Tensor:
-        """As attention, of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
-
-        q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
-        they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
-
-        choice: of a layer with index keys, by which the queries of longer sequences choose what they attend to. Layers
-        of such a layout without index keys attend to what the last one with them chose.
-        """
-        self._check_owner(plan)
-        return plan.attention.attend_latents(layer, q, latents, keys, up, choice)
-
-    def shared_attention(
-        self,
-        plan: Forward,
-        layer: int,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor,
-        compression: Compression | None = None,
-    ) -> Tensor:
-        """As attention, of a layer whose K and V are the same numbers of one head: o [T, num_heads, head_dim].
-
-        q [T, num_heads, head_dim] and kv [T, 1, head_dim] are not rotated; sinks are as for attention. RoPE rotates the
-        last numbers of a head, neighbours as one pair, and o is rotated back.
-
-        compression: of a layer with groups of compressed KV: inputs and entries are stored here and with receivers, and
-        each token attends to its window and to the entries that are complete before it, or the top_k of these.
-        """
-        self._check_owner(plan)
-        return plan.attention.attend_shared(layer, q, kv, sinks, compression)
-
-    def new_entries(self, plan: Forward, group: int) -> TokenLayout:
-        """The entries that a forward's tokens complete in a layer group, packed as tokens are: `owners` says whose they
-        are, among the forward's sequences, and `positions` which entries of these. In a group with an entry for each
-        position they are the tokens."""
-        self._check_owner(plan)
-        return plan.attention.new_entries(group)
-
-    def store(self, plan: Forward, group: int, layer: int, k: Tensor, v: Tensor | None = None) -> None:
-        """Stores what a layer keeps in `group`, which stands beside others: here and with receivers, as it is.
-
-        k [n, num_kv_heads, head_dim] of each of the group's new_entries(), and v where it has two planes, in the
-        group's dtype. Call it once for each such group and layer, in order, between begin and commit. Where n is 0 it
-        sends what is cached.
-        """
-        self._check_owner(plan)
-        plan.attention.store(group, layer, k, v)
-
-    def end_forward(self, plan: Forward) -> None:
-        """commit()."""
-        self.commit(plan)
-
     def commit_token_tree(self, seq_ids: Ids, leaf_indices: Ids) -> None:
         """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
         other nodes are taken back; -1 takes back all.
@@ -300,7 +173,7 @@ class ForwardCalls(Parts):
 
     def _check_owner(self, forward: Forward) -> None:
         if forward.standing is not None and forward.standing.table is not self._table:
-            raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
+            raise InvalidArgument("the forward is of another cache; begin() of this one makes its own")
 
     def _check_buffers(
         self,

@@ -52,7 +52,7 @@ class Growth:
         *,
         in_flight: int = 0,
     ) -> tuple[Int64Array, TokenLayout]:
-        """Appends appends[i] ≥ 1 positions to sequence seq_ids[i], see PagedKVCache.begin_forward; their rows, int64
+        """Appends appends[i] ≥ 1 positions to sequence seq_ids[i], see Batch; their rows, int64
         [B], and how the new tokens are packed.
 
         in_flight: positions of each that a forward still running computes, or that will be popped; pages that they see

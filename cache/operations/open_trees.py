@@ -130,7 +130,9 @@ class OpenTrees:
     def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
         tree = self._parents.get(sequence)
         if tree is None:
-            raise InvalidArgument(f"sequence {sequence} has no open token tree; begin_forward opens one")
+            raise InvalidArgument(
+                f"sequence {sequence} has no open token tree; token_tree_parents of a batch opens one"
+            )
         if not -1 <= leaf < tree.size:
             raise InvalidArgument(f"leaf_indices has {leaf} for sequence {sequence}; -1 … {tree.size - 1} are accepted")
         return tree, leaf

@@ -211,16 +211,6 @@ class SequenceCalls(Parts):
         short = (pair for pair in zip(needed, self._pools.num_pages, strict=True) if pair[0] > pair[1])
         return next(short, None)
 
-    def clear(self) -> None:
-        """Removes all sequences and prefixes; pages that drain go on doing so."""
-        for sequence in self._table.sequences():
-            self.remove_sequence(sequence)
-        self.clear_prefixes()
-
-    def clear_prefixes(self) -> None:
-        """Forgets all prefixes; pages that sequences use stay theirs."""
-        self._pools.prefixes.clear()
-
     @property
     def prefix_position(self) -> int:
         """Grows whenever a page comes into the prefix index or leaves it. Any thread may read it."""
@@ -235,10 +225,6 @@ class SequenceCalls(Parts):
         """Positions appended; a sliding window has evicted some of them."""
         return self._table.num_positions(self._table.row(sequence))
 
-    def first_position(self, sequence: int) -> int:
-        """The first position that all layers hold: 0 without windows."""
-        return self._pages.first_position(self._table.row(sequence))
-
     def border(self, sequence: int) -> int:
         """How many positions of a sequence are its encoder's, padding included: 0 without one."""
         return self._table.border(self._table.row(sequence))
@@ -246,11 +232,6 @@ class SequenceCalls(Parts):
     def encoder_len(self, sequence: int) -> int:
         """How many positions its encoder has without padding; 0 without one."""
         return int(self._table.encoder_lens[self._table.row(sequence)])
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no sequence; pages may still drain or hold prefixes."""
-        return len(self._table) == 0
 
     @property
     def num_pages(self) -> int:
@@ -273,18 +254,10 @@ class SequenceCalls(Parts):
         """Pages that nobody uses but a remote writer may still hit."""
         return max(map(mul, self._pools.num_draining, self.layout.pages_together))
 
-    def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K rotated, FP8 widened.
-
-        begin is at least first_position(sequence), unless nothing is asked for.
-        """
-        places = self._layers.places.values()
-        found = {group: self.gather_group(sequence, group, begin, end) for group in {group for group, _ in places}}
-        return [found[group][index] for group, index in places]
-
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions.
-        begin, end: of entries. With one plane, k and v are the same."""
+        """Copies of (k, v) for each layer of a group, [end - begin, num_kv_heads, head_dim] each, as stored: K rotated,
+        FP8 widened. begin, end: of entries; begin may be as early as the group holds positions. With one plane, k and v
+        are the same."""
         row, length = self._table.row(sequence), self.num_tokens(sequence)
         if not 0 <= integer("group", group) < len(self._groups):
             raise InvalidArgument(f"group is {group}; 0 … {len(self._groups) - 1} are accepted")

@@ -85,15 +85,7 @@ class TransferCalls(Parts):
             group.push_cached(to_send, staged=staged)
         self._marks.commit(sent)
 
-    def num_sent(self, sequence: int) -> int:
-        """Positions of its map that forwards have issued; less again after pop."""
-        return self._marks.num_sent(self._table.row(sequence))
-
     def bytes_sent(self, sequence: int) -> int:
         """Bytes of those, without what the map skips."""
         counts = self._marks.num_slots_sent(self._table.row(sequence))
         return sum(count * self.layout.entry_bytes(group) for group, count in enumerate(counts))
-
-    def sends_done(self, sequence: int) -> bool:
-        """Whether all of its map has been issued; True without one."""
-        return not self._marks.any_open(self._table.row(sequence))

@@ -36,7 +36,7 @@ class Standing(NamedTuple):
     def check(self) -> None:
         """InvalidArgument unless no position of the rows has been taken back since."""
         if not self.holds:
-            raise InvalidArgument("plan has a sequence that was shortened or removed since; begin_forward plans anew")
+            raise InvalidArgument("the forward has a sequence that was shortened or removed since; begin() plans anew")
 
 
 class SequenceTable:

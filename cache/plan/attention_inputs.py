@@ -19,13 +19,13 @@ class AttentionInputs:
     device: torch.device
 
     def check(self, num_tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-        """InvalidArgument unless these are PagedKVCache.attention's for num_tokens tokens."""
+        """InvalidArgument unless these are Attention.attend's for num_tokens tokens."""
         self.check_query(num_tokens, q, sinks)
         for name, x in (("k", k), ("v", v)):
             check_tensor(name, x, (num_tokens, self.num_kv_heads, self.head_dim), self.dtype, self.device)
 
     def check_query(self, num_tokens: int, q: Tensor, sinks: Tensor | None) -> None:
-        """InvalidArgument unless these are PagedKVCache.read's for num_tokens tokens."""
+        """InvalidArgument unless these are Attention.read's for num_tokens tokens."""
         num_q_heads = q.shape[1] if q is not None and q.dim() == 3 else self.num_kv_heads
         check_tensor("q", q, (num_tokens, num_q_heads, self.head_dim), self.dtype, self.device)
         if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
@@ -50,7 +50,7 @@ class LatentInputs:
     device: torch.device
 
     def check(self, num_tokens: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> None:
-        """InvalidArgument unless these are PagedKVCache.latent_attention's for num_tokens tokens."""
+        """InvalidArgument unless these are Attention.attend_latents' for num_tokens tokens."""
         heads, num_heads = self.heads, up.weight.shape[0]
         if up.heads != heads:
             raise InvalidArgument(f"up.heads is {up.heads}; {heads} is accepted")
@@ -95,7 +95,7 @@ class EntryInputs:
     device: torch.device
 
     def check(self, num_entries: int, k: Tensor, v: Tensor | None) -> None:
-        """InvalidArgument unless these are PagedKVCache.store's for num_entries new entries."""
+        """InvalidArgument unless these are Attention.store's for num_entries new entries."""
         if self.planes == 1 and v is not None:
             raise InvalidArgument("v is given, but entries have one plane; None is accepted")
         for name, x in (("k", k), ("v", v))[: self.planes]:
@@ -111,7 +111,7 @@ class SharedInputs:
     device: torch.device
 
     def check(self, num_tokens: int, q: Tensor, kv: Tensor, sinks: Tensor) -> None:
-        """InvalidArgument unless these are PagedKVCache.shared_attention's for num_tokens tokens."""
+        """InvalidArgument unless these are Attention.attend_shared's for num_tokens tokens."""
         num_heads = q.shape[1] if q.dim() == 3 else 1
         for name, x, shape, dtype in (
             ("q", q, (num_tokens, num_heads, self.head_dim), self.dtype),

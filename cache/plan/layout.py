@@ -36,7 +36,7 @@ class LayerGroup:
     num_planes: 1 without latent_rank: K and V are the same numbers of one head (DeepSeek-V4), stored once.
 
     beside: the entries are something else that the layers keep beside what another group keeps of them, as compressed
-    KV or what that is made of: see PagedKVCache.store. Such a group may have one plane, an element type of its own
+    KV or what that is made of: see Attention.store. Such a group may have one plane, an element type of its own
     (None: the layout's) and a span of one entry for several positions. With top_k these are index keys of compressed
     entries, see CompressedGroups.
     """

@@ -19,7 +19,6 @@ import grpc.aio
 import numpy as np
 import torch
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
@@ -48,6 +47,7 @@ from tandem.workers.wire.reservation import Reservation
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result
+from tests.support.tvm_cache import TvmCache
 
 PAGE, TOKENS, POOL_PAGES = 16, 32 * 1024, 65_536
 ROWS, CONTEXT = 256, 1024
@@ -102,7 +102,7 @@ def map_costs() -> dict[str, Any]:
 def decode_step_us(batch_size: int, context: int, *, spread: bool = False) -> Measured:
     layout = KVLayout((LayerGroup((0,), 1, 8),), PAGE, torch.float32)
     num_pages = batch_size * (context // PAGE + 8)
-    cache = PagedKVCache(
+    cache = TvmCache(
         layout,
         (torch.zeros(num_pages, *layout.page_shape(0)),),
         max_sequences=batch_size,

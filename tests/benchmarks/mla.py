@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
@@ -23,6 +22,7 @@ from tests.benchmarks.contexts import MIXES, Contexts, Lengths
 from tests.benchmarks.device_time import graph_seconds
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import at_least, at_most, print_result, print_skipped, rounded
+from tests.support.tvm_cache import TvmCache
 
 NUM_HEADS, RANK, ROTATED, PAGE_SIZE, LAYERS, LAYER = 128, 512, 64, 16, 4, 1
 HEADS = LatentHeads(key_dim=128, value_dim=128)
@@ -43,7 +43,7 @@ class Case:
         sequences = cached.size
         num_pages = int((-(-(cached + new) // PAGE_SIZE)).sum())
         self.pool = torch.randn((num_pages, *layout.page_shape(0)), dtype=DTYPE, device="cuda")
-        self.cache = PagedKVCache(
+        self.cache = TvmCache(
             layout,
             (self.pool,),
             max_sequences=sequences,

@@ -38,6 +38,7 @@ from tests.benchmarks.step_bench import (
     random_pool,
     step_times,
 )
+from tests.support.tvm_cache import TvmCache
 
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 GREEDY = SamplingParams(temperature=0)
@@ -67,7 +68,9 @@ class ModelBench:
             for group, count in enumerate(counts)
         ]
         self.pool_bytes = sum(pool.nbytes for pool in pools)
-        self.cache = make_cache(self.config, layout, pools, max_sequences=sequences + 1, max_length=longest)
+        self.cache = TvmCache.of(
+            make_cache(self.config, layout, pools, max_sequences=sequences + 1, max_length=longest)
+        )
         self.runner = ModelRunner(decoder, self.cache)
 
     def capture_steps(self, rows: int) -> float:

@@ -21,7 +21,6 @@ from tandem.cache.kernels.base import KVBackend
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
@@ -32,6 +31,7 @@ from tandem.cache.plan.stored_layers import Stages
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result
+from tests.support.tvm_cache import TvmCache
 
 BATCH, CONTEXT, COMMON, PAGE = 256, 1024, 512, 16
 WARM_UP, STEPS = 40, 200
@@ -84,10 +84,10 @@ def page_counts(layout: KVLayout) -> list[int]:
     return [BATCH * (layout.most_pages(group, CONTEXT * 2, COMMON) + 1) for group in range(len(layout.groups))]
 
 
-def make_cache(features: tuple[str, ...], *, spread: bool = False) -> PagedKVCache:
+def make_cache(features: tuple[str, ...], *, spread: bool = False) -> TvmCache:
     groups = [LayerGroup((0,), 1, 8)] + [LayerGroup((1,), 1, 8, Window(128))] * ("windows" in features)
     layout = KVLayout(COMPRESSED if "compressed" in features else tuple(groups), PAGE, torch.float32)
-    cache = PagedKVCache(
+    cache = TvmCache(
         layout,
         [torch.zeros(count, *layout.page_shape(group)) for group, count in enumerate(page_counts(layout))],
         max_sequences=BATCH,

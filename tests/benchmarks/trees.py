@@ -11,7 +11,6 @@ from random import Random
 import torch
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
@@ -19,6 +18,7 @@ from tandem.cache.plan.spans import span_of
 from tests.benchmarks.device_time import device_seconds
 from tests.benchmarks.options import Budget, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result, print_skipped
+from tests.support.tvm_cache import TvmCache
 
 PAGE_SIZE, LAYERS, LAYER = 16, 4, 1
 DTYPE = torch.bfloat16
@@ -55,7 +55,7 @@ class Case:
         layout = KVLayout((group,), PAGE_SIZE, DTYPE)
         num_pages = BATCH * -(-(CONTEXT + NODES) // PAGE_SIZE)
         latent = group.latent_rank is not None
-        self.cache = PagedKVCache(
+        self.cache = TvmCache(
             layout,
             (torch.randn((num_pages, *layout.page_shape(0)), dtype=DTYPE, device="cuda"),),
             max_sequences=BATCH,

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
 from tests.cache.naive import MAX_LENGTH, ROPE, draw_inputs, pools_of, run
 from tests.cache.peer_writer import PeerWriter
+from tests.support.tvm_cache import TvmCache
 
 
 @dataclass
 class Island:
     """caches[0] sends to the others."""
 
-    caches: list[PagedKVCache]
+    caches: list[TvmCache]
     writer: PeerWriter
 
     @classmethod
@@ -20,11 +20,11 @@ class Island:
         pools = [pools_of(layout, num_pages) for _ in range(num_caches)]
         writers = [PeerWriter(pe, pools) for pe in range(num_caches)]
         caches = [
-            PagedKVCache(layout, own, max_sequences=8, max_sequence_length=MAX_LENGTH, rope=ROPE, writer=writers[pe])
+            TvmCache(layout, own, max_sequences=8, max_sequence_length=MAX_LENGTH, rope=ROPE, writer=writers[pe])
             for pe, own in enumerate(pools)
         ]
         return cls(caches, writers[0])
 
 
-def forward(cache: PagedKVCache, sequence: int, count: int, seed: int = 0, *, push: bool = True) -> None:
+def forward(cache: TvmCache, sequence: int, count: int, seed: int = 0, *, push: bool = True) -> None:
     run(cache, [sequence], [count], draw_inputs(cache.layout, count, seed), push=push)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kernels.base import GroupPlan
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
 from tests.cache.naive import first_seen, run_layer
 from tests.cache.oracle import MAX_POSITIONS
+from tests.support.tvm_cache import TvmCache
 
 LONGEST, LONGEST_STREAM = 30, 300
 
@@ -116,7 +116,7 @@ class Transfer:
 class Side:
     """One cache, and what a caller of it knows. batch: of the last forward; stepped: it was a step."""
 
-    cache: PagedKVCache
+    cache: TvmCache
     known: dict[int, Known] = field(default_factory=dict)
     batch: list[int] = field(default_factory=list)
     stepped: bool = False
@@ -223,7 +223,7 @@ class Side:
         return len(known.kept) - (len(known.ids) - length) >= least
 
 
-def check_tables(cache: PagedKVCache, plan: Forward) -> None:
+def check_tables(cache: TvmCache, plan: Forward) -> None:
     """What was just planned is what it would be without a forward before it, and writes to no shared page."""
     table, size = cache._table, cache.layout.page_size
     rows = np.array([table.row(sequence) for sequence in plan.seq_ids])

@@ -10,13 +10,13 @@ from torch import Tensor
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kernels.base import Index, KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 from tests.cache.compressed_inputs import compression_of
+from tests.support.tvm_cache import TvmCache
 
 QUERY_HEADS = 4
 HEAD_DIM = 8
@@ -135,8 +135,8 @@ def cache_of(
     pools: Sequence[Tensor] | None = None,
     writer: PageWriter | None = None,
     max_length: int = MAX_LENGTH,
-) -> PagedKVCache:
-    return PagedKVCache(
+) -> TvmCache:
+    return TvmCache(
         layout,
         pools or pools_of(layout, num_pages),
         max_sequences=16,
@@ -185,7 +185,7 @@ def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
 
 
 def run(
-    cache: PagedKVCache,
+    cache: TvmCache,
     seq_ids: list[int],
     lengths: list[int],
     inputs: Inputs,
@@ -203,7 +203,7 @@ def run(
 
 
 def run_layer(
-    cache: PagedKVCache, plan: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    cache: TvmCache, plan: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
     rank = groups_by_layer(cache.layout)[layer].latent_rank
     if layer in dict(cache.layout.readers):
@@ -375,7 +375,7 @@ def attend(
     return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
 
 
-def assert_same_kv(first: PagedKVCache, second: PagedKVCache, sequence: int, other: int, begin: int, end: int) -> None:
+def assert_same_kv(first: TvmCache, second: TvmCache, sequence: int, other: int, begin: int, end: int) -> None:
     """Bit for bit."""
     pairs = zip(first.gather_kv(sequence, begin, end), second.gather_kv(other, begin, end), strict=True)
     for (k, v), (other_k, other_v) in pairs:

@@ -6,9 +6,9 @@ from random import Random
 import torch
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
 from tests.cache.naive import Inputs, NaiveCache
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 BASE = -1  # the parent of roots
 
@@ -66,7 +66,7 @@ def key(sequence: int, node: int) -> int:
     return 1000 * (sequence + 1) + node
 
 
-def check_kv(cache: PagedKVCache, naive: NaiveCache, sequence: int) -> None:
+def check_kv(cache: TvmCache, naive: NaiveCache, sequence: int) -> None:
     """Of a sequence without an open tree."""
     length, begin = naive.sequences[sequence].length, cache.first_position(sequence)
     assert cache.num_tokens(sequence) == length

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tests.cache.compressed_inputs import SharedOracle
 from tests.cache.naive import LATENT_HEADS, choice_of, expand_latents, first_seen, hide_others
+from tests.support.tvm_cache import TvmCache
 
 NUM_TOKENS = 512  # kinds of tokens
 MAX_POSITIONS = 64
@@ -46,8 +46,8 @@ class Setting:
         ]
 
 
-def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, max_sequences: int) -> PagedKVCache:
-    return PagedKVCache(
+def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, max_sequences: int) -> TvmCache:
+    return TvmCache(
         setting.layout,
         pools,
         max_sequences=max_sequences,

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from tandem.cache.attention.forward import Batch
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.transport import Transport
 from tandem.transfer.wire_map import decode_map, encode_map
 from tests.cache.naive import assert_same_kv
 from tests.contracts.islands import NUM_PAGES
+from tests.support.tvm_cache import TvmCache
 from tests.transfer.layouts import two_groups
 
 WINDOW, SINK, LENGTH = 9, 2, 21
 
 
-def cache_on(transport: Transport) -> PagedKVCache:
-    return PagedKVCache(
+def cache_on(transport: Transport) -> TvmCache:
+    return TvmCache(
         transport.layout,
         transport.pools,
         max_sequences=2,
@@ -27,7 +27,7 @@ def cache_on(transport: Transport) -> PagedKVCache:
 
 
 @torch.inference_mode()
-def run(cache: PagedKVCache, count: int, seed: int) -> None:
+def run(cache: TvmCache, count: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     forward = cache.begin(Batch([0], [count]))
     for group in cache.layout.groups:

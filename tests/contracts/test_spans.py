@@ -11,7 +11,6 @@ from torch import Tensor
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.forward import Batch
 from tandem.cache.digest import digest_kv
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.position_map import SKIP, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
@@ -21,6 +20,7 @@ from tandem.transfer.tcp import sending
 from tandem.transfer.transport import Transport
 from tandem.transfer.wire_map import decode_map, encode_map
 from tests.contracts.islands import ISLANDS
+from tests.support.tvm_cache import TvmCache
 
 PAGE, HEAD_DIM, LENGTH, ENCODER_LEN = 8, 64, 203, 30
 UNWRITTEN = 0x5A  # a byte
@@ -58,12 +58,10 @@ def island_of(name: str, layout: KVLayout) -> Iterator[list[Transport]]:
             transport.close()
 
 
-def cache_on(transport: Transport) -> PagedKVCache:
+def cache_on(transport: Transport) -> TvmCache:
     layout, rope = transport.layout, RopeParameters("default", HEAD_DIM)
     ropes = [RopeParameters("none", 0) if group.keeps.given else rope for group in layout.groups]
-    cache = PagedKVCache(
-        layout, transport.pools, max_sequences=1, max_sequence_length=LENGTH, rope=ropes, writer=transport
-    )
+    cache = TvmCache(layout, transport.pools, max_sequences=1, max_sequence_length=LENGTH, rope=ropes, writer=transport)
     cache.add_sequence(0, ENCODER_LEN if layout.has_encoder else 0)
     return cache
 
@@ -73,7 +71,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 @torch.inference_mode()
-def encode(cache: PagedKVCache) -> None:
+def encode(cache: TvmCache) -> None:
     forward = cache.encode([0])
     for layer in cache.layout.groups[1].layers:
         forward.attention.store_given(layer, *(draw(cache.border(0), 2, HEAD_DIM) for _ in "kv"))
@@ -81,7 +79,7 @@ def encode(cache: PagedKVCache) -> None:
 
 
 @torch.inference_mode()
-def run(cache: PagedKVCache, count: int) -> None:
+def run(cache: TvmCache, count: int) -> None:
     forward = cache.begin(Batch([0], [count]))
     for number, group in enumerate(cache.layout.groups):
         for layer in group.layers:
@@ -95,7 +93,7 @@ def run(cache: PagedKVCache, count: int) -> None:
     cache.commit(forward)
 
 
-def store(cache: PagedKVCache, forward: Forward, number: int, layer: int) -> None:
+def store(cache: TvmCache, forward: Forward, number: int, layer: int) -> None:
     group, count = cache.layout.groups[number], cache.new_entries(forward, number).positions.size
     shape = count, group.num_kv_heads, group.head_dim
     planes = [draw(*shape, dtype=cache.layout.stored_dtype_of(number)) for _ in range(group.planes)]
@@ -179,7 +177,7 @@ def test_what_lands_is_what_spans_keep(
             check_digest_sees(receiver, begin, number, pool, runs)
 
 
-def check_digest_sees(cache: PagedKVCache, begin: int, number: int, pool: Tensor, runs: SlotRuns) -> None:
+def check_digest_sees(cache: TvmCache, begin: int, number: int, pool: Tensor, runs: SlotRuns) -> None:
     """The first and the last slot that were wanted, and none that was not."""
     wanted = [slot for slot in runs.slots().tolist() if slot != SKIP]
     before, size = digest_kv(cache, 0, begin, LENGTH), cache.layout.paging[number].entries

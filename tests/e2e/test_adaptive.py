@@ -25,6 +25,7 @@ from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.sliding_oracle import slide_greedily
+from tests.support.tvm_cache import TvmCache
 
 FAMILIES = ["qwen3", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 ADAPTIVE = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02, "scheduler.max_sequences": 12}
@@ -70,7 +71,7 @@ def adaptive_island(folder: Path, **overrides: Any) -> Iterator[Island]:
     with running_island(folder, ADAPTIVE | overrides) as island:
         yield island
         for one in island.workers:
-            assert one.cache.is_empty
+            assert TvmCache.of(one.cache).is_empty
             assert one.cache.num_free_pages == one.cache.num_pages
 
 

@@ -21,6 +21,7 @@ from tests.support.client_requests import GREEDY, complete, complete_all, tokens
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.sliding_oracle import slide_greedily
+from tests.support.tvm_cache import TvmCache
 
 SETTINGS = {"scheduler.max_sequences": 12, "cache.prefix_sharing": False}
 PROMPTS = [random_prompt(7 + 3 * number, seed=number) for number in range(14)]
@@ -54,7 +55,7 @@ def island(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Island]:
     with running_island(folder, SETTINGS) as island:
         yield island
         for one in island.workers:
-            assert one.cache.is_empty
+            assert TvmCache.of(one.cache).is_empty
             assert one.cache.num_free_pages == one.cache.num_pages
 
 

@@ -21,6 +21,7 @@ from tests.support.client_requests import GREEDY, complete_all, tokens_of
 from tests.support.http_client import COMPLETIONS, answer, post, refused
 from tests.support.island import Island, running_gateway, running_island
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.tvm_cache import TvmCache
 from tests.support.waiting import until
 
 PAGE = 8
@@ -145,7 +146,7 @@ def test_tokens_and_view_are_right_while_prefixes_come_go_and_are_salted(small_m
         with running_gateway(config, 40, workers, addresses) as (_, second):
             until(lambda: knows_its_workers(second, island))
             for worker in island.workers:
-                worker.on_step_thread(worker.cache.clear_prefixes)
+                worker.on_step_thread(TvmCache.of(worker.cache).clear_prefixes)
             until(lambda: knows_its_workers(second, island) and knows_its_workers(island.gateway, island))
             assert not len(second._islands._prefixes)
 

@@ -17,6 +17,7 @@ from tests.support.client_requests import GREEDY, complete, complete_all, comple
 from tests.support.held_prefill import prefill_held
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.tvm_cache import TvmCache
 
 PAGE = 8
 PROBE = 1 << 20  # a sequence id that no request has
@@ -38,7 +39,7 @@ def held_kv(worker: Worker, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]
     """K and V per layer of the longest prefix of `tokens` in whole pages that the worker holds."""
 
     def read() -> list[tuple[Tensor, Tensor]]:
-        cache = worker.cache
+        cache = TvmCache.of(worker.cache)
         cache.add_sequence(PROBE)
         length = cache.match_prefix(PROBE, list(tokens))
         kv = [(k.clone(), v.clone()) for k, v in cache.gather_kv(PROBE, 0, length)]
@@ -49,7 +50,7 @@ def held_kv(worker: Worker, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]
 
 
 def forget(worker: Worker) -> None:
-    worker.on_step_thread(worker.cache.clear_prefixes)
+    worker.on_step_thread(TvmCache.of(worker.cache).clear_prefixes)
 
 
 def recorded_forwards(worker: Worker) -> list[list[int]]:

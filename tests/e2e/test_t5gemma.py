@@ -17,6 +17,7 @@ from tests.support.http_client import COMPLETIONS, answer, post, refused
 from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import random_prompt
+from tests.support.tvm_cache import TvmCache
 from tests.support.waiting import until
 
 COUNT = WINDOW + 8
@@ -175,7 +176,7 @@ def test_cancelled_requests_leave_nothing(folder: Path, oracle: Any, roles: str)
             list(pool.map(cancel_soon, range(40)))
         prompt = random_prompt(30, 99)
         assert complete_all(island.address, [prompt], max_tokens=9, **GREEDY) == [greedy_behind(oracle, prompt, 9)]
-        until(lambda: all(one.cache.is_empty for one in island.workers))
+        until(lambda: all(TvmCache.of(one.cache).is_empty for one in island.workers))
         assert all(one.cache.num_free_pages == one.cache.num_pages for one in island.workers)
 
 

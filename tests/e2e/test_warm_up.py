@@ -9,6 +9,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, tokens_of
 from tests.support.island import running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.tvm_cache import TvmCache
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def test_every_pair_has_computed_before_the_island_is_ready(folder: Path) -> Non
     prompt = random_prompt(20, seed=1)
     with running_island(folder, shape) as island:
         for worker in island.workers:
-            assert worker.on_step_thread(lambda worker=worker: worker.cache.is_empty)
+            assert worker.on_step_thread(lambda worker=worker: TvmCache.of(worker.cache).is_empty)
             assert worker.on_step_thread(lambda worker=worker: worker.cache.num_cached_pages) > 0
         with island.client() as client:
             info = client.cluster_info()

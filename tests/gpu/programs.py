@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.spans import span_of
+from tests.support.tvm_cache import TvmCache
 
 NUM_LAYERS = 2
 MAX_LENGTH = 1024
@@ -46,8 +46,8 @@ class Shape:
         shape = (num_pages, *self.layout.page_shape(0))
         return torch.full(shape, torch.nan, device="cuda").to(self.layout.stored_dtype)
 
-    def cache(self, pool: Tensor, writer: PageWriter | None = None) -> PagedKVCache:
-        return PagedKVCache(
+    def cache(self, pool: Tensor, writer: PageWriter | None = None) -> TvmCache:
+        return TvmCache(
             self.layout,
             (pool,),
             max_sequences=16,
@@ -71,7 +71,7 @@ class Shape:
 
 @torch.inference_mode()
 def run(
-    cache: PagedKVCache,
+    cache: TvmCache,
     appends: Mapping[int, int],
     inputs: Inputs,
     sinks: Tensor | None = None,

@@ -7,7 +7,7 @@ import torch
 
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
@@ -15,6 +15,7 @@ from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter, UnmappedWriter
 from tests.gpu.programs import Reference, Shape, run
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -179,7 +180,7 @@ def test_reading_what_a_layer_has_stored(scales: KVScales | None) -> None:
     options = {"max_sequences": 8, "max_sequence_length": 512, "rope": RopeParameters("default", 64), "writer": None}
     pools = [torch.zeros((128, *layout.page_shape(0)), dtype=layout.stored_dtype, device="cuda") for _ in range(2)]
     caches = [
-        PagedKVCache(layout, [pool], kernels=kernels, **options)
+        TvmCache(layout, [pool], kernels=kernels, **options)
         for pool, kernels in zip(pools, (choose_kernels, TorchKernels), strict=True)
     ]
     known: set[int] = set()
@@ -200,7 +201,7 @@ def test_reading_what_a_layer_has_stored(scales: KVScales | None) -> None:
 
 @torch.inference_mode()
 def read_everything(
-    cache: PagedKVCache, appends: dict[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    cache: TvmCache, appends: dict[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> list[torch.Tensor]:
     """What the reader of layer 0 gives in one forward, whole and in parts, and the merged parts of both layers."""
     plan = cache.begin_forward(list(appends), list(appends.values()))
@@ -209,7 +210,7 @@ def read_everything(
     outputs = [cache.read(plan, 2, q)]
     for causal in (True, False):
         parts = [cache.read_part(plan, layer, q, causal=causal) for layer in (2, 1)]
-        outputs += [*parts[0], *cache.merge(parts)]
+        outputs += [*parts[0], *merge(parts)]
     outputs.append(cache.read(plan, 2, q))  # the forward's own plan is made anew
     cache.end_forward(plan)
     return outputs

@@ -23,6 +23,7 @@ from tandem.workers.speculation.speculation import drafts_of
 from tests.support.checkpoints import make_model, sizes_on_gpu
 from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.oracle import random_prompt
+from tests.support.tvm_cache import TvmCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +86,7 @@ class Drafting:
             torch.full((200, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device=device)
             for group in range(len(layout.groups))
         ]
-        self.cache = make_cache(config, layout, pools, max_sequences=8, max_length=256, drafter=drafter)
+        self.cache = TvmCache.of(make_cache(config, layout, pools, max_sequences=8, max_length=256, drafter=drafter))
         target = load_decoder(folder / "target", config, device=torch.device(device))
         self.runner = ModelRunner(load_drafter(folder / "target", speculation, target, drafter), self.cache)
         if graphs:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import Attention, Batch
 from tandem.cache.kernels.base import Index, Limits
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
@@ -18,6 +17,7 @@ from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter, UnmappedWriter
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,9 +47,9 @@ def pools() -> tuple[Tensor, ...]:
     )
 
 
-def cache_over(its: Sequence[Tensor], writer: PageWriter | None = None) -> PagedKVCache:
+def cache_over(its: Sequence[Tensor], writer: PageWriter | None = None) -> TvmCache:
     rope = RopeParameters("default", ROTATED)
-    return PagedKVCache(
+    return TvmCache(
         LAYOUT, its, max_sequences=16, max_sequence_length=2048, rope=rope, writer=writer, latent=LATENT_HEADS
     )
 
@@ -84,7 +84,7 @@ def attend(attention: Attention, inputs: Inputs) -> list[Tensor]:
     return [attention.attend_latents(layer, *of_layer) for layer, of_layer in enumerate(copies)]
 
 
-def run(cache: PagedKVCache, appends: dict[int, int], inputs: Inputs) -> list[Tensor]:
+def run(cache: TvmCache, appends: dict[int, int], inputs: Inputs) -> list[Tensor]:
     plan = cache.begin_forward(list(appends), list(appends.values()))
     outputs = attend(plan.attention, inputs)
     cache.end_forward(plan)

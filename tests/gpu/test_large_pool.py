@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tandem.cache.paged_cache import PagedKVCache
 from tests.gpu.programs import Reference, Shape, run
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ def test_attention_past_two_to_the_32_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 2 * SHAPE.layout.page_bytes(0) * TAKEN_PAGES:
         pytest.skip("needs a GPU with more free memory")
     taken_tokens = TAKEN_PAGES * SHAPE.page_size
-    cache = PagedKVCache(
+    cache = TvmCache(
         SHAPE.layout,
         (SHAPE.pool(TAKEN_PAGES + 40),),
         max_sequences=8,

@@ -12,7 +12,6 @@ from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.base import Limits
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
@@ -21,6 +20,7 @@ from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter, UnmappedWriter
 from tests.gpu.test_token_trees import PROGRAM as TREES
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,8 +58,8 @@ class Shape:
         """Full of NaN: what was never written must not matter."""
         return torch.full((num_pages, *self.layout.page_shape(0)), torch.nan, dtype=self.dtype, device="cuda")
 
-    def cache(self, pool: Tensor, writer: PageWriter | None = None) -> PagedKVCache:
-        return PagedKVCache(
+    def cache(self, pool: Tensor, writer: PageWriter | None = None) -> TvmCache:
+        return TvmCache(
             self.layout,
             (pool,),
             max_sequences=16,
@@ -99,13 +99,13 @@ def exact(shape: Shape) -> Shape:
     return Shape(torch.float32, shape.num_heads, shape.page_size)
 
 
-def attend(cache: PagedKVCache, plan: Forward, layer: int, inputs: Inputs, up: UpProjections) -> Tensor:
+def attend(cache: TvmCache, plan: Forward, layer: int, inputs: Inputs, up: UpProjections) -> Tensor:
     q, latents, keys = (tensor.clone() for tensor in inputs[layer])  # the call may overwrite them
     return cache.latent_attention(plan, layer, q, latents, keys, up)
 
 
 @torch.inference_mode()
-def run(cache: PagedKVCache, shape: Shape, appends: Mapping[int, int | list[int]], inputs: Inputs) -> list[Tensor]:
+def run(cache: TvmCache, shape: Shape, appends: Mapping[int, int | list[int]], inputs: Inputs) -> list[Tensor]:
     """One forward; o of each layer. appends: numbers of plain tokens, or parents of nodes."""
     up = shape.up()
     lengths = [of if isinstance(of, int) else len(of) for of in appends.values()]

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.paged_cache import PagedKVCache
 from tests.cache.sharing_kernels import sharing_all
 from tests.gpu.programs import Reference, Shape
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ SHAPES = {
 class Twins:
     def __init__(self, shape: Shape, sinks: Tensor | None = None) -> None:
         self.shape, self.sinks = shape, sinks
-        self.cache = PagedKVCache(
+        self.cache = TvmCache(
             shape.layout,
             (shape.pool(),),
             max_sequences=16,

@@ -23,6 +23,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.sharing_kernels import sharing_all
 from tests.support.checkpoints import make_model, sizes_on_gpu
 from tests.support.oracle import random_prompt
+from tests.support.tvm_cache import TvmCache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +66,9 @@ class Steps:
         layout = kv_layout(config, 16, scales)
         shape = (200 + 4 * long // 16, *layout.page_shape(0))
         pool = torch.full(shape, torch.nan, device="cuda").to(layout.stored_dtype)
-        self.cache = make_cache(config, layout, (pool,), max_sequences=32, max_length=256 + long, kernels=kernels)
+        self.cache = TvmCache.of(
+            make_cache(config, layout, (pool,), max_sequences=32, max_length=256 + long, kernels=kernels)
+        )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
             self.runner.capture_steps(2 * NUM_SEQUENCES)  # plans of more sizes than are run

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from tandem.cache.attention.begun_forward import Forward
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import CacheError
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
@@ -28,6 +27,7 @@ from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.protocol.token_memory import LABELS, TokenMemory
 from tests.protocol.wires import Endpoint, WireTransport
+from tests.support.tvm_cache import TvmCache
 
 PROMPT_TOKENS = 2
 PREFILL, DECODE = 0, 1
@@ -111,7 +111,7 @@ class CountingModel:
 
     drafts = None  # no model drafts
 
-    def __init__(self, cache: PagedKVCache, shape: Shape, findings: list[str]) -> None:
+    def __init__(self, cache: TvmCache, shape: Shape, findings: list[str]) -> None:
         self._cache = cache
         self._findings = findings
         self.overlaps, self._joint = shape.overlapped, shape.joint
@@ -222,7 +222,7 @@ class SmallIsland:
         configs = [TransportConfig(pe, 2, LAYOUT, (shape.num_pages,), rows, "small", epoch) for pe in (PREFILL, DECODE)]
         self.transports = [WireTransport(config, self.endpoints) for config in configs]
         self.caches = [
-            PagedKVCache(
+            TvmCache(
                 LAYOUT,
                 transport.pools,
                 max_sequences=4,

@@ -14,6 +14,7 @@ from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.support.tvm_cache import TvmCache
 
 
 class CachedModel:
@@ -26,7 +27,7 @@ class CachedModel:
             torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype_of(group), device=device)
             for group in range(len(layout.groups))
         ]
-        self.cache = make_cache(config, layout, pools, max_sequences=8, max_length=256)
+        self.cache = TvmCache.of(make_cache(config, layout, pools, max_sequences=8, max_length=256))
         self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
 
     def step(

@@ -19,6 +19,7 @@ from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.support.checkpoints import COMMON
+from tests.support.tvm_cache import TvmCache
 
 WINDOW, START, PAGE = 24, 1, 16
 HALF: dict[str, Any] = {**COMMON, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
@@ -85,7 +86,7 @@ class EncoderRunner:
             torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device=device)
             for group in range(len(layout.groups))
         ]
-        self.cache = make_cache(config, layout, pools, max_sequences=8, max_length=256, kernels=kernels)
+        self.cache = TvmCache.of(make_cache(config, layout, pools, max_sequences=8, max_length=256, kernels=kernels))
         self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
         if capture is not None:
             self.runner.capture_steps(4, capture)

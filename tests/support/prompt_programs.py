@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -18,6 +17,7 @@ from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tests.support.oracle import random_prompt
+from tests.support.tvm_cache import TvmCache
 
 LONGEST, PAGE, NUM_PAGES = 256, 8, 200
 CAPTURED = 128  # tokens
@@ -57,8 +57,8 @@ class PromptRunner:
             torch.full((NUM_PAGES, *layout.page_shape(group)), torch.nan, device=device).to(layout.stored_dtype)
             for group in groups
         ]
-        self.cache: PagedKVCache = make_cache(
-            config, layout, self.pools, max_sequences=24, max_length=LONGEST, kernels=kernels
+        self.cache: TvmCache = TvmCache.of(
+            make_cache(config, layout, self.pools, max_sequences=24, max_length=LONGEST, kernels=kernels)
         )
         self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
         self.replays = 0

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.stored_layers import Stages
@@ -34,6 +33,7 @@ from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.support.poison import poison_free_pages
+from tests.support.tvm_cache import TvmCache
 
 PAGE, CHUNK, LEASE = 8, 16, 10.0
 PREFILL, DECODE = 0, 1
@@ -120,10 +120,12 @@ class LoopPair:
         target = load_decoder(folder, config)
         model = target if drafting is None else load_drafter(folder, speculation, target, drafting)
 
-        def cache_over(transport: Transport, writer: PageWriter, most: int) -> PagedKVCache:
+        def cache_over(transport: Transport, writer: PageWriter, most: int) -> TvmCache:
             pools, longest = transport.pools, config.max_length
             sizes = {"max_sequences": most, "max_length": longest}
-            cache = make_cache(config, layout, pools, **sizes, writer=writer, drafter=drafting, kernels=kernels)
+            cache = TvmCache.of(
+                make_cache(config, layout, pools, **sizes, writer=writer, drafter=drafting, kernels=kernels)
+            )
             poison_free_pages(cache, transport.pools)
             return cache
 

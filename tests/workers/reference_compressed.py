@@ -29,7 +29,7 @@ def attend(
     sinks: Tensor,
     compression: Compression | None,
 ) -> Tensor:
-    """o [n, heads, D] of the next n tokens of a sequence; for the arguments see PagedKVCache.shared_attention."""
+    """o [n, heads, D] of the next n tokens of a sequence; for the arguments see TvmCache.shared_attention."""
     outputs = []
     for token in range(q.shape[0]):
         position = len(fed.kv)

@@ -12,7 +12,6 @@ from torch import Tensor
 from tandem.cache.kernels.base import Compression
 from tandem.cache.kernels.torch.compressed import rotate_neighbours
 from tandem.cache.operations import forwards
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import CompressedGroups, KVLayout, LayerGroup
@@ -21,6 +20,7 @@ from tandem.cache.plan.spans import ALL, Every, Window
 from tests.cache.compressed_inputs import compression_of
 from tests.cache.naive import HEAD_DIM, ROPE, pools_of
 from tests.cache.settings import SHARED
+from tests.support.tvm_cache import TvmCache
 
 HEADS, TOKENS = 4, 9
 SINKS = torch.zeros(HEADS)
@@ -63,9 +63,9 @@ def test_one_plane_is_neither_scaled_nor_read() -> None:
         replace(alone, readers=((3, 1),))
 
 
-def made(layout: KVLayout) -> PagedKVCache:
+def made(layout: KVLayout) -> TvmCache:
     rope = replace(ROPE, rotary_dim=4)
-    cache = PagedKVCache(layout, pools_of(layout, 20), max_sequences=2, max_sequence_length=40, rope=rope, writer=None)
+    cache = TvmCache(layout, pools_of(layout, 20), max_sequences=2, max_sequence_length=40, rope=rope, writer=None)
     cache.add_sequence(0)
     return cache
 
@@ -115,12 +115,10 @@ def test_calls_that_do_not_fit() -> None:
         cache.shared_attention(plan, 1, q, kv[:, 0], SINKS, compression)
     with pytest.raises(InvalidArgument, match="sinks is "):
         cache.shared_attention(plan, 1, q, kv, SINKS[1:], compression)
-    with pytest.raises(
-        InvalidArgument, match="layer is 1, which keeps K and V in one plane; shared_attention serves it"
-    ):
+    with pytest.raises(InvalidArgument, match="layer is 1, which keeps K and V in one plane; attend_shared"):
         cache.attention(plan, 1, q, kv, kv)
     plain = made(KVLayout((LayerGroup((0,), 1, HEAD_DIM),), 4, torch.float32))
-    with pytest.raises(InvalidArgument, match="layer is 0, whose K and V are not in one plane; attention serves it"):
+    with pytest.raises(InvalidArgument, match="layer is 0, whose K and V are not in one plane; attend"):
         plain.shared_attention(plain.begin_forward([0], [TOKENS]), 0, q, kv, SINKS)
 
 

@@ -11,7 +11,6 @@ from tandem.cache.digest import digest_kv
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
@@ -33,6 +32,7 @@ from tests.cache.naive import (
 )
 from tests.cache.peer_writer import PeerWriter
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 SIZE = 4
 LAYOUT = KVLayout(
@@ -59,7 +59,7 @@ def ropes_of(layout: KVLayout) -> list[RopeParameters]:
     return [RopeParameters("none", 0) if group.keeps.given else ROPE for group in layout.groups]
 
 
-def encoder_cache(layout: KVLayout, kernels: KernelFactory = choose_kernels, num_pages: int = 32) -> PagedKVCache:
+def encoder_cache(layout: KVLayout, kernels: KernelFactory = choose_kernels, num_pages: int = 32) -> TvmCache:
     return cache_of(layout, num_pages, ropes_of(layout), kernels, softcap=SOFTCAP)
 
 
@@ -72,7 +72,7 @@ class ShiftedCache(NaiveCache):
         return super()._rotated(layer, x, positions + self.shift)
 
 
-def sending_cache(layout: KVLayout, pe: int, pools: list[tuple[Tensor, ...]]) -> PagedKVCache:
+def sending_cache(layout: KVLayout, pe: int, pools: list[tuple[Tensor, ...]]) -> TvmCache:
     return cache_of(layout, 0, ropes_of(layout), pools=pools[pe], writer=PeerWriter(pe, pools))
 
 
@@ -132,7 +132,7 @@ def draw_encoder(layout: KVLayout, count: int, seed: int) -> dict[int, tuple[Ten
     return {layer: tuple(torch.randn(shape, generator=generator) for _ in "kv") for layer, shape in shapes.items()}  # type: ignore[misc]
 
 
-def encode(cache: PagedKVCache, sequences: list[int], seeds: list[int], *, push: bool = True) -> list[dict]:
+def encode(cache: TvmCache, sequences: list[int], seeds: list[int], *, push: bool = True) -> list[dict]:
     """What each sequence's encoder stores: by its seed."""
     layout = cache.layout
     drawn = [draw_encoder(layout, cache.border(one), seed) for one, seed in zip(sequences, seeds, strict=True)]
@@ -146,7 +146,7 @@ def encode(cache: PagedKVCache, sequences: list[int], seeds: list[int], *, push:
 
 
 def run(
-    cache: PagedKVCache, sequences: list[int], lengths: list[int], inputs: Inputs, *, push: bool = True
+    cache: TvmCache, sequences: list[int], lengths: list[int], inputs: Inputs, *, push: bool = True
 ) -> list[Tensor]:
     given = set(given_layers(cache.layout))
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def run(
     return outputs
 
 
-def compare(cache: PagedKVCache, naive: NaiveEncoders, sequences: list[int], lengths: list[int], seed: int) -> None:
+def compare(cache: TvmCache, naive: NaiveEncoders, sequences: list[int], lengths: list[int], seed: int) -> None:
     inputs = draw_inputs(cache.layout, sum(lengths), seed)
     pairs = zip(run(cache, sequences, lengths, inputs), naive.run(sequences, lengths, inputs), strict=True)
     for o, expected in pairs:

@@ -9,7 +9,6 @@ import torch
 
 from tandem.cache.digest import digest_kv
 from tandem.cache.kernels.torch import latent as torch_latent
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, LatentHeads, absorbed_is_cheaper, heads_at_once
 from tandem.cache.plan.layout import KVLayout, LayerGroup
@@ -31,6 +30,7 @@ from tests.cache.naive import (
 )
 from tests.cache.peer_writer import PeerWriter
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 RANK, ROTATED = 8, 4
 GROUP = LayerGroup((0, 1), 1, RANK + ROTATED, latent_rank=RANK)
@@ -95,7 +95,7 @@ def test_what_is_pushed_arrives_bit_for_bit() -> None:
     pools = [pools_of(BESIDE_KV, 32) for _ in range(2)]
     writer = PeerWriter(0, pools)
     sender, receiver = (
-        PagedKVCache(
+        TvmCache(
             BESIDE_KV,
             own,
             max_sequences=2,
@@ -155,7 +155,7 @@ def test_groups_that_cannot_be(change: dict[str, Any], message: str) -> None:
 def test_caches_that_cannot_be(layout: KVLayout, change: dict[str, object], message: str) -> None:
     options = {"rope": ropes_of(layout), "latent": LATENT_HEADS, "writer": None} | change
     with pytest.raises(InvalidArgument, match=message):
-        PagedKVCache(layout, pools_of(layout, 4), max_sequences=1, max_sequence_length=16, **options)  # type: ignore[arg-type]
+        TvmCache(layout, pools_of(layout, 4), max_sequences=1, max_sequence_length=16, **options)  # type: ignore[arg-type]
 
 
 def test_calls_that_do_not_fit() -> None:
@@ -166,9 +166,9 @@ def test_calls_that_do_not_fit() -> None:
     plan = cache.begin_forward([0], [3])
     (q, entries, latents), (q_kv, k, v), _ = draw_inputs(BESIDE_KV, 3, seed=0).layers
     up = up_projections(RANK)
-    with pytest.raises(InvalidArgument, match="layer is 0, which keeps latents; latent_attention serves it"):
+    with pytest.raises(InvalidArgument, match="layer is 0, which keeps latents; attend_latents"):
         cache.attention(plan, 0, q_kv, k, v)
-    with pytest.raises(InvalidArgument, match="layer is 1, which keeps no latents; attention serves it"):
+    with pytest.raises(InvalidArgument, match="layer is 1, which keeps no latents; attend"):
         cache.latent_attention(plan, 1, q, latents[:, 0], entries[:, 0, RANK:], up)
     with pytest.raises(InvalidArgument, match=r"q is \(2, 4, 10\).*; \(3, 4, 10\)"):
         run_layer(cache, plan, 0, q[:2], entries[:2], latents[:2])

@@ -10,7 +10,6 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.base import Limits
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
@@ -25,17 +24,18 @@ from tests.cache.attention.test_step_buffers import (
     run_forward,
 )
 from tests.cache.table_kernels import TableKernels
+from tests.support.tvm_cache import TvmCache
 
 SIZES, ROOM = [4, 11], 3
 NOTHING = np.zeros(0, np.int64)
 Forwards = list[dict[int, int]]
 
 
-def prompt_buffers(cache: PagedKVCache, sizes: list[int], num_sequences: int) -> list[GraphBuffers]:
+def prompt_buffers(cache: TvmCache, sizes: list[int], num_sequences: int) -> list[GraphBuffers]:
     return cache.graph_buffers([Limits.of_prompts(size, num_sequences, 4) for size in sizes])
 
 
-def begin(cache: PagedKVCache, buffers: GraphBuffers, counts: dict[int, int], *inputs: Int64Array) -> None:
+def begin(cache: TvmCache, buffers: GraphBuffers, counts: dict[int, int], *inputs: Int64Array) -> None:
     cache.commit(cache.begin(Batch(list(counts), list(counts.values()), push=False), buffers, inputs))
 
 

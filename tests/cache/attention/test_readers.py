@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory, Part
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.kernels.torch.merging import merge
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout
@@ -28,6 +28,7 @@ from tests.cache.naive import (
     windowed,
 )
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 LAYOUT = replace(layout_of(1, 2), readers=((4, 3), (5, 0), (6, 1), (7, 1)))
 LAYOUTS = {
@@ -93,7 +94,7 @@ def test_parts_of_two_layers_merge_to_attention_over_the_keys_of_both(causal: bo
 
 
 def merged_parts(
-    cache: PagedKVCache,
+    cache: TvmCache,
     sequences: list[int],
     lengths: list[int],
     layers: list[tuple[Tensor, Tensor, Tensor]],
@@ -107,7 +108,7 @@ def merged_parts(
             run_layer(cache, plan, layer, *tensors)
         first, second = (cache.read_part(plan, layer, layers[2][0], causal=causal) for layer in (0, 2))
         cache.end_forward(plan)
-    return cache.merge([first, second]), second
+    return merge([first, second]), second
 
 
 def in_part(q: Tensor, keys: list[Tensor], values: list[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
@@ -147,10 +148,10 @@ def test_calls_that_are_not_accepted() -> None:
     with pytest.raises(InvalidArgument, match="causal is False, but layer 5 lets go of its past"):
         cache.read_part(plan, 5, layers[5][0], causal=False)
     with pytest.raises(InvalidArgument, match="parts is empty"):
-        cache.merge([])
+        merge([])
     part = cache.read_part(plan, 4, layers[4][0])
     with pytest.raises(InvalidArgument, match=r"parts\[1\] has o \(4, 4, 8\)"):
-        cache.merge([part, Part(part.o[:4], part.lse[:4])])
+        merge([part, Part(part.o[:4], part.lse[:4])])
     cache.end_forward(plan)  # readers need not run
 
 

@@ -12,7 +12,6 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers, pad_tables
 from tandem.cache.kernels.base import KernelFactory, Limits
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
@@ -24,6 +23,7 @@ from tests.cache.naive import cache_of, layout_of, spanned, windowed
 from tests.cache.peer_writer import PeerWriter
 from tests.cache.sharing_kernels import sharing_all
 from tests.cache.table_kernels import TableKernels
+from tests.support.tvm_cache import TvmCache
 from tests.transfer.layouts import two_groups
 
 HEADS = {0: (4, 2, 8), 1: (2, 1, 4), 2: (4, 2, 8)}  # of q, of K and V, head_dim by layer
@@ -33,11 +33,11 @@ DYNAMIC = RopeParameters("dynamic", 4, factor=2.0, max_position_embeddings=8)
 
 def make_cache(
     kernels: KernelFactory = TableKernels, rope: RopeParameters | None = None, layout: KVLayout | None = None
-) -> PagedKVCache:
+) -> TvmCache:
     layout = layout or two_groups()
     pools = [torch.full((40, *layout.page_shape(group)), torch.nan) for group in range(2)]
     rope = rope or RopeParameters("default", 4)
-    cache = PagedKVCache(
+    cache = TvmCache(
         layout,
         pools,
         max_sequences=8,
@@ -52,9 +52,7 @@ def make_cache(
     return cache
 
 
-def step_buffers(
-    cache: PagedKVCache, sizes: list[int], num_inputs: int, *, sharing: bool = False
-) -> list[GraphBuffers]:
+def step_buffers(cache: TvmCache, sizes: list[int], num_inputs: int, *, sharing: bool = False) -> list[GraphBuffers]:
     return cache.graph_buffers([Limits.of_step(size, 4, num_inputs, sharing=sharing) for size in sizes])
 
 
@@ -80,12 +78,12 @@ def run(attention: Callable[..., Tensor], inputs: dict[int, list[Tensor]]) -> li
 
 
 def run_forward(
-    cache: PagedKVCache, sequences: list[int], counts: list[int], inputs: dict[int, list[Tensor]]
+    cache: TvmCache, sequences: list[int], counts: list[int], inputs: dict[int, list[Tensor]]
 ) -> list[Tensor]:
     return run(partial(cache.attention, cache.begin_forward(sequences, counts)), inputs)
 
 
-def contents(cache: PagedKVCache) -> list[Tensor]:
+def contents(cache: TvmCache) -> list[Tensor]:
     return [torch.stack(kv) for s in range(len(LENGTHS)) for kv in cache.gather_kv(s, 0, cache.num_tokens(s))]
 
 

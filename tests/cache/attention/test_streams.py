@@ -11,7 +11,6 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
@@ -33,6 +32,7 @@ from tests.cache.naive import (
 )
 from tests.cache.peer_writer import PeerWriter
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2, 1)
 ROTARY = RotaryEmbedding(ROPE, 4096, "cpu", torch.float64)
@@ -99,7 +99,7 @@ def heads_of(layout: KVLayout) -> dict[int, int]:
     return {layer: group.num_kv_heads for group in layout.groups for layer in group.layers}
 
 
-def check_contents(cache: PagedKVCache, sequence: int, naive: NaiveStream) -> None:
+def check_contents(cache: TvmCache, sequence: int, naive: NaiveStream) -> None:
     """What is kept, bit for bit; what is not is refused."""
     assert cache.num_tokens(sequence) == naive.length
     recent = [position for position in naive.kept if position >= naive.sink]
@@ -165,7 +165,7 @@ def test_a_million_tokens_go_through_few_pages(tokens: int) -> None:
     """In appends of 250, with decodes and short chunks between them that are compared with the naive stream."""
     layout = KVLayout((LayerGroup((0,), 1, HEAD_DIM),), 4, torch.float32)
     pools = pools_of(layout, 66)
-    cache = PagedKVCache(layout, pools, max_sequences=1, max_sequence_length=300, rope=ROPE, writer=None)
+    cache = TvmCache(layout, pools, max_sequences=1, max_sequence_length=300, rope=ROPE, writer=None)
     stream = NaiveStream.of(layout, 32, 3)
     cache.add_sequence(0)
     cache.enable_sliding_window(0, 32, 3)
@@ -345,7 +345,7 @@ def test_a_stream_is_transferred(sink: int, held: int, total: int, cached: int) 
     pools = [pools_of(LAYOUT, 32) for _ in range(2)]
     writer = PeerWriter(0, pools)
     sender, receiver = (
-        PagedKVCache(LAYOUT, own, max_sequences=4, max_sequence_length=MAX_LENGTH, rope=ROPE, writer=writer)
+        TvmCache(LAYOUT, own, max_sequences=4, max_sequence_length=MAX_LENGTH, rope=ROPE, writer=writer)
         for own in pools
     )
     inputs, window = draw_inputs(LAYOUT, total, seed=sink), 12

@@ -8,7 +8,6 @@ import torch
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
@@ -25,6 +24,7 @@ from tests.cache.naive import (
     windowed,
 )
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 PROGRAM: list[dict[int, int]] = [
     {0: 31, 1: 5, 2: 1},
@@ -85,7 +85,7 @@ def test_long_prompts_and_long_decodes(kernels: KernelFactory) -> None:
     for window in (3, 300, 700):
         layout = windowed(layout_of(1), window)
         pools, sizes = pools_of(layout, 300), (1000, 1, 1)
-        cache = PagedKVCache(
+        cache = TvmCache(
             layout,
             pools,
             max_sequences=1,
@@ -103,7 +103,7 @@ def test_long_prompts_and_long_decodes(kernels: KernelFactory) -> None:
                 assert_close(actual, expected)
 
 
-def free(cache: PagedKVCache) -> list[int]:
+def free(cache: TvmCache) -> list[int]:
     return [allocator.num_free for allocator in cache._pools.allocators]
 
 
@@ -129,7 +129,7 @@ def test_pages_behind_the_window_return_in_that_group_only() -> None:
 def test_pools_of_different_sizes_and_out_of_pages_of_one() -> None:
     layout = windowed(BOTH, None, 6)
     pools = (pools_of(layout, 12)[0], pools_of(layout, 4)[1])
-    cache = PagedKVCache(layout, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
+    cache = TvmCache(layout, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
     cache.add_sequence(0)
     run(cache, [0], [12], draw_inputs(layout, 12, seed=0))
     assert (cache.num_pages, free(cache)) == (4, [9, 1])
@@ -270,7 +270,7 @@ def test_pages_of_windows_give_way_alone() -> None:
     """The group with a window needs room first: its oldest pages go, and prefixes that end behind others stay."""
     layout = windowed(BOTH, None, 6)
     pools = (pools_of(layout, 32)[0], pools_of(layout, 6)[1])
-    cache = PagedKVCache(layout, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
+    cache = TvmCache(layout, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
     for sequence, first in enumerate((100, 200)):
         tokens = list(range(first, first + 12))
         cache.add_sequence(sequence)

@@ -1,4 +1,4 @@
-"""Arguments that PagedKVCache must not take: each is refused by name, and nothing has changed."""
+"""Arguments that TvmCache must not take: each is refused by name, and nothing has changed."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
@@ -27,13 +26,14 @@ from tests.cache.naive import (
     up_projections,
 )
 from tests.cache.peer_writer import PeerWriter
+from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2)
 LATENTS = KVLayout((LayerGroup((0,), 1, 12, latent_rank=8),), 4, torch.float32)
 NO_BATCH: Any = None  # none is looked at before the sequences are
 NO_INTEGERS = [1.0, 2.5, float("nan"), "1", None, True, [1], np.float64(2), 1 << 70]
 
-Call = Callable[[PagedKVCache, Any], object]
+Call = Callable[[TvmCache, Any], object]
 SCALARS: dict[str, tuple[str, Call]] = {
     "a new sequence": ("sequence", lambda cache, value: cache.add_sequence(value)),
     "a child": ("sequence", lambda cache, value: cache.fork_sequence(0, value)),
@@ -60,7 +60,7 @@ ROWS: dict[str, Call] = {
 }
 
 
-def filled(**options: Any) -> PagedKVCache:
+def filled(**options: Any) -> TvmCache:
     """Sequence 0 has 5 positions, 1 has 3 and an open tree of 2 nodes, 2 is empty."""
     cache = cache_of(LAYOUT, **options)
     for sequence in range(3):
@@ -70,13 +70,13 @@ def filled(**options: Any) -> PagedKVCache:
     return cache
 
 
-def state_of(cache: PagedKVCache) -> object:
+def state_of(cache: TvmCache) -> object:
     table = cache._table
     pages = [group.pages.tolist() for group in table.groups]
     return table.lengths.tolist(), table.sequences(), table.receiving.tolist(), pages, cache._pools.num_free
 
 
-def refuses(cache: PagedKVCache, call: Callable[[], object], message: str) -> None:
+def refuses(cache: TvmCache, call: Callable[[], object], message: str) -> None:
     before = state_of(cache)
     with pytest.raises(InvalidArgument, match=message):
         call()
@@ -282,7 +282,7 @@ def test_latents_that_do_not_fit(changed: int) -> None:
         cache.latent_attention(plan, 0, q, latents, keys, UpProjections(weight, LatentHeads(7, 7)))
 
 
-PLANS: dict[str, Callable[[PagedKVCache], object]] = {
+PLANS: dict[str, Callable[[TvmCache], object]] = {
     "popped": lambda cache: cache.pop(0, 1),
     "removed": lambda cache: cache.remove_sequence(0),
     "cleared": lambda cache: cache.clear(),
@@ -291,12 +291,12 @@ PLANS: dict[str, Callable[[PagedKVCache], object]] = {
 
 
 @pytest.mark.parametrize("change", PLANS.values(), ids=PLANS.keys())
-def test_a_plan_of_what_is_gone(change: Callable[[PagedKVCache], object]) -> None:
+def test_a_plan_of_what_is_gone(change: Callable[[TvmCache], object]) -> None:
     """Its pages may be those of others by now."""
     cache = filled()
     plan, (q, k, v) = cache.begin_forward([0], [2]), draw_inputs(LAYOUT, 2, seed=2).layers[0]
     change(cache)
-    refuses(cache, lambda: cache.attention(plan, 0, q, k, v), "plan has a sequence that was shortened or removed since")
+    refuses(cache, lambda: cache.attention(plan, 0, q, k, v), "a sequence that was shortened or removed since")
 
 
 def test_a_plan_outlives_what_happens_to_others() -> None:
@@ -318,8 +318,8 @@ def test_a_plan_of_another_cache() -> None:
     for one in (cache, other):
         one.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(9)),)), 1)
         plans.append(one.begin_forward([0], [2]))
-    refuses(cache, lambda: cache.attention(plans[1], 0, q, k, v), "plan is of another cache")
-    refuses(cache, lambda: cache.end_forward(plans[1]), "plan is of another cache")
+    refuses(cache, lambda: cache.attention(plans[1], 0, q, k, v), "the forward is of another cache")
+    refuses(cache, lambda: cache.end_forward(plans[1]), "the forward is of another cache")
     assert cache.num_sent(0) == 0
 
 
@@ -338,4 +338,4 @@ def test_layouts_are_of_integers(name: str, value: Any) -> None:
 def test_caches_are_of_integers(name: str, value: Any) -> None:
     sizes = {"max_sequences": 2, "max_sequence_length": 9, name: value}
     with pytest.raises(InvalidArgument, match=f"{name} is {value}; "):
-        PagedKVCache(LAYOUT, pools_of(LAYOUT, 4), rope=RopeParameters("none", 0), writer=None, **sizes)
+        TvmCache(LAYOUT, pools_of(LAYOUT, 4), rope=RopeParameters("none", 0), writer=None, **sizes)

@@ -11,7 +11,6 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
@@ -21,6 +20,7 @@ from tests.cache.naive_trees import NaiveTrees
 from tests.cache.peer_writer import PeerWriter
 from tests.cache.sharing_kernels import sharing_all
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 TWO = layout_of(2, 1)
 LATENT = KVLayout((LayerGroup((1,), 1, 12, latent_rank=8), LayerGroup((0,), 2, HEAD_DIM)), 4, torch.float32)
@@ -60,7 +60,7 @@ CASES = [  # each with each of the others, not all three with all
 class Twin:
     """A cache and the naive one. chunk: the most tokens of a forward, 1 where RoPE goes by the length of a sequence."""
 
-    cache: PagedKVCache
+    cache: TvmCache
     naive: NaiveCache
     chunk: int
     seed: int = 0
@@ -187,7 +187,7 @@ def slide(twin: Twin, rope: RopeParameters) -> None:
         twin.run({0: 1, 4: 1})
 
 
-def send(twin: Twin, receiver: PagedKVCache) -> None:
+def send(twin: Twin, receiver: TvmCache) -> None:
     """Sequence 0, its cached positions and two more, into a cache that goes on from it."""
     sender, naive = twin.cache, twin.naive
     receiver.add_sequence(0)

@@ -10,7 +10,6 @@ import torch
 
 from tandem.cache.digest import digest_kv
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.layout import KVLayout
@@ -30,6 +29,7 @@ from tests.cache.naive import (
 from tests.cache.peer_writer import PeerWriter
 from tests.cache.plan.test_factors import NO_FACTORS
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 SCALES = {
     # About what a calibration gives for numbers of this size: the largest become 200.
@@ -98,7 +98,7 @@ def test_forks_pops_and_copied_pages() -> None:
     run(cache, [1], [11], first)
     naive.run([1], [11], first)
     for one in (cache, naive):
-        (one.fork_sequence if isinstance(one, PagedKVCache) else one.fork)(1, 2, 6)
+        (one.fork_sequence if isinstance(one, TvmCache) else one.fork)(1, 2, 6)
         one.pop(1, 4)
     outputs, expected = run(cache, [1, 2], [5, 3], second), naive.run([1, 2], [5, 3], second)
     for output, of_naive in zip(outputs, expected, strict=True):
@@ -146,7 +146,7 @@ def test_what_is_sent_is_what_the_sender_stores(begin: int) -> None:
     layout = fp8_layout(SCALES["per head"])
     pools = [pools_of(layout, 16) for _ in range(2)]
     sender, receiver = (
-        PagedKVCache(
+        TvmCache(
             layout,
             own,
             max_sequences=4,

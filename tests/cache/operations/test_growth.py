@@ -4,19 +4,19 @@ import torch
 
 from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.base import Limits
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.spans import Window
 from tests.cache.table_kernels import TableKernels
+from tests.support.tvm_cache import TvmCache
 
 WINDOW, PAGE_SIZE, STEPS = 5, 4, 20
 LAYOUT = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4, keeps=Window(WINDOW)),), PAGE_SIZE, torch.float32)
 
 
-def make_cache() -> PagedKVCache:
+def make_cache() -> TvmCache:
     pool = torch.zeros(20, *LAYOUT.page_shape(0))
-    cache = PagedKVCache(
+    cache = TvmCache(
         LAYOUT,
         (pool,),
         max_sequences=1,

@@ -5,19 +5,19 @@ import re
 import pytest
 import torch
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages, OutOfSequences
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import NaiveCache, cache_of, draw_inputs, layout_of, pools_of, run
 from tests.cache.plan.test_factors import NO_FACTORS
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2)
 TWO_GROUPS = layout_of(1, 4)
 
 
-def grown(length: int, num_pages: int = 8, layout: KVLayout = LAYOUT) -> tuple[PagedKVCache, NaiveCache]:
+def grown(length: int, num_pages: int = 8, layout: KVLayout = LAYOUT) -> tuple[TvmCache, NaiveCache]:
     """Caches with one sequence, 0, of `length` positions, made in one forward."""
     cache, naive = cache_of(layout, num_pages), NaiveCache(layout)
     cache.add_sequence(0)
@@ -28,13 +28,13 @@ def grown(length: int, num_pages: int = 8, layout: KVLayout = LAYOUT) -> tuple[P
     return cache, naive
 
 
-def append(cache: PagedKVCache, naive: NaiveCache, sequence: int, count: int, seed: int) -> None:
+def append(cache: TvmCache, naive: NaiveCache, sequence: int, count: int, seed: int) -> None:
     batch = ([sequence], [count], draw_inputs(cache.layout, count, seed))
     for actual, expected in zip(run(cache, *batch), naive.run(*batch), strict=True):
         assert_close(actual, expected)
 
 
-def used(cache: PagedKVCache) -> int:
+def used(cache: TvmCache) -> int:
     return cache.num_pages - cache.num_free_pages
 
 
@@ -250,4 +250,4 @@ def test_heads_that_cannot_be(value: float) -> None:
 def test_pools_must_fit_the_layout(pools: tuple[torch.Tensor, ...], message: str) -> None:
     rope = RopeParameters("none", 0)
     with pytest.raises(InvalidArgument, match=message):
-        PagedKVCache(LAYOUT, pools, max_sequences=1, max_sequence_length=8, rope=rope, writer=None)
+        TvmCache(LAYOUT, pools, max_sequences=1, max_sequence_length=8, rope=rope, writer=None)

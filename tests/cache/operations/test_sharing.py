@@ -8,12 +8,12 @@ from torch import Tensor
 
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.shared_prefixes import SharingRule
 from tests.cache.naive import QUERY_HEADS, Inputs, NaiveCache, NaiveSequence, cache_of, draw_inputs, layout_of, windowed
 from tests.cache.sharing_kernels import ALL, sharing_all
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2, 1)
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
@@ -22,7 +22,7 @@ assert SINKS.numel() == QUERY_HEADS
 
 @torch.inference_mode()
 def forward(
-    cache: PagedKVCache, sequences: list[int], counts: list[int], inputs: Inputs, sinks: Tensor | None = None
+    cache: TvmCache, sequences: list[int], counts: list[int], inputs: Inputs, sinks: Tensor | None = None
 ) -> tuple[Forward, list[Tensor]]:
     plan = cache.begin_forward(sequences, counts)
     outputs = [cache.attention(plan, layer, *qkv, sinks) for layer, qkv in enumerate(inputs.layers)]

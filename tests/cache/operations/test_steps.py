@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tandem.cache.attention.begun_forward import Forward
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.pages import step_growth
 from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.spans import Window
 from tests.cache.known import check_tables, watched
+from tests.support.tvm_cache import TvmCache
 
 PAGE, LONGEST, BATCH, STEPS = 4, 60, 6, 400
 STREAM = 10, 3  # window, sink
@@ -30,7 +30,7 @@ class Stepping:
         """The first num_streams of the batch slide."""
         self.random, self.counts = Random(seed), Counter[str]()
         self.layout, self.num_streams = layout, num_streams
-        self.cache = PagedKVCache(
+        self.cache = TvmCache(
             layout,
             [torch.zeros(200, *layout.page_shape(group)) for group in range(2)],
             max_sequences=2 * BATCH,
@@ -237,7 +237,7 @@ def test_steps_are_as_if_planned_anew(
 
 def test_pages_foreseen_are_cleared_once_and_others_all_the_same() -> None:
     cleared: list[int] = []
-    cache = PagedKVCache(
+    cache = TvmCache(
         PLAIN,
         [torch.zeros(40, *PLAIN.page_shape(group)) for group in range(2)],
         max_sequences=2,
@@ -282,7 +282,7 @@ def test_pages_foreseen_are_cleared_once_and_others_all_the_same() -> None:
 
 def test_no_room_changes_nothing() -> None:
     layout = KVLayout((LayerGroup((0,), 1, 8),), PAGE, torch.float32)
-    cache = PagedKVCache(
+    cache = TvmCache(
         layout,
         [torch.zeros(3, *layout.page_shape(0))],
         max_sequences=2,

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
@@ -19,6 +18,7 @@ from tests.cache.naive import (
     pools_of,
     windowed,
 )
+from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2)
 TWO_GROUPS = layout_of(1, 4)
@@ -131,7 +131,7 @@ def test_wrong_marks_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="sequence 0 is marked already"):
         sender.mark_send(0, 0, position_map, 1)
     forward(sender, 0, 6)
-    without = PagedKVCache(LAYOUT, pools_of(LAYOUT, 2), max_sequences=1, max_sequence_length=8, rope=ROPE, writer=None)
+    without = TvmCache(LAYOUT, pools_of(LAYOUT, 2), max_sequences=1, max_sequence_length=8, rope=ROPE, writer=None)
     without.add_sequence(0)
     with pytest.raises(InvalidArgument, match="without a writer"):
         without.mark_send(0, 0, position_map, 1)

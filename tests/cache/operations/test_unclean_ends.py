@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from tandem.cache.paged_cache import PagedKVCache
 from tests.cache.naive import ROPE, NaiveCache, draw_inputs, layout_of, pools_of, run, windowed
 from tests.cache.peer_writer import PeerWriter
 from tests.support.tolerances import assert_close
+from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(1, 2, dtype=torch.bfloat16)  # 16 bits: torch's kernels, which read whole pages
 
 
-def two_caches(window: int | None) -> tuple[PagedKVCache, PagedKVCache, tuple[torch.Tensor, ...]]:
+def two_caches(window: int | None) -> tuple[TvmCache, TvmCache, tuple[torch.Tensor, ...]]:
     """A sender, a receiver, and the receiver's pools, full of NaN."""
     layout = windowed(LAYOUT, None, window)
     pools = [pools_of(layout, 24) for _ in range(2)]
     sender, receiver = (
-        PagedKVCache(layout, own, max_sequences=8, max_sequence_length=64, rope=ROPE, writer=PeerWriter(pe, pools))
+        TvmCache(layout, own, max_sequences=8, max_sequence_length=64, rope=ROPE, writer=PeerWriter(pe, pools))
         for pe, own in enumerate(pools)
     )
     return sender, receiver, pools[1]

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.page_users import PageUsers
 from tandem.cache.plan.errors import OutOfPages
 from tests.cache.naive import ROPE, layout_of, pools_of, windowed
+from tests.support.tvm_cache import TvmCache
 
 PAGE, WINDOW, LENGTH = 4, 9, 60
 TOKENS = list(range(100, 100 + LENGTH))
@@ -15,12 +15,12 @@ LAYOUT = windowed(layout_of(1), WINDOW)
 NEEDED = LAYOUT.most_pages(0, LENGTH, 1)
 
 
-def cache_with(num_pages: int) -> PagedKVCache:
+def cache_with(num_pages: int) -> TvmCache:
     pools = pools_of(LAYOUT, num_pages)
-    return PagedKVCache(LAYOUT, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
+    return TvmCache(LAYOUT, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
 
 
-def begin(cache: PagedKVCache, sequence: int, count: int, *, reserve: int = LENGTH) -> int:
+def begin(cache: TvmCache, sequence: int, count: int, *, reserve: int = LENGTH) -> int:
     """A sequence that holds TOKENS[:count], with as many positions reserved; how many of them it found."""
     cache.add_sequence(sequence)
     matched = cache.match_prefix(sequence, TOKENS)
@@ -31,7 +31,7 @@ def begin(cache: PagedKVCache, sequence: int, count: int, *, reserve: int = LENG
     return matched
 
 
-def grow(cache: PagedKVCache, *sequences: int, end: int = LENGTH) -> None:
+def grow(cache: TvmCache, *sequences: int, end: int = LENGTH) -> None:
     """In one forward each time, so that they let go of pages together."""
     while cache.num_tokens(sequences[0]) < end:
         cache.begin_forward(sequences, [1] * len(sequences))

@@ -1,17 +1,17 @@
 import pytest
 import torch
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout
 from tests.cache.naive import cache_of, draw_inputs, layout_of, run
+from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2)
 TOKENS = list(range(100, 160))
 
 
 def prefilled(
-    cache: PagedKVCache, sequence: int, tokens: list[int], *, layout: KVLayout = LAYOUT, publish: bool = True
+    cache: TvmCache, sequence: int, tokens: list[int], *, layout: KVLayout = LAYOUT, publish: bool = True
 ) -> int:
     """Serves a prompt as a worker does; the length it found in the index. Its KV is a function of its tokens."""
     cache.add_sequence(sequence)

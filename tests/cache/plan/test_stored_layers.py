@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.stored_layers import LEFT, StoredLayers
@@ -15,6 +14,7 @@ from tests.cache.attention.test_step_buffers import draw, make_cache, run
 from tests.cache.island import Island, forward
 from tests.cache.naive import HEAD_DIM, draw_inputs, layout_of, run_layer
 from tests.cache.peer_writer import PeerWriter
+from tests.support.tvm_cache import TvmCache
 
 SIX_LAYERS = KVLayout((LayerGroup(tuple(range(6)), 2, HEAD_DIM),), 4, torch.float32)
 
@@ -45,7 +45,7 @@ def noting(layout: KVLayout) -> Island:
     return island
 
 
-def note(cache: PagedKVCache) -> None:
+def note(cache: TvmCache) -> None:
     for group, layers in zip(cache._groups, cache.layout.groups, strict=True):
         group.stored = StoredLayers(len(layers.layers))
 

@@ -254,7 +254,9 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(OutOfPages):
         cache.begin_forward([0, 1], [3, MAX_LENGTH], token_tree_parents=[[-1, 0, 0], None])
     run(cache, [0], [3], draw_inputs(LAYOUT, 3, seed=0))  # nothing was opened
-    with pytest.raises(InvalidArgument, match="sequence 0 has no open token tree; begin_forward opens one"):
+    with pytest.raises(
+        InvalidArgument, match="sequence 0 has no open token tree; token_tree_parents of a batch opens one"
+    ):
         cache.commit_token_tree([0], [0])
     run(cache, [0, 1], [3, 2], draw_inputs(LAYOUT, 5, seed=0), parents=[[-1, 0, 1], [-1, -1]])
     free = cache.num_free_pages

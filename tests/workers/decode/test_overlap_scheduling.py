@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.completion import pack_payload, pack_signal
@@ -33,6 +32,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
+from tests.support.tvm_cache import TvmCache
 
 PAGE_SIZE, NUM_PAGES, PROMPT = 4, 24, 5
 LAYOUT = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4),), PAGE_SIZE, torch.float32)
@@ -90,7 +90,7 @@ class ScriptedNextDrafts:
 class ScriptedRunner:
     """Checks each input against the script, wherever it comes from, and grows the cache as a forward does."""
 
-    def __init__(self, cache: PagedKVCache) -> None:
+    def __init__(self, cache: TvmCache) -> None:
         self._cache = cache
         self._last: list[int] = []
         self.overlaps = True
@@ -222,7 +222,7 @@ class Bench:
         self.fabric = FakeFabric(2, LAYOUT, num_pages=NUM_PAGES, num_signals=mailbox_rows(8, 2))
         self._sender, receiver = self.fabric.joined()
         self.receiver: FakeTransport = receiver
-        self.cache = PagedKVCache(
+        self.cache = TvmCache(
             LAYOUT,
             receiver.pools,
             max_sequences=2 * max_sequences,

@@ -5,13 +5,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.handoff.handoff import RECALL_POLL_SECONDS
 from tandem.workers.prefill.prefills import MOST_AHEAD
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.support.tvm_cache import TvmCache
 from tests.workers.decode.test_overlap_scheduling import (
     NO_LOGPROBS,
     NUM_PAGES,
@@ -28,7 +28,7 @@ OWN_PE = 1
 class PromptRunner(ScriptedRunner):
     """Chunks are done when the test says so."""
 
-    def __init__(self, cache: PagedKVCache) -> None:
+    def __init__(self, cache: TvmCache) -> None:
         super().__init__(cache)
         self.chunks_done = 1000  # of those launched
         self.sampling_fails = False

@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.spans import ALL, Chunk, Window
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
@@ -21,6 +20,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tests.cache.naive import ROPE, layout_of, spanned
 from tests.support.oracle import random_prompt
+from tests.support.tvm_cache import TvmCache
 from tests.workers.loop_pair import DECODE, NO_SPECULATION, Clock, LoopPair
 
 LONGEST, MOST_OUTPUT = 200, 60
@@ -50,7 +50,7 @@ class Worker:
         num_pages = self.most + (random.randint(0, 2 * self.most) if more is None else more)
         fabric = FakeFabric(2, self.layout, num_pages=num_pages, num_signals=mailbox_rows(8, 2))
         transport = fabric.joined()[PE]
-        self.cache = PagedKVCache(
+        self.cache = TvmCache(
             self.layout,
             transport.pools,
             max_sequences=16,

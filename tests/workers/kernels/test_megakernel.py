@@ -15,7 +15,6 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits, StepPages
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import Rotation
@@ -28,6 +27,7 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
 from tests.support.checkpoints import make_model
+from tests.support.tvm_cache import TvmCache
 from tests.workers.kernels.emulated.library import COMPILER, library_builder
 
 SOURCE = Path(__file__).parent / "emulated" / "megakernel.cpp"
@@ -134,8 +134,8 @@ class Both:
     """A model whose steps the emulated kernel computes, and two caches with the same prompts."""
 
     model: DenseDecoder
-    fixed: PagedKVCache
-    plain: PagedKVCache
+    fixed: TvmCache
+    plain: TvmCache
     pools: list[Tensor]
 
     def assert_same_finite(self) -> None:
@@ -155,7 +155,7 @@ def both_of(case: Case, build: Build, tmp_path: Path, monkeypatch: pytest.Monkey
     pools = [torch.full((40, *layout.page_shape(0)), torch.nan).to(layout.stored_dtype) for _ in range(2)]
     caches = []
     for pool in pools:
-        cache = PagedKVCache(
+        cache = TvmCache(
             layout,
             (pool,),
             max_sequences=8,

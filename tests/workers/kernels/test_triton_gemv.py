@@ -12,12 +12,12 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tests.support.checkpoints import make_model
+from tests.support.tvm_cache import TvmCache
 
 pytest.importorskip("triton")
 
@@ -61,7 +61,7 @@ def test_logits_equal_those_of_plain_forwards(tmp_path: Path) -> None:
     caches = []
     for _ in range(2):
         pool = torch.full((40, *layout.page_shape(0)), torch.nan)
-        cache = PagedKVCache(
+        cache = TvmCache(
             layout, (pool,), max_sequences=4, max_sequence_length=64, rope=config.rope, writer=None, kernels=StepKernels
         )
         for sequence, length in enumerate(LENGTHS):

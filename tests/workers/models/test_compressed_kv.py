@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.spans import Every, Window
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, likeliest, random_prompt
+from tests.support.tvm_cache import TvmCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,7 +104,7 @@ def expected_entries(text: list[int], oracle: "PreTrainedModel") -> dict[tuple[s
     return found
 
 
-def check_entries(cache: PagedKVCache, sequence: int, expected: dict[tuple[str, int], Tensor]) -> set[str]:
+def check_entries(cache: TvmCache, sequence: int, expected: dict[tuple[str, int], Tensor]) -> set[str]:
     """Compares all of them. The kinds that there were."""
     layout, length = cache.layout, cache.num_tokens(sequence)
     place = {layer: cache.layout.layer_index[layer] for layer in range(layout.num_layers)}

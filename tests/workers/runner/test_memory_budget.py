@@ -13,6 +13,7 @@ from tandem.workers.runner.memory_budget import MemoryBudget, on_the_gpu, run_la
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.reserved_bytes import RESERVED_BYTES
 from tests.support.checkpoints import save_checkpoint
+from tests.support.tvm_cache import TvmCache
 
 GIB = 1 << 30
 
@@ -80,7 +81,7 @@ def test_the_largest_forward_makes_as_many_keys_and_values_of_latents_as_any(
     layout, latent = kv_layout(model.config, 16), model.config.latent
     assert latent is not None
     pools = [torch.zeros(8, *layout.page_shape(group)) for group in range(len(layout.groups))]
-    cache = make_cache(model.config, layout, pools, max_sequences=1, max_length=80)
+    cache = TvmCache.of(make_cache(model.config, layout, pools, max_sequences=1, max_length=80))
     cache.add_sequence(0)
     with torch.inference_mode():
         for _ in range(2):

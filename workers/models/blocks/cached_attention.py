@@ -30,13 +30,13 @@ class CachedAttention(Protocol):
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
     ) -> Tensor:
-        """o [T, H, value_dim]; see PagedKVCache.latent_attention. May overwrite q, latents and keys."""
+        """o [T, H, value_dim]; see Attention.attend_latents of tandem.cache. May overwrite q, latents and keys."""
         ...
 
     def attend_shared(
         self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
     ) -> Tensor:
-        """o [T, Hq, D] of q [T, Hq, D] and kv [T, 1, D]; see PagedKVCache.shared_attention."""
+        """o [T, Hq, D] of q [T, Hq, D] and kv [T, 1, D]; see Attention.attend_shared."""
         ...
 
     def temperatures(self, rule: Temperature) -> Tensor:

@@ -22,7 +22,7 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: 
     order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
     """
     total: Tensor | int = 0
-    layout, numbers, border = cache.layout, _group_numbers(cache.layout), cache.border(sequence)
+    layout, numbers, border = cache.layout, _group_numbers(cache.layout), cache.sequence(sequence).border
     for index, (group, paging) in enumerate(zip(layout.groups, layout.paging, strict=True)):
         seen = max(paging.num_entries(begin), layout.first_page_index(index, end) * paging.entries)
         stop = paging.num_entries(end)

@@ -1,5 +1,6 @@
 """A forward from its begin to its commit."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tandem.cache.attention.forward import Attention
@@ -22,4 +23,4 @@ class Forward(NamedTuple):
     sent: Sent | None  # what commit() counts as issued
     standing: Standing | None  # of the sequences, when the forward was planned; None of a step in graph buffers
     buffers: GraphBuffers | None = None
-    grows: bool = False  # commit() grows the sequences: the forward was foreseen
+    is_next: Callable[[], bool] | None = None  # of one that was foreseen: whether it is the next of its sequences

@@ -81,6 +81,11 @@ class Batch(NamedTuple):
 
     scratch: so many of the last positions of each sequence will be popped, with those of this forward. What a query
     in the place of the first of them sees stays.
+
+    encodes: the forward stores the encoder's entries of empty sequences, in a layout with an encoder, and nothing else
+    but push is given. A sequence's new positions are its encoder's, padded to whole pages. The caller calls
+    attention.store_given() once for each layer that keeps them, in order. Later forwards append behind the border; in
+    these read() of such a layer attends to the encoder_len entries of its sequence, from every position.
     """
 
     seq_ids: Sequence[int] | Int64Array
@@ -89,6 +94,7 @@ class Batch(NamedTuple):
     token_tree_parents: Sequence[Parents | None] | None = None
     push: bool = True
     scratch: int = 0
+    encodes: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +151,8 @@ class Attention:
         return output
 
     def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See PagedKVCache.encode."""
+        """Stores k and v [T, num_kv_heads, head_dim] of an encoder's positions, not rotated. Those of the padding mean
+        nothing."""
         group, plan, index = self._find(layer)
         self._check_side(layer, stores_given=True)
         assert isinstance(group.inputs, AttentionInputs)  # see KVLayout
@@ -331,7 +338,7 @@ class Attention:
     def _check_side(self, layer: int, *, stores_given: bool) -> None:
         """InvalidArgument unless the forward is of the kind that the layer's call is for."""
         if stores_given and (layer not in self.layers.given or not self.encodes):
-            raise InvalidArgument(f"layer is {layer}; encode() makes forwards that store an encoder's entries")
+            raise InvalidArgument(f"layer is {layer}; a batch with encodes makes a forward that stores what it keeps")
         if not stores_given and (layer in self.layers.given or self.encodes):
             raise InvalidArgument(f"layer is {layer}; begin() makes forwards that attend, in layers of their own")
 

@@ -17,7 +17,7 @@ from tandem.cache.kernels.choice import choose_row_shift
 from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, Staging
 from tandem.cache.kernels.torch.sliding import SlidingRows
-from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.sequence_table import SequenceTable, ids_of
 from tandem.cache.plan.arrays import Int64Array, IntArray
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.tables import EntryLayout, PageTables, TokenLayout, lay_out_tokens, look_up_pages
@@ -39,17 +39,16 @@ class GraphBuffers:
         groups: Sequence[GroupAttention],
         rotations: Rotations,
         layers: LayerIndex,
-        *,
-        max_pages: int,
-        page_size: int,
+        table: SequenceTable,
         staging: Staging,
     ) -> None:
-        """max_pages: of one sequence. staging: of at least GraphBuffers.num_bytes(…); several buffers may share one."""
+        """staging: of at least GraphBuffers.num_bytes(…); several buffers may share one."""
         self.limits = limits
         self._groups = groups
         self._rotations = rotations
         self._layers = layers
-        self._page_size = page_size
+        self._table = table
+        self._page_size, max_pages = table.page_size, table.groups[0].pages.shape[1]
         of_groups = [limits.in_chunks(group.chunk) for group in groups]
         sizes = _sizes(limits, [group.chunk for group in groups], max_pages)
         self._arrays = FixedArrays(staging, sizes)
@@ -95,7 +94,7 @@ class GraphBuffers:
         rotation of its positions. by_layers: each layer will call attend(), whatever step_pages() could do.
 
         shift: called once the arrays are there; int32 [size], how many positions earlier than they say each row of a
-        verify step or of a chain stands, 0 for padding. See PagedKVCache.shifts_rows. fetched: the arrays are in their
+        verify step or of a chain stands, 0 for padding. See shifts_rows. fetched: the arrays are in their
         places, where a step of a chain before this one may have moved them.
         """
         if not fetched:
@@ -132,8 +131,26 @@ class GraphBuffers:
         self.prepare([tokens] * groups, [tables] * groups, [nothing] * len(self.inputs), ways)
         self._arrays.send()
 
-    def takes_shared(self, shared: Sequence[SharedPrefixes | None]) -> bool:
-        """Whether these, for sharing, have room for what the sequences of a step share in each group."""
+    @property
+    def shifts_rows(self) -> bool:
+        """Whether the device may find the sequences of a verify step in these buffers shorter than they were planned.
+        The positions that this leaves over are popped afterwards.
+
+        Not where pages leave a window or a chunk, for these follow from the length, nor with compressed KV or an
+        encoder, nor with kernels that the host plans for the lengths.
+        """
+        bound = any(group.drops_past or group.given or group.chunk is not None for group in self._groups)
+        return not bound and not self._layers.compressed and all(g.backend.capabilities.shifts for g in self._groups)
+
+    def pays_to_share(self, seq_ids: Sequence[int] | Int64Array) -> bool:
+        """Whether the next step of these sequences is faster in these buffers, for sharing, than in others."""
+        rows = self._table.rows(ids_of(seq_ids))
+        seq_lens = self._table.lengths[rows].astype(np.int32) + 1
+        shared = [group.prefixes.find(rows, seq_lens) for group in self._groups]
+        return any(one is not None for one in shared) and self._takes_shared(shared)
+
+    def _takes_shared(self, shared: Sequence[SharedPrefixes | None]) -> bool:
+        """Whether there is room for what the sequences of a step share in each group."""
         return all(
             one is None or (group.shares_in_graphs and group.backend.takes_shared(buffers, one))
             for group, buffers, one in zip(self._groups, self._buffers, shared, strict=True)
@@ -205,10 +222,7 @@ def make_graph_buffers(
     chunks = [group.chunk for group in groups]
     num_bytes = max(GraphBuffers.num_bytes(one, chunks, max_pages) for one in fit)
     staging = (FetchedStaging if fit[0].one_each else CopiedStaging)(num_bytes, rotations.device)
-    return [
-        GraphBuffers(one, groups, rotations, layers, max_pages=max_pages, page_size=page_size, staging=staging)
-        for one in fit
-    ]
+    return [GraphBuffers(one, groups, rotations, layers, table, staging) for one in fit]
 
 
 def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> bool:

@@ -3,22 +3,18 @@
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
-
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.compressed import CompressedForward
 from tandem.cache.attention.compressed_tokens import TokenForward, takes_by_token
 from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
 from tandem.cache.kernels.base import NO_PLAN, Limits
-from tandem.cache.operations.parts import Parts
+from tandem.cache.operations.parts import Ids, Parts
 from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, integers
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.tables import TokenLayout
-
-Ids = Sequence[int] | Int64Array
 
 
 class ForwardCalls(Parts):
@@ -34,6 +30,8 @@ class ForwardCalls(Parts):
         decode step's sequences stays, for that forward may still run.
         """
         sequences, given = ids_of(batch.seq_ids), batch.append_lengths
+        if batch.encodes:
+            return self._begin_encoder(sequences, push=batch.push)
         appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)
         if buffers is not None:
             self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
@@ -69,18 +67,9 @@ class ForwardCalls(Parts):
         )
         return Forward(sequences, tokens, attention, sent, standing)
 
-    def encode(self, seq_ids: Ids, *, push: bool = True) -> Forward:
-        """Begins the forward that stores the encoder's entries of empty sequences, in a layout with an encoder.
-
-        A sequence's tokens are its encoder's positions, padded to whole pages: border(sequence) of them. The caller
-        calls attention.store_given(layer, k, v) once for each layer that keeps them, in order: k and v [T,
-        num_kv_heads, head_dim], not rotated, where those of the padding mean nothing. Then commit() ends it, and
-        forwards of begin() append behind the border. In these, read() of such a layer attends to the encoder_len
-        entries of its sequence, from every position. push: whether the forward sends what is marked.
-        """
+    def _begin_encoder(self, sequences: tuple[int, ...], *, push: bool) -> Forward:
         if not self.layout.has_encoder:
             raise InvalidArgument("the layout has no encoder; only sequences of one that has are encoded")
-        sequences = ids_of(seq_ids)
         rows, tokens = self._growth.encode(sequences)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=push)
         plans = tuple(
@@ -100,7 +89,7 @@ class ForwardCalls(Parts):
         self._check_owner(forward)
         if forward.buffers is None:
             forward.attention.check_complete(layers)
-        elif forward.grows:
+        elif forward.is_next is not None:
             self._growth.grow(forward.seq_ids, self._growth.one_each(len(forward.seq_ids)), in_flight=1)
         self._marks.commit(forward.sent)
         self._launched = forward.standing if layers is None else None
@@ -120,30 +109,12 @@ class ForwardCalls(Parts):
         backends and RoPE can do. They share memory: one is filled and replayed before the next is."""
         return make_graph_buffers(limits, self._groups, self._rotations, self._layers, self._table)
 
-    @property
-    def shifts_rows(self) -> bool:
-        """Whether the device may find the sequences of a verify step in graph buffers shorter than they were planned.
-        The positions that this leaves over are popped afterwards.
-
-        Not where pages leave a window or a chunk, for these follow from the length, nor with compressed KV, nor with
-        kernels that the host plans for the lengths.
-        """
-        layout = self.layout
-        if not all(group.backend.capabilities.shifts for group in self._groups):
-            return False
-        chunks = any(group.chunk is not None for group in self._groups)
-        return not (layout.drops_past or layout.has_encoder or layout.compressed or chunks)
-
-    def pays_to_share(self, buffers: GraphBuffers, seq_ids: Ids) -> bool:
-        """Whether the next step of these sequences is faster in `buffers`, for sharing, than in others."""
-        rows = self._table.rows(ids_of(seq_ids))
-        seq_lens = self._table.lengths[rows].astype(np.int32) + 1
-        shared = [group.prefixes.find(rows, seq_lens) for group in self._groups]
-        return any(one is not None for one in shared) and buffers.takes_shared(shared)
-
     def foresee(self, buffers: GraphBuffers, seq_ids: Ids, inputs: Sequence[Int64Array]) -> Forward | None:
-        """Fills `buffers` with the first step of sequences that are being received, for begin_foreseen(); None where
-        that step is not known."""
+        """Fills `buffers` with the first step of sequences that are being received; None where that step is not known.
+
+        Once their tokens are known, and where forward.is_next() says so, buffers.send() brings these to the device. No
+        other buffers may have been filled since. commit() grows the sequences.
+        """
         sequences = ids_of(seq_ids)
         tokens = self._growth.foresee(sequences)
         rows = self._table.rows(sequences)
@@ -151,15 +122,8 @@ class ForwardCalls(Parts):
         if tokens is None or self.layout.drops_past or buffers.limits.sharing or slides:
             return None
         self._prepare(buffers, rows, tokens, inputs)
-        return Forward(sequences, tokens, NO_ATTENTION, None, None, buffers, grows=True)
-
-    def begin_foreseen(self, forward: Forward, inputs: Sequence[Int64Array]) -> bool:
-        """begin() of what foresee() filled in, with these first inputs; its sequences grow when it is committed. False,
-        and nothing happens, unless it is their next step. No buffers may have been filled since."""
-        if forward.buffers is None or not self._growth.is_foreseen(self._table.rows(forward.seq_ids)):
-            return False
-        forward.buffers.send(inputs)
-        return True
+        is_next = partial(self._growth.is_foreseen, rows)
+        return Forward(sequences, tokens, NO_ATTENTION, None, None, buffers, is_next)
 
     def _prepare(
         self, buffers: GraphBuffers, rows: Int64Array, tokens: TokenLayout, inputs: Sequence[Int64Array]

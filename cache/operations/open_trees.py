@@ -89,7 +89,9 @@ class OpenTrees:
         if tree is None:
             return
         if count > tree.size:
-            raise InvalidArgument(f"count is {count}; the open token tree of sequence {sequence} has {tree.size} nodes")
+            raise InvalidArgument(
+                f"counts has {count}; the open token tree of sequence {sequence} has {tree.size} nodes"
+            )
         self._parents[sequence] = tree[: tree.size - count]
         if count == tree.size:
             del self._parents[sequence]

@@ -17,11 +17,13 @@ from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_pages import SequencePages
 from tandem.cache.pages.sequence_table import SequenceTable, Standing
-from tandem.cache.plan.arrays import integer
+from tandem.cache.plan.arrays import Int64Array, integer
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
+
+Ids = Sequence[int] | Int64Array
 
 
 class Parts:

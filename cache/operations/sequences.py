@@ -5,11 +5,12 @@ from operator import mul
 
 from torch import Tensor
 
-from tandem.cache.operations.parts import Parts
+from tandem.cache.operations.parts import Ids, Parts
 from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument
+from tandem.cache.plan.holdings import PageCounts, Room, SequenceState
 from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 
@@ -64,35 +65,33 @@ class SequenceCalls(Parts):
             self._table.remove(child)
             raise
 
-    def pop(self, sequence: int, count: int) -> None:
-        """Takes back the last `count` positions; pages of a reservation stay. Those popped may be appended anew.
+    def pop_each(self, seq_ids: Ids, counts: Ids) -> None:
+        """Takes back the last counts[i] positions of each sequence seq_ids[i]; pages of a reservation stay. Those
+        popped may be appended anew. Where one sequence raises, those before it are shorter.
 
         With windows, what a query at the new length sees must be there yet; after a forward it is, as long as no more
         is popped than it appended.
         """
-        self._receptions.check_settled(sequence)
-        row = self._table.row(sequence)
-        length = int(self._table.lengths[row]) - integer("count", count)
-        if count < 0 or length < 0:
-            raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
-        self._sliding.check_cut(row, length)
-        self._trees.pop(sequence, count)
-        self._pages.cut(row, length)
-        self._table.sliding.rotated[row] = min(self._table.sliding.rotated[row], self._table.num_positions(row))
-        self._marks.rewind(row, self._table.num_positions(row))
-
-    def pop_each(self, seq_ids: Sequence[int] | Int64Array, counts: Sequence[int] | Int64Array) -> None:
-        """pop() of counts[i] positions of each sequence seq_ids[i], as after a verify step: in one go where all of them
-        keep their pages. Where one of them raises, those before it are shorter."""
         ids, taken = ids_of(seq_ids), integers("counts", counts)
         rows = self._table.rows(ids)
         if taken.shape != rows.shape:
             raise InvalidArgument(f"counts has shape {taken.shape}; it must be [B], B = {rows.size}")
         plain = self._table.sliding.count == 0 and self._marks.count == 0 and not self._trees.any_open
         if plain and not self._receptions.incoming and self._pages.cut_reserved(rows, taken):
-            return
-        for sequence, count in zip(ids, taken.tolist(), strict=True):
-            self.pop(sequence, count)
+            return  # in one go: all of them keep their pages
+        for sequence, row, count in zip(ids, rows.tolist(), taken.tolist(), strict=True):
+            self._pop(sequence, row, count)
+
+    def _pop(self, sequence: int, row: int, count: int) -> None:
+        self._receptions.check_settled(sequence)
+        length = int(self._table.lengths[row]) - count
+        if count < 0 or length < 0:
+            raise InvalidArgument(f"counts has {count} for sequence {sequence}; 0 … {length + count} are accepted")
+        self._sliding.check_cut(row, length)
+        self._trees.pop(sequence, count)
+        self._pages.cut(row, length)
+        self._table.sliding.rotated[row] = min(self._table.sliding.rotated[row], self._table.num_positions(row))
+        self._marks.rewind(row, self._table.num_positions(row))
 
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; replaces an earlier
@@ -188,28 +187,12 @@ class SequenceCalls(Parts):
         salt, border = self._salt(row, tokens, salt), int(self._table.borders[row])
         self._pools.prefixes.publish(tokens, pages, salt, border)
 
-    def num_pages_needed(
-        self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0
-    ) -> tuple[int, ...]:
-        """Per layer group the pages that reserve() takes for a sequence that is empty. encoder_len: see
-        add_sequence."""
+    def room(self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0) -> Room:
+        """For one more sequence that reserve() lets grow to num_tokens. encoder_len: see add_sequence."""
         border = -(-encoder_len // self.layout.page_size)
-        return self._pages.needed(*checked_reach(num_tokens, longest_append), border)
-
-    def has_room(self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0) -> bool:
-        """Whether add_sequence() and reserve() would work for one more sequence now."""
-        needed = self.num_pages_needed(num_tokens, longest_append, encoder_len)
-        return len(self._table) < self._table.max_sequences and all(
-            pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True)
-        )
-
-    def shortage(
-        self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0
-    ) -> tuple[int, int] | None:
-        """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""
-        needed = self.num_pages_needed(num_tokens, longest_append, encoder_len)
-        short = (pair for pair in zip(needed, self._pools.num_pages, strict=True) if pair[0] > pair[1])
-        return next(short, None)
+        needed = self._pages.needed(*checked_reach(num_tokens, longest_append), border)
+        has_place = len(self._table) < self._table.max_sequences
+        return Room(needed, tuple(self._pools.num_free), tuple(self._pools.num_pages), has_place)
 
     @property
     def prefix_position(self) -> int:
@@ -221,47 +204,28 @@ class SequenceCalls(Parts):
         None, or where that is too long ago."""
         return self._pools.prefixes.changes(since)
 
-    def num_tokens(self, sequence: int) -> int:
-        """Positions appended; a sliding window has evicted some of them."""
-        return self._table.num_positions(self._table.row(sequence))
-
-    def border(self, sequence: int) -> int:
-        """How many positions of a sequence are its encoder's, padding included: 0 without one."""
-        return self._table.border(self._table.row(sequence))
-
-    def encoder_len(self, sequence: int) -> int:
-        """How many positions its encoder has without padding; 0 without one."""
-        return int(self._table.encoder_lens[self._table.row(sequence)])
+    def sequence(self, sequence: int) -> SequenceState:
+        """What it holds now."""
+        table, row = self._table, self._table.row(sequence)
+        counts = enumerate(self._marks.num_slots_sent(row))
+        sent = sum(count * self.layout.entry_bytes(group) for group, count in counts)
+        return SequenceState(table.num_positions(row), table.border(row), int(table.encoder_lens[row]), sent)
 
     @property
-    def num_pages(self) -> int:
-        """Pages of the smallest layer group; one that covers several times page_size positions counts as so many."""
-        return min(map(mul, self._pools.num_pages, self.layout.pages_together))
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages of the scarcest group that can be allocated, counted as num_pages: free ones, and those that only the
-        prefix index uses. A page of a group with a window counts for each sequence that uses it: see PageUsers."""
-        return min(map(mul, self._pools.num_free, self.layout.pages_together))
-
-    @property
-    def num_cached_pages(self) -> int:
-        """Pages in the prefix index, used by sequences or not."""
-        return len(self._pools.prefixes)
-
-    @property
-    def num_draining_pages(self) -> int:
-        """Pages that nobody uses but a remote writer may still hit."""
-        return max(map(mul, self._pools.num_draining, self.layout.pages_together))
+    def pages(self) -> PageCounts:
+        """How many there are."""
+        pools, together = self._pools, self.layout.pages_together
+        total, free = (min(map(mul, counts, together)) for counts in (pools.num_pages, pools.num_free))
+        return PageCounts(total, free, len(pools.prefixes), max(map(mul, pools.num_draining, together)))
 
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of (k, v) for each layer of a group, [end - begin, num_kv_heads, head_dim] each, as stored: K rotated,
         FP8 widened. begin, end: of entries; begin may be as early as the group holds positions. With one plane, k and v
         are the same."""
-        row, length = self._table.row(sequence), self.num_tokens(sequence)
+        row = self._table.row(sequence)
         if not 0 <= integer("group", group) < len(self._groups):
             raise InvalidArgument(f"group is {group}; 0 … {len(self._groups) - 1} are accepted")
-        length = self.layout.paging[group].num_entries(length)
+        length = self.layout.paging[group].num_entries(self._table.num_positions(row))
         if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
         first = int(self._table.groups[group].begins[row]) * self.layout.paging[group].entries

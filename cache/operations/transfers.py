@@ -84,8 +84,3 @@ class TransferCalls(Parts):
         for group, to_send in zip(self._groups, sends, strict=True):
             group.push_cached(to_send, staged=staged)
         self._marks.commit(sent)
-
-    def bytes_sent(self, sequence: int) -> int:
-        """Bytes of those, without what the map skips."""
-        counts = self._marks.num_slots_sent(self._table.row(sequence))
-        return sum(count * self.layout.entry_bytes(group) for group, count in enumerate(counts))

@@ -280,7 +280,7 @@ class VerifyBench(Bench):
 
         def steps(count: int) -> None:
             for _ in range(count):
-                positions = np.array([self.cache.num_tokens(sequence) + 1 for sequence in ids])
+                positions = np.array([self.cache.sequence(sequence).num_tokens + 1 for sequence in ids])
                 self.runner.verify(ids, tokens, sampling, positions).wait()
                 self.cache.pop_each(ids, [drafted] * rows)
 

@@ -369,7 +369,7 @@ class Program:
             (lambda: cache.enable_sliding_window(sequence, 8, 2), NO_TREE),
             (lambda: cache.begin_forward([sequence], [1], token_tree_parents=[[nodes]]), f"as parent of node {nodes}"),
             (lambda: cache.commit_token_tree([sequence], [nodes]), f"-1 … {nodes - 1} are accepted"),
-            (lambda: cache.pop(sequence, nodes + 1), f"count is {nodes + 1}"),
+            (lambda: cache.pop(sequence, nodes + 1), f"counts has {nodes + 1}"),
         ]
         call, message = self.random.choice(calls)
         with pytest.raises(InvalidArgument, match=message):

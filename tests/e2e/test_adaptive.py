@@ -72,7 +72,7 @@ def adaptive_island(folder: Path, **overrides: Any) -> Iterator[Island]:
         yield island
         for one in island.workers:
             assert TvmCache.of(one.cache).is_empty
-            assert one.cache.num_free_pages == one.cache.num_pages
+            assert one.cache.pages.free == one.cache.pages.total
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

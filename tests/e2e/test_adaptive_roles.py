@@ -17,7 +17,7 @@ ADAPTIVE = {
     "scheduler.roles": "adaptive",
     "scheduler.max_batch_tokens": CHUNK,
     "scheduler.token_seconds": 0.5,  # so that chunks beside rows are bounded, by what is measured
-    "cache.num_pages": 512,
+    "cache.pages.total": 512,
 }
 
 
@@ -40,7 +40,7 @@ def test_prompts_are_pushed_or_computed_where_they_are_decoded(
         answers = complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY)
         again = complete_all_updates(island.address, prompts[::-1], max_tokens=OUTPUT, **GREEDY)
         for worker in island.workers:
-            assert worker.cache.num_free_pages == worker.cache.num_pages
+            assert worker.cache.pages.free == worker.cache.pages.total
     expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
     assert answers == expected
     assert [tokens_of(updates) for updates in again] == expected[::-1]

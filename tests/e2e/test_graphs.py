@@ -56,7 +56,7 @@ def island(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Island]:
         yield island
         for one in island.workers:
             assert TvmCache.of(one.cache).is_empty
-            assert one.cache.num_free_pages == one.cache.num_pages
+            assert one.cache.pages.free == one.cache.pages.total
 
 
 def test_tokens_equal_transformers(island: Island, folder: Path) -> None:

@@ -45,7 +45,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def island(folder: Path) -> Iterator[Island]:
-    overrides = {"model.max_model_len": 512, "cache.num_pages": 96, "gateway.http_port": 0}
+    overrides = {"model.max_model_len": 512, "cache.pages.total": 96, "gateway.http_port": 0}
     with running_island(folder, overrides) as island:
         yield island
 
@@ -298,7 +298,7 @@ def test_a_client_that_goes_away_frees_all_pages(island: Island, stream: bool) -
 
 
 def held_pages(worker: Worker) -> int:
-    return worker.on_step_thread(lambda: worker.cache.num_pages - worker.cache.num_free_pages)
+    return worker.on_step_thread(lambda: worker.cache.pages.total - worker.cache.pages.free)
 
 
 @contextmanager
@@ -310,7 +310,7 @@ def stopped_with_pages(worker: Worker) -> Iterator[None]:
     step = steps.step
 
     def stop_and_step() -> float | None:
-        if not stopped.is_set() and worker.cache.num_free_pages < worker.cache.num_pages:
+        if not stopped.is_set() and worker.cache.pages.free < worker.cache.pages.total:
             stopped.set()
             resume.wait(30)
         return step()

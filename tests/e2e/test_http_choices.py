@@ -21,7 +21,7 @@ SEED = 40
 
 @pytest.fixture(scope="module")
 def island(small_model: Path) -> Iterator[Island]:
-    with running_island(small_model, {"gateway.http_port": 0, "cache.num_pages": 512}) as island:
+    with running_island(small_model, {"gateway.http_port": 0, "cache.pages.total": 512}) as island:
         yield island
 
 
@@ -136,6 +136,4 @@ def test_who_leaves_ends_all_answers(island: Island) -> None:
     with streaming(island.http, COMPLETIONS, **body) as lines:
         next(lines)
     until(lambda: island.gateway._requests.running == 0)
-    until(
-        lambda: all(worker.on_step_thread(lambda w=worker: w.cache.num_free_pages) == 512 for worker in island.workers)
-    )
+    until(lambda: all(worker.on_step_thread(lambda w=worker: w.cache.pages.free) == 512 for worker in island.workers))

@@ -147,7 +147,7 @@ def test_a_client_that_leaves_disturbs_nobody(island: Island, folder: Path) -> N
                 leaving.close()
         for call in staying:
             check(entries_of(call.result()), prompt, values, NUM_TOP)
-    until(lambda: all(one.cache.num_free_pages == one.cache.num_pages for one in island.workers))
+    until(lambda: all(one.cache.pages.free == one.cache.pages.total for one in island.workers))
 
 
 def test_a_prompt_that_asks_leaves_a_prefix_behind(island: Island) -> None:

@@ -177,7 +177,7 @@ def test_cancelled_requests_leave_nothing(folder: Path, oracle: Any, roles: str)
         prompt = random_prompt(30, 99)
         assert complete_all(island.address, [prompt], max_tokens=9, **GREEDY) == [greedy_behind(oracle, prompt, 9)]
         until(lambda: all(TvmCache.of(one.cache).is_empty for one in island.workers))
-        assert all(one.cache.num_free_pages == one.cache.num_pages for one in island.workers)
+        assert all(one.cache.pages.free == one.cache.pages.total for one in island.workers)
 
 
 def test_a_model_without_an_encoder_refuses_both_prompts(tmp_path: Path) -> None:

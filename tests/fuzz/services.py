@@ -353,8 +353,8 @@ def _held_by(worker: Worker) -> list[str]:
     cache, loop = worker.cache, worker._loop
     assert loop is not None
     counts = {
-        "pages": cache.num_pages - cache.num_free_pages,
-        "draining pages": cache.num_draining_pages,
+        "pages": cache.pages.total - cache.pages.free,
+        "draining pages": cache.pages.draining,
         "running": loop.num_running,
         "waiting": loop.num_waiting,
     }

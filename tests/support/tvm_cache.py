@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.forward import Batch, Parents
 from tandem.cache.kernels.base import Compression, Index, Part
-from tandem.cache.operations.forwards import Ids
+from tandem.cache.operations.parts import Ids
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.tables import TokenLayout
@@ -84,7 +84,38 @@ class TvmCache(PagedKVCache):
         self._check_owner(plan)
         plan.attention.store(group, layer, k, v)
 
+    def encode(self, seq_ids: Ids, *, push: bool = True) -> Forward:
+        return self.begin(Batch(seq_ids, push=push, encodes=True))
+
+    def pop(self, sequence: int, count: int) -> None:
+        self.pop_each([sequence], [count])
+
     # What only tests ask
+
+    def num_tokens(self, sequence: int) -> int:
+        return self.sequence(sequence).num_tokens
+
+    def border(self, sequence: int) -> int:
+        return self.sequence(sequence).border
+
+    def bytes_sent(self, sequence: int) -> int:
+        return self.sequence(sequence).bytes_sent
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.total
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.pages.free
+
+    @property
+    def num_cached_pages(self) -> int:
+        return self.pages.cached
+
+    @property
+    def num_draining_pages(self) -> int:
+        return self.pages.draining
 
     def clear(self) -> None:
         """Removes all sequences and prefixes; pages that drain go on doing so."""

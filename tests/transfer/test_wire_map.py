@@ -191,7 +191,7 @@ def test_what_a_receiver_asks_for_is_what_its_sender_expects(lengths: list[int])
     cache = PagedKVCache(layout, pools, max_sequences=1, max_sequence_length=80, rope=rope, writer=None)
     cache.add_sequence(0)
     for length in lengths:
-        start, wanted = cache.num_tokens(0), cache.prepare_receive(0, length)
+        start, wanted = cache.sequence(0).num_tokens, cache.prepare_receive(0, length)
         cache.finish_receive(0)
         found = decode_map(
             encode_map(wanted, layout), layout, num_pages=(pages,) * 4, expected_start=start, expected_tokens=length

@@ -120,9 +120,8 @@ class Reservations:
         longest = max(self._longest_append, min(len(token_ids), self._max_batch_tokens if local else 0))
         if sliding is not None:
             capacity = min(capacity, self._slid_length(sliding, len(token_ids) if local else 0))
-        pages = self._cache.num_pages_needed(capacity, longest, encoder_len)
-        shortage = self._cache.shortage(capacity, longest, encoder_len)
-        if shortage is not None:
+        room = self._cache.room(capacity, longest, encoder_len)
+        if (shortage := room.shortage) is not None:
             raise InvalidCall(
                 f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
                 f"of {self._cache.layout.page_size} tokens"
@@ -143,7 +142,7 @@ class Reservations:
         )
         self._counters.reservations += 1
         self._requests[request_id] = request
-        self._offers[request_id] = self._offer(request, max(pages), writer_pe)
+        self._offers[request_id] = self._offer(request, max(room.needed), writer_pe)
         self._leases[request_id] = Lease(self._lease_seconds, self._clock)
         return self._offers[request_id]
 
@@ -297,7 +296,7 @@ class Reservations:
             received=signal is None,
             salt=salt,
             encoder_len=encoder_len,
-            border=cache.border(sequence_id),
+            border=cache.sequence(sequence_id).border,
             sliding=sliding,
         )
 
@@ -306,7 +305,7 @@ class Reservations:
         cache = self._cache
         longest, most = cache.max_sequence_length, self._max_batch_tokens
         halves = (0, longest) if cache.layout.has_encoder else (0,)
-        return all(cache.has_room(longest, most, encoder_len) for encoder_len in halves)
+        return all(cache.room(longest, most, encoder_len).fits for encoder_len in halves)
 
     def _slid_length(self, sliding: SlidingWindow, prompt: int) -> int:
         """The most indices that a sequence takes up which slides once it has a prompt of so many tokens: see

@@ -90,7 +90,7 @@ class PromptForwards:
 
     def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
         """Divides the seconds of calls that wrote for them, by the bytes that were sent since."""
-        sent = [self._cache.bytes_sent(request.sequence_id) for request in requests]
+        sent = [self._cache.sequence(request.sequence_id).bytes_sent for request in requests]
         pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
         for request, total in zip(requests, sent, strict=True):
             if pushed:

@@ -265,14 +265,14 @@ class Prefills:
         self, token_ids: Int64Array, reservation: Reservation, encoder_len: int, border: int
     ) -> PositionMap:
         position_map = self._handoff.check(reservation, len(token_ids), border)
-        shortage = self._cache.shortage(len(token_ids), self._max_batch_tokens, encoder_len)
+        shortage = self._cache.room(len(token_ids), self._max_batch_tokens, encoder_len).shortage
         if shortage is not None:
             raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
         return position_map
 
     def _has_room(self, request: Prompt) -> bool:
         """Whether there are pages for a prompt; a speculative one gives way."""
-        while not self._cache.has_room(request.num_tokens, self._max_batch_tokens, request.encoder_len):
+        while not self._cache.room(request.num_tokens, self._max_batch_tokens, request.encoder_len).fits:
             if not self._speculative.drop():
                 return False
         return True

@@ -60,7 +60,7 @@ class SpeculativePrefill:
         computed once it has its reservation.
         """
         cache = self._cache
-        if self._prompt is not None or not cache.has_room(len(token_ids), self._max_batch_tokens, encoder_len):
+        if self._prompt is not None or not cache.room(len(token_ids), self._max_batch_tokens, encoder_len).fits:
             return None
         lease = Lease(self._lease_seconds, self._clock)
         prompt = self._prompt = SpeculativePrompt(

@@ -45,7 +45,7 @@ class DecodeGraphs:
     report log-probabilities or have LogitRules.
 
     So a step can be launched before the host knows what the one before has sampled. A step whose rows share so many
-    pages that reading them once for all pays (PagedKVCache.pays_to_share) runs in the graph of buffers for sharing.
+    pages that reading them once for all pays (GraphBuffers.pays_to_share) runs in the graph of buffers for sharing.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class DecodeGraphs:
         if forward is None or forward.buffers is None or forward.seq_ids != sequence_ids:
             return None
         ticket = self._posts.next_ticket()
-        inputs = [tokens, np.full_like(tokens, ON_HOST), np.full_like(tokens, ticket)]
-        if not self._cache.begin_foreseen(forward, inputs):
+        if forward.is_next is None or not forward.is_next():
             return None
+        forward.buffers.send([tokens, np.full_like(tokens, ON_HOST), np.full_like(tokens, ticket)])
         self._late = None
         self._graphs.plain.replay(forward.buffers)
         self._cache.commit(forward)

@@ -117,7 +117,7 @@ class Drafts:
         tokens, counts, sampling, positions = tokens[order], counts[order], sampling.take(order), positions[order]
         pending: list[PendingSamples] = []
         graphs = self._graphs if self._graphs is not None and order.size <= self._graphs.largest else None
-        before = [self._cache.num_tokens(sequence) for sequence in ids]
+        before = self._lengths(ids)
         try:
             for number in range(int(counts[0])):
                 rows = np.arange(np.count_nonzero(counts > number))  # those with the longest drafts come first
@@ -126,14 +126,16 @@ class Drafts:
                 pending.append(self._step(step, graphs))
             sampled = [one.wait().token_ids for one in pending]
         finally:
-            for sequence, stored in zip(ids, before, strict=True):
-                self._cache.pop(sequence, self._cache.num_tokens(sequence) - stored)
+            self._cache.pop_each(ids, self._lengths(ids) - before)
         drafts: list[Int64Array] = [np.empty(0, np.int64)] * order.size
         for row, place in enumerate(order.tolist()):
             draft = np.array([tokens[row] for tokens in sampled[: counts[row]]], np.int64)
             finite = np.cumprod(draft != NOT_FINITE, dtype=np.int64)
             drafts[place] = draft[: finite.sum()]
         return drafts
+
+    def _lengths(self, sequence_ids: Sequence[int]) -> Int64Array:
+        return np.array([self._cache.sequence(one).num_tokens for one in sequence_ids], np.int64)
 
     @torch.inference_mode()
     def _step(self, step: DraftStep, graphs: DecodeGraphs | None) -> PendingSamples:

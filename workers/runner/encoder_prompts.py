@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
@@ -28,10 +29,11 @@ def encoded(model: Decoder, cache: PagedKVCache, prompts: PromptChunks, *, push:
     if model.config.encoder is None:
         return prompts
     ids = prompts.sequence_ids
-    borders = [0 if cache.num_tokens(one) else cache.border(one) for one in ids]
+    states = [cache.sequence(one) for one in ids]
+    borders = [0 if one.num_tokens else one.border for one in states]
     fresh = [index for index, border in enumerate(borders) if border]
     if fresh:
-        firsts = [prompts.chunks[index][: cache.encoder_len(ids[index])] for index in fresh]
+        firsts = [prompts.chunks[index][: states[index].encoder_len] for index in fresh]
         encode(model, cache, [ids[index] for index in fresh], firsts, push=push)
     rest = zip(*prompts, borders, strict=True)
     left = [(one, chunk[border:], length) for one, chunk, length, border in rest if chunk.size > border]
@@ -45,8 +47,8 @@ def encode(
     """Computes what the encoder makes of whole prompts, into empty sequences of so many encoder positions. push:
     whether what is marked to be sent goes along."""
     assert isinstance(model, DenseDecoder), "drafters stand beside decoders without an encoder"
-    borders = [cache.border(sequence) for sequence in sequence_ids]
-    forward = cache.encode(sequence_ids, push=push)
+    borders = [cache.sequence(sequence).border for sequence in sequence_ids]
+    forward = cache.begin(Batch(sequence_ids, push=push, encodes=True))
     (ids,) = upload([np.concatenate(prompts)], model.device)
     model.encode(ids, [prompt.size for prompt in prompts], borders, forward.attention)
     cache.commit(forward)

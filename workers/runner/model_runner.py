@@ -71,7 +71,7 @@ class ModelRunner:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
         sequence = -1
         size = self._cache.layout.page_size
-        length = min(2 * size, self._cache.num_pages * size - 1, self._cache.max_sequence_length - 1)
+        length = min(2 * size, self._cache.pages.total * size - 1, self._cache.max_sequence_length - 1)
         greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
         encodes = self._model.config.encoder is not None
         self._cache.add_sequence(sequence, 1 if encodes else 0)
@@ -123,7 +123,7 @@ class ModelRunner:
         sizes = verify_sizes(max_tokens)
         buffers = self._cache.graph_buffers([Limits.of_verification(size, heads, NUM_INPUTS) for size in sizes])
         if buffers:
-            if (max_ngram or self.drafts is not None) and self._cache.shifts_rows:
+            if (max_ngram or self.drafts is not None) and buffers[0].shifts_rows:
                 length, device = self._cache.max_sequence_length, self._model.device
                 self.next_drafts = NextDrafts(max_tokens - 1, length, max_ngram, device)  # one row has a draft
             graphs = capture or GraphCapture(), self._processor, (), self.next_drafts
@@ -306,7 +306,7 @@ class ModelRunner:
     def _ends(self, prompts: PromptChunks) -> tuple[Int64Array, Int64Array]:
         """Tokens of each chunk, and the rows of the last tokens of prompts that end with theirs. int64."""
         appends = np.array([chunk.size for chunk in prompts.chunks], np.int64)
-        stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids], np.int64)
+        stored = np.array([self._cache.sequence(one).num_tokens for one in prompts.sequence_ids], np.int64)
         return appends, np.cumsum(appends)[stored + appends == np.array(prompts.lengths, np.int64)] - 1
 
     def capture_steps_with_prompts(self, capture: Capture | None = None) -> None:

@@ -40,6 +40,6 @@ class StepGraphs:
             return self._sliding, self._sliding.choose(rows)
         if self._sharing is not None and LEAST_TO_SHARE <= rows <= self._sharing.largest:
             buffers = self._sharing.choose(rows)
-            if self._cache.pays_to_share(buffers, sequence_ids):
+            if buffers.pays_to_share(sequence_ids):
                 return self._sharing, buffers
         return self.plain, self.plain.choose(rows)

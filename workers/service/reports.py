@@ -29,7 +29,7 @@ class Reports:
         first = self._position is None
         changes = self._cache.prefix_changes(self._position)
         self._position = changes.position
-        figures = self._loop.figures(self._cache.num_free_pages)
+        figures = self._loop.figures(self._cache.pages.free)
         if not first and not changes.removed.size and not changes.added.size and figures == self._figures:
             return []
         self._figures = figures

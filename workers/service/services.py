@@ -90,16 +90,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return await self._on_step_thread(context, self._config.epoch, self._status)
 
     def _status(self) -> inference_pb2.WorkerInfo:
-        cache, config, loop, meter = self._cache, self._config, self._loop, self._loop.meter
+        pages, config, loop, meter = self._cache.pages, self._config, self._loop, self._loop.meter
         return inference_pb2.WorkerInfo(
             role=inference_pb2.ROLE_PREFILL if config.role == Role.PREFILL else inference_pb2.ROLE_DECODE,
             pe=config.pe,
             pid=os.getpid(),
             alive=True,
-            num_pages=cache.num_pages,
-            free_pages=cache.num_free_pages,
-            cached_pages=cache.num_cached_pages,
-            draining_pages=cache.num_draining_pages,
+            num_pages=pages.total,
+            free_pages=pages.free,
+            cached_pages=pages.cached,
+            draining_pages=pages.draining,
             running=loop.num_running,
             waiting=loop.num_waiting,
             resident_bytes=resident_bytes(),

@@ -54,10 +54,10 @@ def test_a_chunk_leaves_as_a_whole_when_the_next_begins() -> None:
     held = []
     for _ in range(20):
         run(cache, [0], [1], draw_inputs(CHUNKED, 1, seed=0))
-        held.append(16 - cache.num_free_pages)
+        held.append(16 - cache.pages.free)
     assert held == [position % 8 // 4 + 1 for position in range(20)]
     assert cache.first_position(0) == 16
-    assert cache.num_pages_needed(60, 2) == (3,)  # the last of a chunk, and the first of the next
+    assert cache.room(60, 2).needed == (3,)  # the last of a chunk, and the first of the next
     with pytest.raises(InvalidArgument, match=r"have 15 positions, but those before 16 .* at least 16 are accepted"):
         cache.pop(0, 5)
     cache.pop(0, 4)

@@ -237,7 +237,7 @@ def test_programs_of_forks_pops_prefixes_and_reservations_give_what_a_naive_cach
                 compare(cache, naive, rows, [random.randint(1, 3) if random.random() < 0.3 else 1 for _ in rows], step)
     assert hits > 5
     cache.clear()
-    assert cache.num_free_pages == 80
+    assert cache.pages.free == 80
 
 
 def draw_prompt(layout: KVLayout, prompt: list[int]) -> Inputs:
@@ -249,13 +249,13 @@ def draw_prompt(layout: KVLayout, prompt: list[int]) -> Inputs:
 
 def test_a_group_holds_no_page_on_the_others_side_of_the_border() -> None:
     cache = encoder_cache(PLAIN, num_pages=8)
-    assert cache.num_pages_needed(22, None, 9) == (3, 3)  # positions 0 … 11 are the encoder's
+    assert cache.room(22, None, 9).needed == (3, 3)  # positions 0 … 11 are the encoder's
     cache.add_sequence(1, 9)
     cache.reserve(1, 22)
-    assert cache.num_free_pages == 5
+    assert cache.pages.free == 5
     encode(cache, [1], [0])
     run(cache, [1], [10], draw_inputs(PLAIN, 10, 0))
-    assert (cache.num_free_pages, cache.num_tokens(1), cache.border(1)) == (5, 22, 12)
+    assert (cache.pages.free, cache.num_tokens(1), cache.border(1)) == (5, 22, 12)
     with pytest.raises(InvalidArgument, match="end is 13; group 1 has the encoder's 12 positions"):
         cache.gather_group(1, 1, 0, 13)
     with pytest.raises(InvalidArgument, match="begin is 11; positions before 12"):
@@ -270,7 +270,7 @@ def test_forks_share_the_encoders_pages() -> None:
     for child in (2, 3, 4):
         cache.fork_sequence(1, child)
         run(cache, [child], [1], draw_inputs(PLAIN, 1, child))
-    assert cache.num_free_pages == 4  # 4 of the encoder, shared; of the other group 1 shared and 3
+    assert cache.pages.free == 4  # 4 of the encoder, shared; of the other group 1 shared and 3
     with pytest.raises(InvalidArgument, match=r"position is 12; -1 \(all 20\) and 16 … 20 are accepted"):
         cache.fork_sequence(1, 5, 12)
     with pytest.raises(InvalidArgument, match="an encoder's come whole: at least 16 are accepted"):
@@ -357,7 +357,7 @@ def test_calls_out_of_turn_are_refused() -> None:
     q, k = torch.zeros(8, QUERY_HEADS, HEAD_DIM), torch.zeros(8, 2, HEAD_DIM)
     with pytest.raises(InvalidArgument, match=r"begin\(\) makes forwards that attend"):
         cache.attention(forward, 0, q, k[:, :1], k[:, :1])
-    with pytest.raises(InvalidArgument, match=r"encode\(\) makes forwards that store"):
+    with pytest.raises(InvalidArgument, match="a batch with encodes makes a forward that stores"):
         forward.attention.store_given(0, k[:, :1], k[:, :1])
     with pytest.raises(InvalidArgument, match=r"layers \[1\] of the plan never ran"):
         cache.commit(forward)

@@ -176,10 +176,12 @@ def test_a_step_that_was_foreseen_equals_that_of_a_plain_forward(received: int) 
     forward = fixed.foresee(batch, [4], [np.array([1]), np.array([2])])
     assert forward is not None
     inputs = draw(1, seed=3)
-    assert not fixed.begin_foreseen(forward, [np.array([7])])  # it has not landed
+    assert forward.is_next is not None
+    assert not forward.is_next()  # it has not landed
     for cache in (fixed, plain):
         cache.finish_receive(4)
-    assert fixed.begin_foreseen(forward, [np.array([7])])
+    assert forward.is_next()
+    batch.send([np.array([7])])
     assert (int(batch.inputs[0][0]), int(batch.inputs[1][0])) == (7, 2)
     outputs = run(batch.attention().attend, padded(inputs, 2))
     assert fixed.num_tokens(4) == received
@@ -189,7 +191,7 @@ def test_a_step_that_was_foreseen_equals_that_of_a_plain_forward(received: int) 
         torch.testing.assert_close(ours[:1], theirs)
     for ours, theirs in zip(fixed.gather_kv(4, 0, received + 1), plain.gather_kv(4, 0, received + 1), strict=True):
         assert torch.equal(torch.stack(ours), torch.stack(theirs))
-    assert not fixed.begin_foreseen(forward, [np.array([7])])  # it was taken
+    assert not forward.is_next()  # it was taken
 
 
 @pytest.mark.parametrize("change", ["pop", "remove", "step"])
@@ -209,7 +211,8 @@ def test_what_changed_since_is_not_stepped_as_foreseen(change: str) -> None:
     else:
         cache.remove_sequence(4)
         cache.add_sequence(4)
-    assert not cache.begin_foreseen(forward, [])
+    assert forward.is_next is not None
+    assert not forward.is_next()
 
 
 def test_nothing_is_foreseen_without_pages_set_aside() -> None:
@@ -228,11 +231,12 @@ def test_steps_whose_rows_share_pages() -> None:
             cache.fork_sequence(parent, child, position)
     (batch,) = step_buffers(fixed, [8], 0)
     (sharing,) = step_buffers(fixed, [8], 0, sharing=True)
-    assert not plain.pays_to_share(sharing, [3, 4])  # too little, by the rule of the kernels
+    (without,) = step_buffers(plain, [8], 0)
+    assert not without.pays_to_share([3, 4])  # too little, by the rule of the kernels
     sharing.clear()
     chosen = []
     for step, sequences in enumerate(([3, 4], [0, 2], [4, 0, 5, 3], [1, 3, 4, 5, 6, 7], [3, 0, 4], [7, 6, 1])):
-        pays = fixed.pays_to_share(sharing, sequences)
+        pays = sharing.pays_to_share(sequences)
         chosen.append(pays)
         inputs = draw(len(sequences), seed=30 + step)
         fixed.begin(Batch(sequences), sharing if pays else batch, [])

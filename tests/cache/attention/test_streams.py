@@ -147,7 +147,7 @@ def test_appends_pops_and_neighbours(window: int, sink: int, after: bool, held: 
         if random.random() < 0.3:
             most = len(stream.kept) - (sink if stream.length > len(stream.kept) else 0)
             if most < cache.num_tokens(0):
-                with pytest.raises(InvalidArgument, match=f"only the last {most} positions are there|count is"):
+                with pytest.raises(InvalidArgument, match=f"only the last {most} positions are there|counts has"):
                     cache.pop(0, most + 1)
             popped = random.randint(0, min(most, 6))
             cache.pop(0, popped)

@@ -132,7 +132,7 @@ def test_pools_of_different_sizes_and_out_of_pages_of_one() -> None:
     cache = TvmCache(layout, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)
     cache.add_sequence(0)
     run(cache, [0], [12], draw_inputs(layout, 12, seed=0))
-    assert (cache.num_pages, free(cache)) == (4, [9, 1])
+    assert (cache.pages.total, free(cache)) == (4, [9, 1])
     cache.add_sequence(1)
     with pytest.raises(OutOfPages, match="2 pages needed, 1 free"):
         cache.begin_forward([1], [5])
@@ -153,7 +153,7 @@ def test_a_reservation_is_kept_with_few_pages(window: int, longest: int) -> None
     for seed in range(2):
         random = Random(seed)
         cache, naive = cache_of(layout, num_pages=40), NaiveCache(layout)
-        assert cache.num_pages_needed(60, longest) == (most,)
+        assert cache.room(60, longest).needed == (most,)
         cache.add_sequence(0)
         naive.add(0)
         cache.reserve(0, 60, longest)
@@ -277,10 +277,10 @@ def test_pages_of_windows_give_way_alone() -> None:
         run(cache, [sequence], [12], draw_inputs(layout, 12, seed=first))
         cache.publish_prefix(sequence, tokens)
         cache.remove_sequence(sequence)
-    assert (free(cache), cache.num_cached_pages) == ([26, 0], 6)
+    assert (free(cache), cache.pages.cached) == ([26, 0], 6)
     cache.add_sequence(2)
     run(cache, [2], [8], draw_inputs(layout, 8, seed=2))
-    assert (free(cache), cache.num_cached_pages) == ([24, 0], 6)
+    assert (free(cache), cache.pages.cached) == ([24, 0], 6)
     for child, (first, found) in enumerate(((100, 4), (200, 12)), start=3):
         cache.add_sequence(child)
         assert cache.match_prefix(child, [*range(first, first + 12), 1]) == found

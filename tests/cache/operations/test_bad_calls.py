@@ -38,10 +38,8 @@ SCALARS: dict[str, tuple[str, Call]] = {
     "a new sequence": ("sequence", lambda cache, value: cache.add_sequence(value)),
     "a child": ("sequence", lambda cache, value: cache.fork_sequence(0, value)),
     "position": ("position", lambda cache, value: cache.fork_sequence(0, 9, value)),
-    "count": ("count", lambda cache, value: cache.pop(0, value)),
     "num_tokens": ("num_tokens", lambda cache, value: cache.reserve(0, value)),
-    "num_pages_needed": ("num_tokens", lambda cache, value: cache.num_pages_needed(value)),
-    "has_room": ("num_tokens", lambda cache, value: cache.has_room(value)),
+    "room": ("num_tokens", lambda cache, value: cache.room(value)),
     "window": ("window", lambda cache, value: cache.enable_sliding_window(2, value, 0)),
     "sink": ("sink", lambda cache, value: cache.enable_sliding_window(2, 8, value)),
     "length": ("length", lambda cache, value: cache.prepare_receive(0, value)),
@@ -151,9 +149,7 @@ def test_reservations_below_nothing() -> None:
     cache = filled()
     half: Any = 2.5
     calls: tuple[Callable[..., object], ...] = (
-        cache.has_room,
-        cache.shortage,
-        cache.num_pages_needed,
+        cache.room,
         lambda *sizes: cache.reserve(0, *sizes),
     )
     for call in calls:

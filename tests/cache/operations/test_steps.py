@@ -130,7 +130,7 @@ class Stepping:
         check_tables(self.cache, self.cache.begin_forward(self.batch, counts))
         surplus = [self.random.randint(0, count - 1) for count in counts]
         lengths = [self.cache.num_tokens(one) - count for one, count in zip(self.batch, surplus, strict=True)]
-        with watched(self.cache, "pop") as pops:
+        with watched(self.cache, "_pop") as pops:
             self.cache.pop_each(self.batch, surplus)
         assert [self.cache.num_tokens(one) for one in self.batch] == lengths
         self.counts["pops one by one" if pops else "pops at once"] += 1

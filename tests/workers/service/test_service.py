@@ -97,13 +97,13 @@ class Pair:
 def running_pair(
     folder: Path, overrides: dict[str, Any] | None = None, transports: FakeIsland | None = None
 ) -> Iterator[Pair]:
-    settings = {"cache.num_pages": 16, "cache.prefix_sharing": False, **(overrides or {})}
+    settings = {"cache.pages.total": 16, "cache.prefix_sharing": False, **(overrides or {})}
     with running_island(folder, settings, transports or create_transport) as island:
         addresses = [worker.address for worker in island.workers]
         token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
             yield Pair(authorized(Stub(one), token), authorized(Stub(other), token), addresses[0], token)
-        assert all(worker.cache.num_free_pages == 16 for worker in island.workers)
+        assert all(worker.cache.pages.free == 16 for worker in island.workers)
 
 
 @pytest.fixture

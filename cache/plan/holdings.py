@@ -1,0 +1,53 @@
+"""What a cache holds and has room for, as values."""
+
+from typing import NamedTuple
+
+
+class SequenceState(NamedTuple):
+    """Of one sequence.
+
+    num_tokens: positions appended; a sliding window has evicted some of them. border: those of its encoder, padding
+    included; 0 without one. encoder_len: the same without padding. bytes_sent: of positions that forwards have sent or
+    were planned to send, without what the receiver's map skips; less again after a pop.
+    """
+
+    num_tokens: int
+    border: int
+    encoder_len: int
+    bytes_sent: int
+
+
+class PageCounts(NamedTuple):
+    """Pages of the scarcest layer group; one that covers several times page_size positions counts as so many.
+
+    free: that can be allocated, also those that only the prefix index uses. A page of a group with a window counts for
+    each sequence that uses it: see PageUsers. cached: in the prefix index, used by sequences or not. draining: used by
+    nobody, but a remote writer may still hit them.
+    """
+
+    total: int
+    free: int
+    cached: int
+    draining: int
+
+
+class Room(NamedTuple):
+    """What one more sequence would take, per layer group.
+
+    needed, free, total: pages. has_place: whether there are fewer than max_sequences.
+    """
+
+    needed: tuple[int, ...]
+    free: tuple[int, ...]
+    total: tuple[int, ...]
+    has_place: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether add_sequence() and reserve() would work now."""
+        return self.has_place and all(map(int.__le__, self.needed, self.free))
+
+    @property
+    def shortage(self) -> tuple[int, int] | None:
+        """Pages needed of a layer group that has fewer in all, and how many it has; None where it can fit one day."""
+        return next((pair for pair in zip(self.needed, self.total, strict=True) if pair[0] > pair[1]), None)

@@ -8,8 +8,8 @@ import torch
 
 from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import FixedArrays
-from tandem.workers.kernels.base import SamplingInputs
 from tandem.workers.kernels.choice import choose_sampler
+from tandem.workers.runner.step_inputs import NUM_SAMPLING, unpack_sampling
 from tandem.workers.sampling.posted_samples import PostBox
 
 pytestmark = [
@@ -61,8 +61,7 @@ def test_what_is_filled_and_never_fetched_holds_nobody_up() -> None:
 def test_posts_are_seen_while_later_work_runs() -> None:
     rows, box, sampler = 5, PostBox(8, DEVICE), choose_sampler(8, DEVICE)
     logits, last = torch.eye(rows, 40, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    greedy = SamplingInputs(*torch.zeros((5, rows), dtype=torch.float64, device=DEVICE))
-    tickets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    tickets, greedy = unpack_sampling(torch.zeros((NUM_SAMPLING, rows), dtype=torch.int64, device=DEVICE))
     sampler.sample(logits, greedy, last, tickets, box.words)  # compiles it
     torch.cuda.synchronize()
     for _ in range(3):

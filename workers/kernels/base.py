@@ -1,6 +1,7 @@
 """The interfaces of kernels: between the projections of a decoder layer, GEMMs of few rows, hyper-connections,
 samplers, and drafts by prompt lookup."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -110,16 +111,11 @@ class HyperKernels(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class SamplingInputs:
-    """How each row's token is sampled: [at least n] each, float64 unless said. Samplers round all but uniforms to
-    float32."""
+class SamplingInputs(NamedTuple):
+    """How each row's token is sampled: [at least n] each. Samplers round all float64 but uniforms to float32."""
 
-    uniforms: Tensor  # in [0, 1)
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    top_k: Tensor  # int64, at most 0 for all
+    uniforms: Tensor  # float64, in [0, 1)
+    parameters: Mapping[str, Tensor]  # float64 or int64: those of tandem.workers.sampling.sampling_params.ROW
 
 
 class Sampler(Protocol):

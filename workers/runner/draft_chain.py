@@ -1,7 +1,6 @@
 """Drafts by a model behind a verify step that is not read yet: all its steps in one graph."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -102,7 +101,7 @@ class DraftChain:
             else:
                 attention = buffers.attention(shift=lambda shift=entered.shift: shift, fetched=True)
                 logits = self._steps.forward(entered.tokens, attention, None)
-            sampling = replace(sampling, uniforms=entered.uniforms.view(torch.float64))
+            sampling = sampling._replace(uniforms=entered.uniforms.view(torch.float64))
             self._sampler.sample(logits, sampling, drafted[number], tickets, self._words)
             self._next_drafts.put(sources, number, drafted[number])
         return drafted

@@ -10,9 +10,10 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.base import SamplingInputs
 from tandem.workers.sampling.random import uniform
-from tandem.workers.sampling.sample_batch import GREEDY_BELOW, SampleBatch
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import ROW
 
-NUM_SAMPLING = 6
+NUM_SAMPLING = 2 + len(ROW)
 NUM_INPUTS = 2 + NUM_SAMPLING
 ON_HOST = -1  # the source of a token that no step samples
 
@@ -45,17 +46,18 @@ def unpack_inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Sam
 def pack_sampling(ticket: int, sampling: SampleBatch, positions: Int64Array | None) -> list[Int64Array]:
     """The last NUM_SAMPLING of these arrays. positions None: the device knows them, and draws the numbers; the seeds
     stand in their place."""
-    size = sampling.seed.size
-    tickets = np.full(size, ticket)
-    if (sampling.temperature < GREEDY_BELOW).all():
-        return [tickets] + [np.zeros(size, np.int64)] * (NUM_SAMPLING - 1)
-    numbers = sampling.seed if positions is None else uniform(sampling.seed, positions)
-    floats = (array.astype(np.float64) for array in (sampling.temperature, sampling.top_p, sampling.min_p))
-    return [tickets, *(array.view(np.int64) for array in (numbers, *floats)), sampling.top_k]
+    tickets = np.full(sampling.size, ticket)
+    if sampling.is_greedy:
+        return [tickets] + [np.zeros(sampling.size, np.int64)] * (NUM_SAMPLING - 1)
+    numbers = sampling.seeds if positions is None else uniform(sampling.seeds, positions)
+    return [tickets, numbers.view(np.int64), *sampling.columns]
 
 
 def unpack_sampling(inputs: Iterable[Tensor]) -> tuple[Tensor, SamplingInputs]:
     """Tickets and sampling inputs of what pack_sampling() gave, in tensors int64 [n] each."""
-    tickets, *floats, top_k = inputs
-    uniforms, temperature, top_p, min_p = (tensor.view(torch.float64) for tensor in floats)
-    return tickets, SamplingInputs(uniforms, temperature, top_p, min_p, top_k)
+    tickets, uniforms, *columns = inputs
+    parameters = {
+        name: column.view(torch.float64) if ROW[name] is np.float64 else column
+        for name, column in zip(ROW, columns, strict=True)
+    }
+    return tickets, SamplingInputs(uniforms.view(torch.float64), parameters)

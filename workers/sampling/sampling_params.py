@@ -1,8 +1,11 @@
 """How tokens are sampled and when a request ends: vLLM's names and defaults, and one validator for every frontend."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
+
+import numpy as np
 
 from tandem.workers.sampling.guided import Guided
 
@@ -84,6 +87,12 @@ class SamplingParams:
             or self.allowed_token_ids
             or self.guided
         )
+
+
+ROW: Mapping[str, type[np.generic]] = MappingProxyType(
+    {"temperature": np.float64, "top_p": np.float64, "min_p": np.float64, "top_k": np.int64}
+)
+"""The parameters that samplers take for each row, beside a number drawn by its seed: float64 or int64."""
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:

@@ -118,7 +118,7 @@ class ScriptedRunner:
             for token, source in zip(tokens, sources, strict=True)
         ]
         assert inputs == [token_at(s, p - 1) for s, p in zip(sequence_ids, positions, strict=True)]
-        assert sampling.temperature.size == len(inputs)
+        assert sampling.size == len(inputs)
         self._cache.begin_forward(sequence_ids, np.ones(len(inputs), np.int64))
         self._last = [token_at(s, p) for s, p in zip(sequence_ids, positions, strict=True)]
         self.log.append(f"launch {step}: {list(sequence_ids)}")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.workers.kernels.base import SamplingInputs
 from tandem.workers.kernels.torch.sampler import TorchSampler
+from tandem.workers.runner.step_inputs import NUM_SAMPLING, unpack_sampling
 from tandem.workers.sampling.posted_samples import TOKEN_BITS, PostBox, PostedSamples
 
-GREEDY = SamplingInputs(*torch.zeros((5, 4)))
+_, GREEDY = unpack_sampling(torch.zeros((NUM_SAMPLING, 4), dtype=torch.int64))
 TICKET = 5 << TOKEN_BITS
 
 

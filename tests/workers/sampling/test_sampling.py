@@ -12,7 +12,7 @@ from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.random import uniform
-from tandem.workers.sampling.sample_batch import ARRAYS, SampleBatch
+from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
@@ -229,5 +229,5 @@ def test_take_picks_rows_of_every_array() -> None:
     other = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=11, logprobs=2)
     batch = SampleBatch.from_params([SamplingParams(temperature=0), other])
     picked, alone = batch.take(np.array([1])), SampleBatch.from_params([other])
-    for name in ARRAYS:
+    for name in ("seeds", "columns", "num_logprobs"):
         assert getattr(picked, name).tolist() == getattr(alone, name).tolist()

@@ -20,27 +20,28 @@ class TorchSampler:
         rows = logits.shape[0]
         best = logits.argmax(-1, keepdim=True)  # NaN is better than any number
         last[:rows] = best.squeeze(-1)
-        (sampled,) = (sampling.temperature[:rows].float() >= GREEDY_BELOW).nonzero(as_tuple=True)
+        (sampled,) = (sampling.parameters["temperature"][:rows].float() >= GREEDY_BELOW).nonzero(as_tuple=True)
         if sampled.shape[0]:
-            columns = (column[sampled, None] for column in vars(sampling).values())
-            last[sampled] = _sample(logits[sampled].float(), SamplingInputs(*columns))
+            parameters = {name: _rounded(column[sampled, None]) for name, column in sampling.parameters.items()}
+            weights = _filtered(logits[sampled].float(), **parameters)
+            last[sampled] = _invert(weights, sampling.uniforms[sampled, None])
         last[:rows].masked_fill_(~logits.gather(-1, best).isfinite().squeeze(-1), NOT_FINITE)
         (posted,) = tickets[:rows].nonzero(as_tuple=True)
         words[half_of(tickets[posted]), posted] = tickets[posted] | last[posted]
 
 
-def _sample(logits: Tensor, sampling: SamplingInputs) -> Tensor:
-    """Token ids int64 [m] of logits float32 [m, vocab]; sampling inputs [m, 1]."""
-    temperature, top_p, min_p = (one.float() for one in (sampling.temperature, sampling.top_p, sampling.min_p))
-    return _invert(_filtered(logits / temperature, top_p, min_p, sampling.top_k), sampling.uniforms)
+def _rounded(column: Tensor) -> Tensor:
+    return column.float() if column.is_floating_point() else column
 
 
-def _filtered(scaled: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> Tensor:
-    """Probabilities [m, vocab], 0 below the threshold that each filter sets; rows need not sum to 1. Others: [m, 1].
+def _filtered(logits: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> Tensor:
+    """Probabilities float32 [m, vocab], 0 below the threshold that each filter sets; rows need not sum to 1. logits:
+    float32 [m, vocab]. Others: [m, 1], all parameters of a row.
 
     Equals of a kept token are all kept. A filter that a row does not use changes nothing in it, so a sample does
     not depend on what else is in the batch.
     """
+    scaled = logits / temperature
     probabilities = scaled.softmax(dim=-1)
     if (min_p > 0).any():
         best = probabilities.amax(dim=-1, keepdim=True)

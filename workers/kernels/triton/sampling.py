@@ -22,7 +22,64 @@ ROUNDING = tl.constexpr(1e-4)  # of a sum of a vocabulary's weights, far more th
 
 
 @triton.jit
-def sample_token(
+def sample_tokens(
+    logits, uniforms, temperature, top_p, min_p, top_k, gathered, indices, last, tickets, words, keys, done,
+    pitch, half_size, vocab, greedy_below, parts, MIN_KEY: tl.constexpr, TOKEN_BITS: tl.constexpr,
+    NOT_FINITE: tl.constexpr, BLOCK: tl.constexpr, SAMPLE_BLOCK: tl.constexpr
+):  # fmt: skip
+    """`parts` programs a row: each brings its best token, and the last one posts the best of these."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    logits += row.to(tl.int64) * pitch
+    ticket = tl.load(tickets + row)
+    word = words + ((ticket >> TOKEN_BITS) & 1) * half_size + row
+    if tl.load(temperature + row).to(tl.float32) >= greedy_below:
+        if part == 0:
+            token = _sample_token(
+                logits, row, uniforms, temperature, top_p, min_p, top_k, gathered, indices, vocab, NOT_FINITE,
+                SAMPLE_BLOCK
+            )  # fmt: skip
+            _post(token, last + row, word, ticket)
+    else:
+        best, token = _first_best(logits, part, vocab, parts, BLOCK)
+        token = tl.where(tl.abs(best) == float("inf"), NOT_FINITE, token)
+        if parts == 1:
+            _post(token, last + row, word, ticket)
+        else:
+            # Of equals the first is the largest: zeros of either sign are equal.
+            key = (_order_of(tl.where(best == 0, 0.0, best)).to(tl.int64) << 32) + (NOT_FINITE - token)
+            tl.atomic_max(keys + row, key)
+            if tl.atomic_add(done + row, 1) == parts - 1:
+                key = tl.atomic_xchg(keys + row, MIN_KEY)
+                tl.store(done + row, 0)
+                _post(NOT_FINITE - (key & 0x7FFFFFFF), last + row, word, ticket)
+
+
+@triton.jit
+def _post(token, last, word, ticket):
+    tl.store(last, token)
+    # One store of eight bytes: a reader that finds the ticket has the token, too.
+    tl.store(word, ticket | token, mask=ticket > 0, cache_modifier=".wt")
+
+
+@triton.jit
+def _first_best(row, part, vocab, parts, BLOCK: tl.constexpr):
+    """The best logit of every `parts`-th block, and the first token, int64, that has it. NaN counts as infinity.
+    Each lane keeps the best of what it has seen."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(part * BLOCK, vocab, parts * BLOCK):
+        token = begin + lane
+        logit = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        logit = tl.where(logit != logit, float("inf"), logit)
+        better = logit > best
+        best, where = tl.where(better, logit, best), tl.where(better, token, where)
+    row_max = tl.max(best, 0)
+    return row_max, tl.cast(tl.min(tl.where(best == row_max, where, vocab - 1), 0), tl.int64)
+
+
+@triton.jit
+def _sample_token(
     row, one, uniforms, temperature, top_p, min_p, top_k, gathered, indices, vocab, NOT_FINITE: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -38,14 +95,14 @@ def sample_token(
         row_max = tl.maximum(row_max, tl.max(tl.where(logits != logits, float("inf"), logits), 0))
     row_max *= cold
     best = tl.max(row_max, 0)
-    above = order_of(best).to(tl.int64) + 1  # nothing has an order this high
+    above = _order_of(best).to(tl.int64) + 1  # nothing has an order this high
     low = tl.full((), -(1 << 31), tl.int64)
     gathered += one * BLOCK
     indices += one * BLOCK
     few = False
     if k > 0 and k < tl.minimum(vocab, BLOCK):
         last = tl.full((), 0x7FFFFFFF, tl.int32)  # NaN is gathered
-        few = _gather(row, vocab, cold, _best(order_of(row_max), k), last, gathered, indices, BLOCK)
+        few = _gather(row, vocab, cold, _best(_order_of(row_max), k), last, gathered, indices, BLOCK)
     # Not by an `if`: the compiler is to know that both are multiples of 16, or it loads number by number.
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     if k > 0 and k < vocab:
@@ -77,7 +134,7 @@ def _gather(row, vocab, cold, first, last, gathered, indices, BLOCK: tl.constexp
     count = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         token = begin + tl.arange(0, BLOCK)
-        order = order_of(_load(row, begin, vocab, cold, BLOCK))
+        order = _order_of(_load(row, begin, vocab, cold, BLOCK))
         here = (order >= first) & (order <= last) & (token < vocab)
         number = tl.sum(here.to(tl.int32), 0)
         if number != 0:
@@ -109,7 +166,7 @@ def _load_blocks(row, begin, vocab, cold, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def order_of(values):
+def _order_of(values):
     """int32 that are ordered as the floats are."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -119,7 +176,7 @@ def order_of(values):
 def _weights(scaled, best, least, low):
     """0 for what is filtered out: weights below `least`, orders below `low`."""
     weights = tl.exp(scaled - best)
-    return tl.where((weights >= least) & (order_of(scaled) >= low.to(tl.int32)), weights, 0.0)
+    return tl.where((weights >= least) & (_order_of(scaled) >= low.to(tl.int32)), weights, 0.0)
 
 
 @triton.jit
@@ -138,7 +195,7 @@ def _sums(row, vocab, cold, best, least, low, middle, BLOCK: tl.constexpr):
         scaled = _load_blocks(row, begin, vocab, cold, BLOCK)
         weights = _weights(scaled, best, least, low)
         sums += tl.sum(weights, 0).to(tl.float64)
-        below += tl.sum(tl.where(order_of(scaled) < middle.to(tl.int32), weights, 0.0), 0).to(tl.float64)
+        below += tl.sum(tl.where(_order_of(scaled) < middle.to(tl.int32), weights, 0.0), 0).to(tl.float64)
     return tl.sum(sums, 0), tl.sum(below, 0)
 
 
@@ -161,7 +218,7 @@ def _nucleus(row, vocab, cold, best, least, low, above, dropped, gathered, indic
 def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.constexpr):
     """Orders between which surely is what _nucleus looks for, and whether at upper BLOCK tokens are."""
     lower, upper = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
-    left, right = tl.maximum(low, order_of(lower).to(tl.int64)), above
+    left, right = tl.maximum(low, _order_of(lower).to(tl.int64)), above
     under_left = tl.full((), 0, tl.int32)
     under_right = tl.cdiv(vocab, BLOCKS * BLOCK) * (BLOCKS * BLOCK)  # what stands behind the vocabulary, too
     rounds = tl.full((), 0, tl.int32)
@@ -181,9 +238,9 @@ def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.conste
         )
         lower = tl.where(sum_c < less, c, tl.where(sum_b < less, b, tl.where(sum_a < less, a, lower)))
         upper = tl.where(sum_a > more, a, tl.where(sum_b > more, b, tl.where(sum_c > more, c, upper)))
-        right = tl.where(sum_c > more, order_of(upper).to(tl.int64), right)
+        right = tl.where(sum_c > more, _order_of(upper).to(tl.int64), right)
         rounds += 1
-    left = tl.maximum(left, order_of(lower).to(tl.int64))
+    left = tl.maximum(left, _order_of(lower).to(tl.int64))
     return left, right, under_right - under_left <= BLOCK
 
 
@@ -200,8 +257,8 @@ def _under(row, vocab, cold, best, least, low, a, b, c, BLOCK: tl.constexpr):
     )  # fmt: skip
     for begin in range(0, vocab, BLOCKS * BLOCK):
         scaled = _load_blocks(row, begin, vocab, cold, BLOCK)
-        order, weights = order_of(scaled), _weights(scaled, best, least, low)
-        under_a, under_b, under_c = order < order_of(a), order < order_of(b), order < order_of(c)
+        order, weights = _order_of(scaled), _weights(scaled, best, least, low)
+        under_a, under_b, under_c = order < _order_of(a), order < _order_of(b), order < _order_of(c)
         counts_a += tl.sum(under_a.to(tl.int32), 0)
         counts_b += tl.sum(under_b.to(tl.int32), 0)
         counts_c += tl.sum(under_c.to(tl.int32), 0)
@@ -232,7 +289,7 @@ def _search(row, vocab, cold, best, least, low, above, limit, WEIGH: tl.constexp
         )  # fmt: skip
         for begin in range(0, vocab, BLOCK):
             scaled = _load(row, begin, vocab, cold, BLOCK)
-            order = order_of(scaled)
+            order = _order_of(scaled)
             there = (begin + tl.arange(0, BLOCK) < vocab) & (order >= filtered.to(tl.int32))
             under_a, under_b = there & (order < a.to(tl.int32)), there & (order < b.to(tl.int32))
             under_c = there & (order < c.to(tl.int32))

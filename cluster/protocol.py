@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.proto import inference_pb2
+from tandem.proto.sampling import Sampling
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 HalfPrompt = str | Sequence[int]
@@ -46,37 +47,6 @@ AS_JSON: Mapping[str, tuple[type, Callable[[Any], object], str]] = MappingProxyT
     }
 )
 """Options that travel as JSON: what they may be, what becomes of that, and it in words. JSON's text is taken, too."""
-TEXTS = ("stop", "bad_words")  # one text stands for a list of it
-
-
-class Sampling(TypedDict, total=False):
-    """Sampling parameters by vLLM's names, for type checkers. inference.proto has the list and the defaults."""
-
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    logprobs: int
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    include_stop_str_in_output: bool
-    min_tokens: int
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
-    bad_words: str | Sequence[str]
-    bad_words_ids: Sequence[Sequence[int]]
-    allowed_token_ids: Sequence[int]
-    guided: Mapping[str, Any]
-    prompt_logprobs: int
-    n: int
-    best_of: int
-    sliding: Mapping[str, int]
 
 
 class PromptOptions(TypedDict, total=False):
@@ -129,7 +99,7 @@ def build_request(
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise InvalidRequest(f"unknown sampling parameter {name!r}; {hint}known: {', '.join(names)}")
-        one: Any = [value] if name in TEXTS and isinstance(value, str) else value
+        one: Any = [value] if known[name].is_repeated and isinstance(value, str) else value
         try:
             if name == "bad_words_ids":
                 one = [inference_pb2.TokenIds(ids=word) for word in one]

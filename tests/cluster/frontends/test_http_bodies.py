@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from pydantic import ValidationError
 
 from tandem.cluster.errors import InvalidRequest
@@ -15,6 +16,7 @@ from tandem.cluster.frontends.openai.generation_body import GenerationBody
 from tandem.cluster.frontends.openai.guided_fields import COMPACT
 from tandem.cluster.frontends.openai.read_body import read_body
 from tandem.cluster.frontends.openai.sampling_fields import SAMPLING
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.wire.messages import prompt_from_bytes
 
 TURN = {"role": "user", "content": "x"}
@@ -32,12 +34,17 @@ def refusal(kind: type[GenerationBody], body: Any) -> HttpError:
     return caught.value
 
 
+def value_of(field: FieldDescriptor) -> Any:
+    """No other field's, and no default."""
+    if field.is_repeated:
+        return ["a", "b"] if field.type == FieldDescriptor.TYPE_STRING else [field.number, 5]
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return not getattr(SamplingParams(), field.name)
+    return field.number + 0.5 if field.type == FieldDescriptor.TYPE_FLOAT else field.number
+
+
 def test_every_sampling_parameter_gets_through() -> None:
-    sampling = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 1 << 63}
-    sampling |= {"logprobs": 4, "stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True}
-    sampling |= {"skip_special_tokens": False, "include_stop_str_in_output": True, "min_tokens": 2}
-    sampling |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5}
-    sampling |= {"bad_words": ["a"], "allowed_token_ids": [5], "n": 2, "best_of": 3, "prompt_logprobs": 4}
+    sampling = {field.name: value_of(field) for field in SAMPLING} | {"seed": 1 << 63}
     request = read(CompletionBody, {"prompt": "text", **sampling}).requests()[0]
     assert request.text == "text"
     sent = {field.name: getattr(request.sampling, field.name) for field in SAMPLING}

@@ -14,11 +14,11 @@ from tandem.cluster.client.client_messages import GenerateUpdate, TokenLogprobs
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway.gateway import Gateway
-from tandem.cluster.protocol import Sampling
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import worker_pb2, worker_pb2_grpc
+from tandem.proto.sampling import Sampling
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.cluster.fake_worker import FakeWorker
 from tests.support.checkpoints import save_checkpoint

@@ -105,7 +105,7 @@ class _Watched(RequestObserver):
         recorder = self._metrics.recorder
         recorder.observe(series.FIRST_TOKEN, now - self._arrived)
         recorder.add(series.GENERATION_TOKENS, count)
-        recorder.add(series.PROMPT_TOKENS, len(self._request.token_ids) if self._request else 0)
+        recorder.add(series.PROMPT_TOKENS, len(self._request.prompt) if self._request else 0)
         self._metrics.table.add(Column.DECODING, 1)
 
     def lost(self, error: Exception) -> None:

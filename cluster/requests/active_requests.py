@@ -179,7 +179,7 @@ class ActiveRequests:
             for call in self._running.values()
             for generation in call.answers.generations
             if generation.decoded_by is source
-            and generation.sliding is None
+            and not generation.slides
             and generation.max_tokens_left >= LEAST_TOKENS_LEFT
             and generation.num_moves < MOST_MOVES
         ]

@@ -95,7 +95,7 @@ class Answers:
     async def _write_told(self, write: Write, message: inference_pb2.GenerateResponse) -> None:
         """A message of index 0. The first one has the prompt, where the client wants it."""
         if self._tells:
-            self._tells, message.prompt_token_bytes = False, prompt_to_bytes(self._request.prompt_ids)
+            self._tells, message.prompt_token_bytes = False, prompt_to_bytes(self._request.prompt.unpadded)
         await write(message)
 
     async def _write_best(self, write: Write) -> None:

@@ -6,9 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest, PlacementLost, ServerError
 from tandem.cluster.requests.fair_turns import FairTurns, cost_of, most_tokens
 from tandem.cluster.requests.observer import UNOBSERVED, RequestObserver
@@ -24,8 +21,8 @@ from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.sampling.finish import FinishReason, FinishRule
-from tandem.workers.sampling.sampling_params import SlidingWindow
-from tandem.workers.wire.messages import prompt_to_bytes, sampling_to_proto
+from tandem.workers.wire.messages import prompt_fields, sampling_to_proto
+from tandem.workers.wire.prompt_spec import PromptSpec
 
 
 class Moved(Exception):
@@ -64,7 +61,7 @@ class Generation:
         self._arrived = arrived
         self._output = TextOutput(request.params, tokenizer)
         self._rule = FinishRule.of(request.params, eos_token_ids)
-        self._usage = inference_pb2.Usage(prompt_tokens=len(request.token_ids) - request.encoder.padding)
+        self._usage = inference_pb2.Usage(prompt_tokens=len(request.prompt) - request.prompt.encoder.padding)
         self._timings = inference_pb2.Timings()
         self._first_is_last = False
         self._sent: list[int] = []
@@ -81,29 +78,18 @@ class Generation:
         return self._request.request_id
 
     @property
-    def salt(self) -> bytes:
-        """See ValidRequest."""
-        return self._request.salt
-
-    @property
-    def sliding(self) -> SlidingWindow | None:
-        """See SamplingParams."""
-        return self._request.params.sliding
+    def slides(self) -> bool:
+        return self._request.prompt.sliding is not None
 
     @property
     def can_replay(self) -> bool:
         """Whether its tokens so far, as a prompt, give the next one: not where one has left its window."""
-        return not self._sent or self._request.fits_window(len(self._sent))
+        return not self._sent or self._request.prompt.fits_window(len(self._sent))
 
     @property
-    def prompt(self) -> Int64Array:
+    def prompt(self) -> PromptSpec:
         """The prompt of the next placement: the tokens sent are part of it."""
-        return np.concatenate((self._request.token_ids, np.array(self._sent, np.int64)))
-
-    @property
-    def encoder_len(self) -> int:
-        """Tokens of the encoder's prompt, with which `prompt` begins; 0 without an encoder."""
-        return self._request.encoder.length
+        return self._request.prompt.going_on(self._sent, whole=self.prompt_logprobs.wanted)
 
     @property
     def max_tokens_left(self) -> int:
@@ -200,9 +186,7 @@ class Generation:
         if self._decoding is not None:
             placement, inbox = self._decoding
             self._moved = True
-            inbox.lose(
-                Moved(LinkPair(target, placement.decode, 0.0, len(self._request.token_ids) + len(self._sent) - 1))
-            )
+            inbox.lose(Moved(LinkPair(target, placement.decode, 0.0, len(self._request.prompt) + len(self._sent) - 1)))
 
     def _begin(self, placement: Placement) -> None:
         if self._moved:
@@ -253,12 +237,10 @@ class Generation:
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
             epoch=placement.prefill.epoch,
-            prompt=prompt_to_bytes(self.prompt),
-            salt=self.salt,
             sampling=sampling,
             reservation=placement.reservation,
             num_output=num_output,
-            encoder_tokens=self.encoder_len,
+            **prompt_fields(self.prompt),
         )
         start = worker_pb2.StartGenerateRequest(
             request_id=placement.request_id,
@@ -282,7 +264,7 @@ class Generation:
         pushed = len(self.prompt) - placement.reservation.matched_tokens
         placement.prefill.pushed_to(placement.decode, pushed, sent.push_seconds)
         if not begun:
-            cached = max(sent.cached_tokens - self._request.encoder.padding, 0)
+            cached = max(sent.cached_tokens - self._request.prompt.encoder.padding, 0)
             self._usage.cached_tokens = min(cached, self._usage.prompt_tokens)
         self.observer.prefilled(sent)
         return sent

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.workers.sampling.sampling_params import SlidingWindow
+from tandem.workers.wire.prompt_spec import PromptSpec
 
 if TYPE_CHECKING:
     from tandem.workers.models.config import ModelConfig  # imports torch, which readers do without
@@ -60,8 +61,15 @@ class ModelLimits:
         window, sinks = sliding
         return min(self.longest - 1, max(sinks, self.max_model_len - (window - sinks)))
 
-    def check_sliding(self, prompt: int, max_tokens: int, sliding: SlidingWindow) -> None:
-        """InvalidRequest where a request cannot slide so behind its prompt."""
+    def check(self, prompt: PromptSpec, max_tokens: int) -> None:
+        """InvalidRequest where prompt and output are too long together, or where it cannot slide so."""
+        if prompt.sliding is None:
+            self._check_decoder(prompt.num_decoder, max_tokens)
+            self.check_length(len(prompt), max_tokens)
+        else:
+            self._check_sliding(len(prompt), max_tokens, prompt.sliding)
+
+    def _check_sliding(self, prompt: int, max_tokens: int, sliding: SlidingWindow) -> None:
         if self.cannot_slide:
             raise InvalidRequest(f"sampling.sliding is set; {self.cannot_slide}, so that no request can slide")
         widest = self.longest - 2 * self.page_size + 1
@@ -90,21 +98,21 @@ class ModelLimits:
                 "encoder's context and scheduler.max_batch_tokens allow, for one forward computes it"
             )
 
-    def check_decoder(self, prompt: int, max_tokens: int) -> None:
-        """InvalidRequest where the prompt and output of a decoder behind an encoder are too long together."""
+    def _check_decoder(self, prompt: int, max_tokens: int) -> None:
         if self.max_encoder_tokens and prompt + max_tokens > self.max_decoder_tokens:
             raise InvalidRequest(
                 f"sampling.max_tokens is {max_tokens} after a decoder's prompt of {prompt} tokens; the decoder's "
                 f"context of {self.max_decoder_tokens} leaves at most {max(self.max_decoder_tokens - prompt, 0)}"
             )
 
-    def room(self, prompt: int, sliding: SlidingWindow | None = None) -> int:
-        """The most output tokens after a prompt of so many; 0 or less where it is too long itself."""
-        if sliding is not None:
-            return self.max_sliding_tokens - prompt
-        room = self.longest - prompt
-        switch = self.rope_switch
-        return room if switch is None or prompt > switch else min(room, switch - prompt + 1)
+    def room(self, prompt: PromptSpec) -> int:
+        """The most output tokens after a prompt; 0 or less where it is too long itself."""
+        if prompt.sliding is not None:
+            return self.max_sliding_tokens - len(prompt)
+        room, switch = self.longest - len(prompt), self.rope_switch
+        if prompt.encoder.length:
+            room = min(room, self.max_decoder_tokens - prompt.num_decoder)
+        return room if switch is None or len(prompt) > switch else min(room, switch - len(prompt) + 1)
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
         """InvalidRequest where prompt and output are too long together."""

@@ -19,7 +19,7 @@ class PromptLogprobs:
         self._request = request
         self._turns = turns
         asks = request.params.prompt_logprobs is not None and not request.received
-        self._left = len(request.token_ids) if asks else 0  # entries to be sent
+        self._left = len(request.prompt) if asks else 0  # entries to be sent
 
     @property
     def wanted(self) -> bool:
@@ -28,13 +28,13 @@ class PromptLogprobs:
 
     async def messages(self, call: PromptLogprobCall) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         """What `call` brings and the client has not; fewer where the prompt fails meanwhile."""
-        if self._left == len(self._request.token_ids):
+        if self._left == len(self._request.prompt):
             yield self._message([inference_pb2.TokenLogprobs()])
         position, cost = 1, cost_of(self._request.params.prompt_logprobs)
         most = most_tokens(cost)
         while (packed := await call.read()) is not None:
             begin, position = position, position + len(packed.logprobs) // 4
-            known = len(self._request.token_ids) - self._left
+            known = len(self._request.prompt) - self._left
             for first in range(max(begin, known), position, most):
                 await self._turns.take(cost)
                 yield self._message(self._entries(packed, begin, first, min(first + most, position)))
@@ -51,7 +51,7 @@ class PromptLogprobs:
         logprobs = np.frombuffer(packed.logprobs, "<f4")[rows].tolist()
         ids = np.frombuffer(packed.top_ids, "<u4").reshape(count, -1)[rows].tolist()
         values = np.frombuffer(packed.top_logprobs, "<f4").reshape(count, -1)[rows].tolist()
-        tokens = self._request.token_ids[first:end].tolist()
+        tokens = self._request.prompt.token_ids[first:end].tolist()
         make = inference_pb2.TokenLogprob
         return [
             inference_pb2.TokenLogprobs(

@@ -89,14 +89,10 @@ class Replay:
                     generation.prompt,
                     generation.max_tokens_left,
                     self._client,
-                    salt=generation.salt,
-                    whole=generation.prompt_logprobs.wanted,
                     again=again or self._near is not None,
                     move=move,
                     near=None if again else self._near,
                     count=self._count,
-                    sliding=generation.sliding,
-                    encoder_len=generation.encoder_len,
                 )
         except DeadlineExceeded:  # gateway.queue_seconds
             raise

@@ -15,13 +15,7 @@ from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.requests.default_sampling import with_defaults
 from tandem.cluster.requests.model_limits import ModelLimits
 from tandem.cluster.text.chat_template import CHOSEN, ChatTemplateError
-from tandem.cluster.text.encoder_prompt import (
-    NO_ENCODER,
-    EncoderPrompt,
-    InvalidHalf,
-    decoder_prompt,
-    take_encoder_prompt,
-)
+from tandem.cluster.text.encoder_prompt import InvalidHalf, decoder_prompt, take_encoder_prompt
 from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
 from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
@@ -35,6 +29,7 @@ from tandem.workers.sampling.sampling_params import (
     validate,
 )
 from tandem.workers.wire.messages import PROMPT_DTYPE, prompt_from_bytes, sampling_from_proto
+from tandem.workers.wire.prompt_spec import NO_ENCODER, EncoderPrompt, PromptSpec
 
 MAX_REQUEST_ID = 128
 QUICK_TEXT = 16_384  # bytes; what is longer is tokenized in a process of its own
@@ -53,29 +48,14 @@ class Received:
 
 @dataclass(frozen=True, eq=False)
 class ValidRequest:
-    """A request whose answers workers can run; params has a seed, so that a replay draws the same numbers.
-
-    token_ids: the prompt's, int64 [n], n at least 1.
-    """
+    """A request whose answers workers can run; params has a seed, so that a replay draws the same numbers."""
 
     request_id: str
-    token_ids: Int64Array
+    prompt: PromptSpec
     params: SamplingParams
     received: tuple[Received, ...] = ()  # of each answer that the client gets; none where there was no earlier call
     resumes: bool = False
-    salt: bytes = b""  # what workers share prefixes by
-    returns_prompt: bool = False  # the client gets prompt_ids
-    encoder: EncoderPrompt = NO_ENCODER  # what token_ids begin with, of a model with an encoder
-
-    @property
-    def prompt_ids(self) -> Int64Array:
-        """token_ids without padding: the encoder's, then the decoder's."""
-        return np.concatenate((self.token_ids[: self.encoder.length], self.token_ids[self.encoder.border :]))
-
-    def fits_window(self, num_output: int) -> bool:
-        """Whether a request that slides has let go of nothing after so many tokens; True of others."""
-        sliding = self.params.sliding
-        return sliding is None or len(self.token_ids) + num_output <= sliding.window
+    returns_prompt: bool = False  # the client gets the prompt's token ids
 
     def answer(self, index: int) -> "ValidRequest":
         """One answer as a request of its own. As in vLLM its seed is the request's plus its index."""
@@ -196,26 +176,20 @@ class RequestValidator:
             self._check_sampling(params)
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
-        salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
         kept = self._kept(message, params, open_ended if ends_anywhere else None)
         token_ids, encoder = self._prompt(message, tokens, kept), NO_ENCODER
         if self._limits.max_encoder_tokens:
             if params.prompt_logprobs is not None:
                 raise InvalidRequest("sampling.prompt_logprobs is set; a model with an encoder has none to report")
             token_ids, encoder = self._join(token_ids, message)
-        decoder = len(token_ids) - encoder.border
+        salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
+        prompt = PromptSpec(token_ids, salt, encoder, params.sliding)
         if open_ended is not None and ends_anywhere:
-            room = self._limits.room(len(token_ids), params.sliding)
-            if encoder.length:
-                room = min(room, self._limits.max_decoder_tokens - decoder)
-            params = replace(params, max_tokens=max(1, params.min_tokens, min(open_ended, room)))
+            most = min(open_ended, self._limits.room(prompt))
+            params = replace(params, max_tokens=max(1, params.min_tokens, most))
         if params.guided is not None:
             params = replace(params, guided=params.guided.within(params.max_tokens))
-        if params.sliding is None:
-            self._limits.check_decoder(decoder, params.max_tokens)
-            self._limits.check_length(len(token_ids), params.max_tokens)
-        else:
-            self._limits.check_sliding(len(token_ids), params.max_tokens, params.sliding)
+        self._limits.check(prompt, params.max_tokens)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         resumes = message.HasField("resume")
@@ -223,14 +197,13 @@ class RequestValidator:
             raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
         received = self._received(message.resume, params)
         request_id, tells = message.request_id or uuid.uuid4().hex, message.return_prompt_token_ids
-        valid = ValidRequest(request_id, token_ids, params, received, resumes, salt, tells, encoder)
         going_on = [len(answer.token_ids) for answer in received if answer.token_ids and not answer.ended]
-        if not all(map(valid.fits_window, going_on)):
+        if not all(map(prompt.fits_window, going_on)):
             raise InvalidRequest(
                 "resume: sampling.sliding has let go of tokens that would have to be computed again; only a request "
                 f"whose prompt and tokens fit in the window of {params.sliding} can be resumed"
             )
-        return valid
+        return ValidRequest(request_id, prompt, params, received, resumes, tells)
 
     def _received(self, resume: inference_pb2.Resume, params: SamplingParams) -> tuple[Received, ...]:
         count = len(resume.answers)

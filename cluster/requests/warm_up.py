@@ -14,8 +14,8 @@ from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.validation import ModelLimits, ValidRequest
 from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.router import Router
-from tandem.cluster.text.encoder_prompt import NO_ENCODER, EncoderPrompt
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.prompt_spec import NO_ENCODER, EncoderPrompt, PromptSpec
 
 log = logging.getLogger(__name__)
 
@@ -79,15 +79,11 @@ class WarmUp:
             encoder = EncoderPrompt(self._limits.page_size, self._limits.page_size)
         if encoder.border + length + NUM_TOKENS > self._limits.longest:
             return
-        prompt = np.random.default_rng(number).integers(0, self._limits.vocab_size, encoder.border + length)
-        request = ValidRequest(f"warm-up-{number}", prompt, params, encoder=encoder)
+        token_ids = np.random.default_rng(number).integers(0, self._limits.vocab_size, encoder.border + length)
+        request = ValidRequest(f"warm-up-{number}", PromptSpec(token_ids, encoder=encoder), params)
         generation = Generation(request, time.perf_counter(), None, (), self._turns)
-        placement = await self._router.place(
-            *(request.request_id, prompt, params.max_tokens, ""),
-            again=True,
-            move=pair,
-            encoder_len=encoder.length,
-        )
+        asked = request.request_id, request.prompt, params.max_tokens, ""
+        placement = await self._router.place(*asked, again=True, move=pair)
         try:
             async for _ in generation.run(placement, MOST_SECONDS):
                 pass

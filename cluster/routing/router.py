@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cluster.errors import DeadlineExceeded, WorkerFull, WorkerTimedOut, WorkerUnreachable
 from tandem.cluster.routing.admission import AdmissionQueue
@@ -19,8 +18,8 @@ from tandem.cluster.routing.prefix_view import PromptKeys
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import unwatched
-from tandem.workers.sampling.sampling_params import SlidingWindow
-from tandem.workers.wire.messages import prompt_to_bytes, sliding_to_proto
+from tandem.workers.wire.messages import prompt_fields, sliding_to_proto
+from tandem.workers.wire.prompt_spec import PromptSpec
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
@@ -32,19 +31,16 @@ class _Wanted:
     """A request without a placement."""
 
     request_id: str
-    token_ids: Int64Array
+    prompt: PromptSpec
     max_tokens: int
-    salt: bytes
-    whole: bool  # the prompt is computed without cached prefixes
     keys: PromptKeys
-    sliding: SlidingWindow | None
-    encoder_len: int  # tokens of an encoder's prompt, with which token_ids begin
 
     @property
     def total_tokens(self) -> int:
         """That a decode worker keeps."""
-        total = len(self.token_ids) + self.max_tokens
-        return total if self.sliding is None else min(total, max(len(self.token_ids), self.sliding.window))
+        prompt, total = len(self.prompt), len(self.prompt) + self.max_tokens
+        sliding = self.prompt.sliding
+        return total if sliding is None else min(total, max(prompt, sliding.window))
 
 
 @dataclass(frozen=True)
@@ -92,31 +88,26 @@ class Router:
     async def place(
         self,
         request_id: str,
-        token_ids: Int64Array,
+        prompt: PromptSpec,
         max_tokens: int,
         client: str,
         *,
-        salt: bytes = b"",
-        whole: bool = False,
         again: bool = False,
         move: LinkPair | None = None,
         near: LinkPair | None = None,
         count: int = 1,
-        sliding: SlidingWindow | None = None,
-        encoder_len: int = 0,
     ) -> Placement:
         """Finds a pair of workers and skips those that cannot be reached.
 
-        client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. whole: none is
-        matched. again: the request was admitted before, so a full queue does not refuse it. move: the pair that is
-        tried first, however many wait. near: the pair that is tried first in the request's own turn. count: as how many
-        requests it counts while it waits. sliding: see SamplingParams. encoder_len: tokens of an encoder's prompt, with
-        which token_ids begin, padded to whole pages. Raises Overloaded (queue full),
+        client: the request's owner; waiting clients take turns. again: the request was admitted before, so a full queue
+        does not refuse it. move: the pair that is tried first, however many wait. near: the pair that is tried first in
+        the request's own turn. count: as how many requests it counts while it waits. Raises Overloaded (queue full),
         DeadlineExceeded (no room in time) or WorkerCallError.
         """
-        key_salt = encoder_salt(token_ids[:encoder_len], salt) if encoder_len else salt
-        keys = self._islands.prompt_keys(token_ids[:1] if whole else token_ids, key_salt)  # one token has none
-        wanted = _Wanted(request_id, token_ids, max_tokens, salt, whole, keys, sliding, encoder_len)
+        token_ids, encoder_len = prompt.token_ids, prompt.encoder.length
+        key_salt = encoder_salt(token_ids[:encoder_len], prompt.salt) if encoder_len else prompt.salt
+        keys = self._islands.prompt_keys(token_ids[:1] if prompt.whole else token_ids, key_salt)  # one token has none
+        wanted = _Wanted(request_id, prompt, max_tokens, keys)
         if move is not None or not self._queue.waits:
             placement = await self._try(wanted, announce=move is None, first=move or near)
             if placement is not None:
@@ -129,7 +120,7 @@ class Router:
                 return await self._wait_for_room(wanted, near)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"no decode worker had room for {len(token_ids)} prompt and {max_tokens} output tokens "
+                f"no decode worker had room for {len(prompt)} prompt and {max_tokens} output tokens "
                 f"within {self._queue_seconds:g} s (gateway.queue_seconds)"
             ) from None
 
@@ -154,7 +145,7 @@ class Router:
                 await placement.decode.abort(request_id, writer_quiet=True)
 
     def _pairs(self, wanted: _Wanted, first: LinkPair | None) -> Iterable[LinkPair]:
-        pairs = self._islands.pairs(Ask(len(wanted.token_ids), wanted.max_tokens), wanted.keys)
+        pairs = self._islands.pairs(Ask(len(wanted.prompt), wanted.max_tokens), wanted.keys)
         if first is None or not self._islands.serves(first):
             return pairs
         return itertools.chain((first,), pairs)
@@ -188,26 +179,24 @@ class Router:
 
         announce: an idle prefill worker hears of the prompt before there is room for it.
         """
-        total, prompt = wanted.total_tokens, prompt_to_bytes(wanted.token_ids)
+        total, prompt, fields = wanted.total_tokens, wanted.prompt, prompt_fields(wanted.prompt)
         for pair in self._pairs(wanted, first):
             decode, prefill = pair.decode, pair.prefill
-            computed = len(wanted.token_ids) - pair.matched_tokens
+            computed = len(prompt) - pair.matched_tokens
             # No id is used twice: a late Abort of an earlier call must not end this one.
             worker_id = f"{self._id_prefix}{next(self._asked)}/{wanted.request_id}"
             request = worker_pb2.PrepareReceiveRequest(
                 request_id=worker_id,
                 epoch=decode.epoch,
-                prompt=prompt,
                 max_tokens=wanted.max_tokens,
                 writer_pe=prefill.pe,
-                salt=wanted.salt,
-                whole=wanted.whole,
-                sliding=sliding_to_proto(wanted.sliding),
-                encoder_tokens=wanted.encoder_len,
+                whole=prompt.whole,
+                sliding=sliding_to_proto(prompt.sliding),
+                **fields,
             )
             expected = pair.first_token_seconds
-            announce = announce and prefill is not decode and not prefill.has_prompts and not wanted.whole
-            early = self._announce(prefill, request) if announce else None
+            announce = announce and prefill is not decode and not prefill.has_prompts and not prompt.whole
+            early = self._announce(prefill, worker_id, fields) if announce else None
             announce = False
             prefill.expect_prompt(worker_id, computed)
             # Already, for the next request comes while this one waits for the answer.
@@ -226,15 +215,9 @@ class Router:
                 return Placement(worker_id, prefill, decode, reservation, computed, total, early, expected, asked)
         return None
 
-    def _announce(self, prefill: WorkerLink, request: worker_pb2.PrepareReceiveRequest) -> EarlyToken:
-        token = prefill.hints.expect(request.request_id)
-        announcement = worker_pb2.AnnounceRequest(
-            request_id=request.request_id,
-            epoch=prefill.epoch,
-            prompt=request.prompt,
-            salt=request.salt,
-            encoder_tokens=request.encoder_tokens,
-        )
+    def _announce(self, prefill: WorkerLink, request_id: str, fields: dict[str, Any]) -> EarlyToken:
+        token = prefill.hints.expect(request_id)
+        announcement = worker_pb2.AnnounceRequest(request_id=request_id, epoch=prefill.epoch, **fields)
         self.in_background(prefill.hints.send(announcement))
         return token
 

@@ -1,7 +1,5 @@
 """The two prompts of a model with an encoder, as requests say them."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
@@ -13,20 +11,6 @@ from tandem.workers.wire.messages import prompt_from_bytes
 
 class InvalidHalf(ValueError):
     """One of the two prompts is not accepted; the text names its field."""
-
-
-class EncoderPrompt(NamedTuple):
-    """How many tokens an encoder's prompt has, and how many positions these take up as whole pages."""
-
-    length: int
-    border: int
-
-    @property
-    def padding(self) -> int:
-        return self.border - self.length
-
-
-NO_ENCODER = EncoderPrompt(0, 0)
 
 
 def take_encoder_prompt(message: inference_pb2.GenerateRequest, *, has_encoder: bool) -> None:

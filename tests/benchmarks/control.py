@@ -43,6 +43,7 @@ from tandem.workers.sampling.pending_samples import CopiedSamples
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.messages import prompt_to_bytes, reservation_to_proto
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
@@ -185,7 +186,7 @@ async def call_costs(rounds: int) -> dict[str, float]:
     workers = tuple(WorkerAddress(role, pe, address, token) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
     await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
     router = Router(islands, AdmissionQueue(8, 1 << 20), id_prefix="1.", queue_seconds=5)
-    prompt = np.arange(1024)
+    prompt = PromptSpec(np.arange(1024))
     params, turns = SamplingParams(max_tokens=2, temperature=0, seed=1), FairTurns(1)
 
     async def request() -> None:
@@ -200,11 +201,13 @@ async def call_costs(rounds: int) -> dict[str, float]:
     bare_port = bare_server.add_insecure_port("127.0.0.1:0")
     await bare_server.start()
     bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(f"127.0.0.1:{bare_port}"))
-    announce = worker_pb2.AnnounceRequest(request_id="r", epoch=1, prompt=prompt_to_bytes(prompt))
-    prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, prompt=prompt_to_bytes(prompt), max_tokens=2)
+    announce = worker_pb2.AnnounceRequest(request_id="r", epoch=1, prompt=prompt_to_bytes(prompt.token_ids))
+    prepare = worker_pb2.PrepareReceiveRequest(
+        request_id="r", epoch=1, prompt=prompt_to_bytes(prompt.token_ids), max_tokens=2
+    )
     reservation = await bare_stub.PrepareReceive(prepare)
     send = worker_pb2.RemoteSendRequest(
-        request_id="r", epoch=1, prompt=prompt_to_bytes(prompt), reservation=reservation
+        request_id="r", epoch=1, prompt=prompt_to_bytes(prompt.token_ids), reservation=reservation
     )
     start = worker_pb2.StartGenerateRequest(request_id="r", epoch=1, reservation_id=1)
 

@@ -30,6 +30,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.config import Role
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tests.benchmarks.frontends import one_gateway, process_of
 from tests.benchmarks.metrics_cost import MOST, compare
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
@@ -71,7 +72,7 @@ def request_us() -> float:
     """Of a request that goes straight to its end: what the gateway tells its observer, and nothing else."""
     tracer, now = Tracer(KEEP, 1.0), time.time_ns()
     prefill, decode = (cast("Any", SimpleNamespace(key=("i", pe), role=role)) for pe, role in enumerate(Role))
-    request = ValidRequest("request", np.arange(128), SamplingParams())
+    request = ValidRequest("request", PromptSpec(np.arange(128)), SamplingParams())
     placement = Placement("0.1.1/request", prefill, decode, worker_pb2.Reservation(pages=8), 128, 256)
     sent = worker_pb2.RemoteSendResponse(began_ns=now, prefill_seconds=0.1, push_seconds=0.01)
     decoded = worker_pb2.Decoded(began_ns=now, ended_ns=now)

@@ -108,8 +108,8 @@ CLUSTER = (
     Mutant(
         name="replay-forgets-what-was-sent",
         file="cluster/requests/generation.py",
-        find="return np.concatenate((self._request.token_ids, np.array(self._sent, np.int64)))",
-        replace="return self._request.token_ids",
+        find="return self._request.prompt.going_on(self._sent, whole=self.prompt_logprobs.wanted)",
+        replace="return self._request.prompt",
         reason="After a loss the tokens sent are prompt, or the client gets the beginning of its answer twice.",
         tests=(f"{RESUME}::test_what_was_sent_is_prompt_after_a_loss_and_no_token_comes_twice",),
     ),

@@ -14,6 +14,7 @@ from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.guided import Guided
 from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
 from tandem.workers.sampling.thinking import Thinking
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 from tandem.workers.wire.seal import is_sealed, seal
 
@@ -28,6 +29,15 @@ RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map
 def prompt_to_bytes(token_ids: Sequence[int] | Int64Array) -> bytes:
     """The field `prompt` of a message."""
     return np.asarray(token_ids, PROMPT_DTYPE).tobytes()
+
+
+def prompt_fields(prompt: PromptSpec) -> dict[str, Any]:
+    """What each message about a prompt says of it."""
+    return {
+        "prompt": prompt_to_bytes(prompt.token_ids),
+        "salt": prompt.salt,
+        "encoder_tokens": prompt.encoder.length,
+    }
 
 
 def prompt_from_bytes(prompt: bytes, field: str = "prompt") -> Int64Array:

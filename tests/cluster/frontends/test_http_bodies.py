@@ -34,7 +34,7 @@ def refusal(kind: type[GenerationBody], body: Any) -> HttpError:
     return caught.value
 
 
-def value_of(field: FieldDescriptor) -> Any:
+def value_of(field: Any) -> Any:
     """No other field's, and no default."""
     if field.is_repeated:
         return ["a", "b"] if field.type == FieldDescriptor.TYPE_STRING else [field.number, 5]

@@ -17,6 +17,7 @@ from tandem.cluster.requests.answers import Draft
 from tandem.cluster.requests.fair_turns import FairTurns, cost_of, most_tokens
 from tandem.cluster.requests.prompt_logprobs import PromptLogprobs
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tests.cluster.fake_worker import FakeWorker
 from tests.cluster.requests.test_replay import PROMPT, TOKENS, model, say, with_gateway
 
@@ -130,7 +131,7 @@ class Packed:
 
 def test_log_probabilities_of_a_prompt_come_in_bounded_messages() -> None:
     request: Any = SimpleNamespace(
-        request_id="r", token_ids=np.arange(100), received=(), params=SimpleNamespace(prompt_logprobs=20)
+        request_id="r", prompt=PromptSpec(np.arange(100)), received=(), params=SimpleNamespace(prompt_logprobs=20)
     )
 
     async def read() -> list[inference_pb2.GenerateResponse]:

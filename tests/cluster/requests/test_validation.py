@@ -22,7 +22,7 @@ def test_token_ids_come_as_numbers_or_as_bytes() -> None:
     packed.token_bytes = bytes([8, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0])
     for message in (numbers, packed):
         message.sampling.max_tokens = 1
-        assert validator.validate(message).token_ids.tolist() == [8, 0, 5]
+        assert validator.validate(message).prompt.token_ids.tolist() == [8, 0, 5]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,6 @@ def test_as_many_tokens_as_fit_on_one_side_of_where_positions_change(max_tokens:
     limits = ModelLimits(vocab_size=9, max_model_len=40, pool_tokens=100, rope_switch=32)
     message = inference_pb2.GenerateRequest(token_bytes=b"\5\0\0\0" * 5000, truncate_prompt_tokens=-1)
     message.sampling.max_tokens = max_tokens
-    token_ids = RequestValidator(limits, None).validate(message).token_ids
+    token_ids = RequestValidator(limits, None).validate(message).prompt.token_ids
     assert len(token_ids) == kept
     assert token_ids.base is None  # the others are not held

@@ -18,6 +18,7 @@ from tandem.cluster.routing.router import Placement, Router
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.proto import worker_pb2
 from tandem.workers.config import Role
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tests.cluster.fake_worker import FakeWorker
 
 PREFILL, DECODE, OTHER_DECODE = range(3)
@@ -59,7 +60,8 @@ class Setting:
     log: list[Event]
 
     async def place(self, near: LinkPair | None = None) -> Placement:
-        return await self.router.place("r", PROMPT, MAX_TOKENS, "client", whole=True, near=near)  # no hint goes ahead
+        prompt = PromptSpec(PROMPT, whole=True)  # no hint goes ahead
+        return await self.router.place("r", prompt, MAX_TOKENS, "client", near=near)
 
     @property
     def loads(self) -> list[int]:

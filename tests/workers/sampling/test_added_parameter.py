@@ -67,7 +67,8 @@ def test_an_added_filter_reaches_the_sampler() -> None:
 @pytest.mark.usefixtures("added")
 def test_a_filter_stands_where_its_name_is() -> None:
     batch = SampleBatch.from_params([MoreParams(least=0.25, top_k=3, min_p=0.5, seed=7)] * 2)
-    packed = step_inputs.pack_inputs(*[np.zeros(2, np.int64)] * 2, 5, batch, np.arange(2))
+    none = np.zeros(2, np.int64)
+    packed = step_inputs.pack_inputs(none, none, 5, batch, np.arange(2))
     *_, tickets, sampling = step_inputs.unpack_inputs([torch.from_numpy(array) for array in packed])
     assert tickets.tolist() == [5, 5]
     given = {name: column.tolist() for name, column in sampling.parameters.items()}

@@ -1,0 +1,58 @@
+"""The prompt of a request as one value, from the gateway's validator to the workers that compute and keep it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.sampling.sampling_params import SlidingWindow
+
+
+class EncoderPrompt(NamedTuple):
+    """How many tokens an encoder's prompt has, and how many positions these take up as whole pages."""
+
+    length: int
+    border: int
+
+    @property
+    def padding(self) -> int:
+        return self.border - self.length
+
+
+NO_ENCODER = EncoderPrompt(0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSpec:
+    """A prompt, and how its sequence is computed and kept."""
+
+    token_ids: Int64Array  # [n], n at least 1; of a model with an encoder its tokens, padding, then the decoder's
+    salt: bytes = b""  # only prompts of the same salt share prefixes
+    encoder: EncoderPrompt = NO_ENCODER  # what token_ids begin with
+    sliding: SlidingWindow | None = None  # how the sequence slides behind the prompt
+    whole: bool = False  # no prefix is matched
+    num_output: int = 0  # tokens at its end that an earlier placement of the request has put out
+
+    def __len__(self) -> int:
+        return self.token_ids.size
+
+    @property
+    def num_decoder(self) -> int:
+        """Tokens behind the encoder's; all without an encoder."""
+        return len(self) - self.encoder.border
+
+    @property
+    def unpadded(self) -> Int64Array:
+        """The encoder's tokens, then the decoder's."""
+        return np.concatenate((self.token_ids[: self.encoder.length], self.token_ids[self.encoder.border :]))
+
+    def fits_window(self, num_output: int) -> bool:
+        """Whether a sequence that slides has let go of nothing after so many tokens; True of others."""
+        return self.sliding is None or len(self) + num_output <= self.sliding.window
+
+    def going_on(self, output: Sequence[int], *, whole: bool = False) -> "PromptSpec":
+        """The prompt of the next placement: output tokens become part of it."""
+        token_ids = np.concatenate((self.token_ids, np.array(output, np.int64)))
+        return replace(self, token_ids=token_ids, whole=whole, num_output=len(output))

@@ -171,7 +171,7 @@ class VerifyBench(Bench):
         super().__init__(shape, max(rows), num_tokens, speculation=SpeculationSettings(method))
         decoder = cast(Any, self.target)
         following = decoder._lm_head._weights.weight.roll(-1, 0)  # of the next token
-        decoder._embedding.copy_(following.float() * SCALE)
+        decoder._embedding.tensor().copy_(following.float() * SCALE)
         began = time.perf_counter()
         with mock.patch.object(model_runner, "NextDrafts", NextDrafts if method == NGRAM else OverruledOnDevice):
             self.runner.capture_verification(MOST_TOKENS, max_ngram=1 if method == NGRAM else 0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.workers.models import projection
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
+from tandem.workers.weights import dense
 from tests.benchmarks.model_shapes import COMMON, SHAPES
 from tests.gpu.test_streamed_gemms import NoPages, error
 
@@ -34,8 +34,8 @@ def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ro
 
     monkeypatch.setattr(torch, "bmm", count)
     logits: list[Tensor] = []
-    for parted in (projection.PARTED_ROWS, ()):
-        monkeypatch.setattr(projection, "PARTED_ROWS", parted)
+    for parted in (dense.PARTED_ROWS, ()):
+        monkeypatch.setattr(dense, "PARTED_ROWS", parted)
         with torch.inference_mode():
             logits.append(model.forward(tokens, NoPages(64, tokens), None))
     assert shapes == 2 * [(2, rows, 6144, 4096)]

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
-from tandem.workers.models import feed_forward, projection
+from tandem.workers.models import feed_forward
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.runner.memory_budget import WithoutPages
+from tandem.workers.weights import dense
 from tests.benchmarks.model_shapes import COMMON, SHAPES
 
 pytestmark = [
@@ -124,7 +125,7 @@ def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ro
     monkeypatch.setattr(StreamedGemm, "__call__", count)
     for of in (True, False):
         if not of:
-            for module in (projection, feed_forward):
+            for module in (dense, feed_forward):
                 monkeypatch.setattr(module, "choose_streamed_gemm", lambda *_, **__: None)
         model = load_decoder(tmp_path, config, load_format="dummy", device="cuda")
         with torch.inference_mode():

@@ -1,6 +1,7 @@
 """The choice of the kernels that serve a device."""
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
@@ -14,12 +15,13 @@ from tandem.workers.kernels.base import (
     Sampler,
 )
 from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
+from tandem.workers.kernels.expert_blocks import GroupedLinear
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
 from tandem.workers.kernels.torch.drafts import TorchDraftKernels
 from tandem.workers.kernels.torch.hyper import TorchHyperKernels
-from tandem.workers.kernels.torch.layer import TorchLayerKernels
+from tandem.workers.kernels.torch.layer import TorchLayerKernels, grouped_linear
 from tandem.workers.kernels.torch.logits import TorchLogits
 from tandem.workers.kernels.torch.sampler import TorchSampler
 
@@ -49,11 +51,22 @@ def choose_fused_gemms(device: torch.device, dtype: torch.dtype) -> FusedGemms |
     return TritonGemv()
 
 
-def choose_streamed_gemm(weights: Linear, *, gated: bool = False) -> StreamedGemm | None:
+def choose_streamed_gemm(weights: Linear | None, *, gated: bool = False) -> StreamedGemm | None:
     """A GEMM of the weights and the rows of a decode step that is faster than torch's; None: there is none."""
-    weight = weights.weight
-    gemms = None if weights.bias is not None else load_streamed_gemms(weight.device, weight.dtype)
-    return None if gemms is None else gemms.prepare(weight, gated=gated)
+    if weights is None or weights.bias is not None:
+        return None
+    gemms = load_streamed_gemms(weights.weight.device, weights.weight.dtype)
+    return None if gemms is None else gemms.prepare(weights.weight, gated=gated)
+
+
+@cache
+def choose_grouped_linear(device: torch.device) -> GroupedLinear:
+    """Triton's on a GPU, else torch's."""
+    if device.type != "cuda":
+        return grouped_linear
+    from tandem.workers.kernels.triton import grouped  # triton may be missing elsewhere
+
+    return grouped.grouped_linear
 
 
 def choose_megakernels(shape: MegakernelShape, device: torch.device) -> Mapping[int, Launch]:

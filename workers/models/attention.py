@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
-from tandem.workers.kernels.base import LayerKernels, Linear
+from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.compressed.attention import SharedKVAttention
 from tandem.workers.models.compressed.parameters import SharedParameters
@@ -17,7 +17,6 @@ from tandem.workers.models.indexer.indexer import Indexer
 from tandem.workers.models.indexer.row_order import halves_first
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.parameters import AttentionParameters, LatentParameters
-from tandem.workers.models.projection import Projection
 from tandem.workers.models.window_fields import ChunkedConfig
 
 LATENT_NORM_EPS = 1e-6  # transformers gives these norms their class's, not the config's
@@ -52,7 +51,7 @@ class GroupedQueryAttention:
 
     def __init__(self, config: ModelConfig, layer: int, parameters: AttentionParameters, kernels: LayerKernels) -> None:
         self._counts, self._head_dim = config.qkv_heads(layer), config.heads_of(layer).head_dim
-        self.qkv = Projection(parameters.qkv)
+        self.qkv = parameters.qkv.prepare()
         norms = [one for one in (parameters.q_norm, parameters.k_norm) if one is not None]
         self.qk_norm = None
         if norms:  # those of all heads in one tensor, so that one call normalises both
@@ -63,7 +62,7 @@ class GroupedQueryAttention:
         self._padding = config.stored_head_dim(self._head_dim) - self._head_dim
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        q, k, v = self._split(self.qkv(x))
+        q, k, v = self._split(self.qkv.linear(x))
         return self._attend(q, k, v, self.qk_norm, layer, cached)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -87,10 +86,10 @@ class NormedValueAttention(GroupedQueryAttention):
         super().__init__(config, layer, parameters, kernels)
         self._kernels, self._eps = kernels, config.rms_norm_eps
         dtype = torch.float32 if config.float32_norms else config.dtype
-        self._ones = torch.ones(self._counts[-1], self._head_dim, dtype=dtype, device=parameters.qkv.weight.device)
+        self._ones = torch.ones(self._counts[-1], self._head_dim, dtype=dtype, device=parameters.qkv.device)
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        heads = self._split(self.qkv(x))
+        heads = self._split(self.qkv.linear(x))
         v = self._kernels.norm_heads(heads[-1], self._ones, self._eps)
         return self._attend(heads[0], heads[1], v, self.qk_norm, layer, cached)
 
@@ -99,7 +98,7 @@ class ReadingAttention(GroupedQueryAttention):
     """Makes q alone, and attends to what another layer has stored."""
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        (q,) = self._split(self.qkv(x))
+        (q,) = self._split(self.qkv.linear(x))
         if not self._padding:
             return cached.read(layer, q, self._sinks, self.qk_norm).flatten(1)
         q = q if self.qk_norm is None else self.qk_norm.apply_to_queries(q)
@@ -120,17 +119,16 @@ class ChunkedAttention(GroupedQueryAttention):
     ) -> None:
         """Puts rows of interleaved rotated numbers in order, in `parameters`."""
         heads = config.num_heads + config.num_kv_heads
-        for rows in (parameters.qkv.weight, parameters.qkv.bias):
-            if rows is not None:
-                halves_first(rows[: heads * config.head_dim].view(heads, config.head_dim, -1))
+        for rows in parameters.qkv.slice(0, heads * config.head_dim).tensors().values():
+            halves_first(rows.unflatten(0, (heads, config.head_dim)))
         super().__init__(config, layer, parameters, kernels)
         self._chunked = chunked
         if chunked.qk_norm:
-            weight = torch.ones(heads, config.head_dim, dtype=config.dtype, device=parameters.qkv.weight.device)
+            weight = torch.ones(heads, config.head_dim, dtype=config.dtype, device=parameters.qkv.device)
             self.qk_norm = HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        q, k, v = self._split(self.qkv(x))
+        q, k, v = self._split(self.qkv.linear(x))
         if layer in self._chunked.layers:
             return self._attend(q, k, v, self.qk_norm, layer, cached)
         if self._chunked.temperature is not None:
@@ -148,31 +146,31 @@ class LatentAttention:
         self._config = config
         self._num_heads = num_heads
         self._kernels = kernels
-        down, bias = parameters.down.weight, parameters.down.bias
+        down, q_rows = parameters.down, parameters.down.rows - config.rank - config.rotated
         if config.interleaved:
-            q_rows = down[: -config.rank - config.rotated] if parameters.q_up is None else parameters.q_up
-            halves_first(q_rows.unflatten(0, (num_heads, config.query_dim))[:, config.heads.key_dim :])
-            halves_first(down[-config.rotated :].unsqueeze(0))
-            if bias is not None:
-                halves_first(bias[None, -config.rotated :, None])
-        self._down = Projection(parameters.down)
-        self._sizes = (down.shape[0] - config.rank - config.rotated, config.rank, config.rotated)
+            q = down.slice(0, q_rows) if parameters.q_up is None else parameters.q_up
+            for rows in q.tensors().values():
+                halves_first(rows.unflatten(0, (num_heads, config.query_dim))[:, config.heads.key_dim :])
+            for rows in down.slice(down.rows - config.rotated, down.rows).tensors().values():
+                halves_first(rows.unsqueeze(0))
+        self._down = down.prepare()
+        self._sizes = (q_rows, config.rank, config.rotated)
         self._q_norm = parameters.q_norm
-        self._q_up = None if parameters.q_up is None else Projection(Linear(parameters.q_up))
+        self._q_up = None if parameters.q_up is None else parameters.q_up.prepare()
         self._latent_norm = parameters.latent_norm
-        self._up = UpProjections(parameters.up, config.heads)
+        self._up = UpProjections(parameters.up.tensor().unflatten(0, (num_heads, -1)), config.heads)
         self._indexer = None
         if parameters.index is not None:
             assert config.index is not None  # parameters of an indexer come from it
             self._indexer = Indexer(config.index, config.rotated, parameters.index)
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        q, latents, keys = self._down(x).split_with_sizes(self._sizes, 1)
+        q, latents, keys = self._down.linear(x).split_with_sizes(self._sizes, 1)
         choice = None
         if self._q_up is not None and self._q_norm is not None:
             normed = self._norm(q, self._q_norm)
             choice = None if self._indexer is None else self._indexer(x, normed)
-            q = self._q_up(normed)
+            q = self._q_up.linear(normed)
         q = q.unflatten(1, (self._num_heads, self._config.query_dim))
         latents = self._norm(latents, self._latent_norm)
         return cached.attend_latents(layer, q, latents, keys, self._up, choice).flatten(1)

@@ -8,13 +8,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.rope import RotaryEmbedding
 from tandem.workers.checkpoint.errors import UnsupportedFeature
-from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear
+from tandem.workers.kernels.base import FusedGemms, LayerKernels
 from tandem.workers.kernels.choice import choose_fused_gemms, choose_layer_kernels
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
 from tandem.workers.models.attention import AttentionBlock, GroupedQueryAttention, prepare_attention
@@ -26,9 +25,9 @@ from tandem.workers.models.blocks.layer_inputs import LayerTail, PerLayerInputs
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import FeedForward, GatedFeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerNorms, LayerParameters
-from tandem.workers.models.projection import Projection
 from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
 from tandem.workers.models.weight_names import is_norm, named_weights
+from tandem.workers.weights.weight import Projection
 
 
 class Decoder(Protocol):
@@ -92,13 +91,11 @@ class DenseDecoder:
         for name, weight in named_weights(config, parameters).items():
             if is_norm(name):
                 weight.add_(config.norm_offset)
-        lm_head = Linear(parameters.lm_head)
-        # The embedding needs plain rows: a projection that repacks would hold the tied weight twice.
-        tied = parameters.lm_head is parameters.embedding and self.device.type == "cpu"
-        self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(lm_head)
+        self._lm_head = parameters.lm_head.prepare(shared=parameters.lm_head is parameters.embedding)
         self._small_batch_decoder: SmallBatchDecoder | None = None
         fused_gemms = fused_gemms or choose_fused_gemms(self.device, config.dtype)
-        if fused_gemms is not None and all(SmallBatchDecoder.fits(config, layer) for layer in parameters.layers):
+        lm_head, fits = parameters.lm_head.plain(), partial(SmallBatchDecoder.fits, config)
+        if fused_gemms is not None and lm_head is not None and all(map(fits, parameters.layers)):
             self._small_batch_decoder = SmallBatchDecoder(config, fused_gemms, self._final_norm, lm_head)
         self._layers: list[DecoderLayer] = []
         while parameters.layers:
@@ -151,7 +148,7 @@ class DenseDecoder:
         """Logits [n, vocab_size] behind hidden [n, hidden_size], as forward() gives them."""
         if hidden.shape[0] == 0:
             return hidden.new_empty((0, self.config.vocab_size))
-        return self._cap(self._lm_head(hidden))
+        return self._cap(self._lm_head.linear(hidden))
 
     def _hidden(
         self,
@@ -175,13 +172,13 @@ class DenseDecoder:
                 return x[:0]  # all K and V are kept
             project, behind = layer.o, layer.norms.behind_attention
             if layer.cross is not None:
-                delta = self._norm_if(project(o), behind)
+                delta = self._norm_if(project.linear(o), behind)
                 o = layer.cross(kernels.add_rms_norm(x, delta, layer.cross.before, eps), cached)
                 project, behind = layer.cross.o, layer.cross.behind
             if last_rows is not None and index == last:  # from here on only last_rows matter
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
                 inputs = None if inputs is None else inputs.index_select(0, last_rows)
-            delta = self._norm_if(project(o), behind)
+            delta = self._norm_if(project.linear(o), behind)
             delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.norms.before_feed_forward, eps))
             if layer.beside is not None:
                 delta = layer.beside(x, delta)
@@ -202,7 +199,7 @@ class DenseDecoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden_size], a new tensor, of int64 [T]."""
-        x = self._embedding[token_ids]  # on a GPU index_select takes five times as long for 16 rows
+        x = self._embedding.look_up(token_ids)
         return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
 
     def _norm_if(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -216,7 +213,7 @@ class DenseDecoder:
 def prepare_layer(config: ModelConfig, index: int, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
     """index: of the layer in the model of `config`."""
     attention = prepare_attention(config, index, layer.attention, kernels)
-    o = Projection(layer.attention.o)
+    o = layer.attention.o.prepare()
     alone = layer.norms.behind_feed_forward is None
     feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, in_parts=alone)
     if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import InvalidWeights
@@ -15,7 +14,6 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.experts import Experts, prepare_experts
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.parameters import GatedParameters, MoeParameters
-from tandem.workers.models.projection import Projection
 from tandem.workers.models.routing import route
 
 FeedForward = Callable[[Tensor], Tensor]
@@ -27,13 +25,13 @@ class GatedFeedForward:
     def __init__(
         self, parameters: GatedParameters, activation: Activation, kernels: LayerKernels, *, in_parts: bool = False
     ) -> None:
-        self._gate_up = Projection(parameters.gate_up)
+        self._gate_up = parameters.gate_up.prepare()
         self._activate = choose_activation(activation, kernels)
-        self._down = Projection(parameters.down)
-        self._multiply_down = self._down.in_parts if in_parts else self._down
+        self._down = parameters.down.prepare()
+        self._multiply_down = self._down.in_parts if in_parts else self._down.linear
         self._gated_gemm: StreamedGemm | None = None
         if isinstance(activation, Silu):
-            self._gated_gemm = choose_streamed_gemm(parameters.gate_up, gated=True)
+            self._gated_gemm = choose_streamed_gemm(parameters.gate_up.plain(), gated=True)
 
     @property
     def streamed_gemms(self) -> tuple[StreamedGemm | None, StreamedGemm | None]:
@@ -43,7 +41,7 @@ class GatedFeedForward:
     def __call__(self, x: Tensor) -> Tensor:
         if self._gated_gemm is not None and self._gated_gemm.takes(x):
             return self._multiply_down(self._gated_gemm(x))
-        return self._multiply_down(self._activate(self._gate_up(x)))
+        return self._multiply_down(self._activate(self._gate_up.linear(x)))
 
 
 class MixtureOfExperts:
@@ -66,8 +64,8 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor, routed: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         """routed: what the router takes, [T, H]; None: x. token_ids: int64 [T], for layers that choose by them."""
-        routed = (x if routed is None else routed).to(self._router.weight.dtype)
-        logits = F.linear(routed, self._router.weight, self._router.bias)
+        routed = (x if routed is None else routed).to(self._router.dtype)
+        logits = self._router.linear(routed)
         by_table = None if self._table is None or token_ids is None else self._table[token_ids]
         weights, experts = route(logits, self._routing, self._correction, by_table)
         if self._factors is not None:

@@ -1,6 +1,7 @@
 """The tensors of a decoder, fused for few large products."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,25 +17,27 @@ from tandem.workers.models.config import ModelConfig, PerLayerConfig
 from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
+from tandem.workers.weights.allocator import Allocator
+from tandem.workers.weights.weight import Weight, WeightStack
 
 
 @dataclass(frozen=True, slots=True)
 class GatedParameters:
     """A dense feed-forward."""
 
-    gate_up: Linear  # [2·I, H]: gate, then up
-    down: Linear  # [H, I]
+    gate_up: Weight  # [2·I, H]: gate, then up
+    down: Weight  # [H, I]
 
 
 @dataclass(frozen=True, slots=True)
 class MoeParameters:
     """E experts, of which the shard holds L. Their weights are transposed views when the checkpoint's layout is."""
 
-    router: Linear  # [E, H]
+    router: Weight  # [E, H]
     correction: Tensor | None  # float32 [E], see Routing
     shared: GatedParameters | None  # a feed-forward that every token takes besides
-    gate_up: Linear  # [L, 2·I, H]
-    down: Linear  # [L, H, I]
+    gate_up: WeightStack  # [L, 2·I, H]
+    down: WeightStack  # [L, H, I]
     table: Tensor | None = None  # int64 [vocab, top_k]: the experts of each token id, where they are not chosen
     factors: Tensor | None = None  # [E], by which the weights of the chosen experts are multiplied
 
@@ -55,8 +58,8 @@ class BesideParameters:
 class PerLayerParameters:
     """What a layer does with its own input of P numbers."""
 
-    gate: Linear  # [P, H]
-    projection: Linear  # [H, P]
+    gate: Weight  # [P, H]
+    projection: Weight  # [H, P]
     norm: Tensor  # [H]
 
 
@@ -64,8 +67,8 @@ class PerLayerParameters:
 class PerLayerTables:
     """The inputs of all L layers, of P numbers each."""
 
-    embedding: Tensor  # [vocab, L·P]
-    projection: Linear  # [L·P, H]
+    embedding: Weight  # [vocab, L·P]
+    projection: Weight  # [L·P, H]
     norm: Tensor  # [P]
 
 
@@ -73,33 +76,33 @@ class PerLayerTables:
 class AttentionParameters:
     """Hq heads of q and Hkv heads of k and v, of D."""
 
-    qkv: Linear  # [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v; a reader has those of q, v may be k
+    qkv: Weight  # [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v; a reader has those of q, v may be k
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
     sinks: Tensor | None  # [Hq]
-    o: Linear  # [H, Hq·D]
+    o: Weight  # [H, Hq·D]
 
 
 @dataclass(frozen=True, slots=True)
 class IndexParameters:
     """Hi index heads of D; Q is the number that q_up takes."""
 
-    q_up: Tensor  # [Hi·D, Q]
-    key: Tensor  # [D, H]
+    q_up: Weight  # [Hi·D, Q]
+    key: Weight  # [D, H]
     key_norm: Linear  # [D]: weight and bias of a LayerNorm
-    weights: Tensor  # float32 [Hi, H]
+    weights: Weight  # float32 [Hi, H]
 
 
 @dataclass(frozen=True, slots=True)
 class LatentParameters:
     """Hq heads that read latents."""
 
-    down: Linear  # [Q + rank + rotated, H]: q's first map, or q; the latent; the key that heads share
+    down: Weight  # [Q + rank + rotated, H]: q's first map, or q; the latent; the key that heads share
     q_norm: Tensor | None  # [Q]; None where q has one map
-    q_up: Tensor | None  # [Hq · (key_dim + rotated), Q]; None where q has one map
+    q_up: Weight | None  # [Hq · (key_dim + rotated), Q]; None where q has one map
     latent_norm: Tensor  # [rank]
-    up: Tensor  # [Hq, key_dim + value_dim, rank]: see UpProjections
-    o: Linear  # [H, Hq · value_dim]
+    up: Weight  # [Hq · (key_dim + value_dim), rank]: see UpProjections
+    o: Weight  # [H, Hq · value_dim]
     index: IndexParameters | None = None  # None: the layer has no indexer
 
 
@@ -117,9 +120,9 @@ class LayerNorms:
 class CrossParameters:
     """Attention to an encoder's output of He numbers; the norms before and behind are [H]."""
 
-    q: Linear  # [Hq·D, H]
-    kv: Linear  # [2·Hkv·D, He]: the rows of k, then v
-    o: Linear  # [H, Hq·D]
+    q: Weight  # [Hq·D, H]
+    kv: Weight  # [2·Hkv·D, He]: the rows of k, then v
+    o: Weight  # [H, Hq·D]
     before: Tensor
     behind: Tensor
 
@@ -140,15 +143,15 @@ class LayerParameters:
 
 @dataclass(frozen=True, slots=True)
 class DecoderParameters:
-    """embedding and lm_head [vocab, H] are the same tensor when the embeddings are tied.
+    """embedding and lm_head [vocab, H] are the same weight when the embeddings are tied.
 
     layers is a list so that a decoder can take layer after layer and let go of what it has repacked.
     """
 
-    embedding: Tensor
+    embedding: Weight
     layers: list[LayerParameters]
     final_norm: Tensor
-    lm_head: Tensor
+    lm_head: Weight
     per_layer: PerLayerTables | None = None
     hyper_head: HyperParameters | None = None
     encoder: "DecoderParameters | None" = None  # whose lm_head is its embedding
@@ -157,39 +160,22 @@ class DecoderParameters:
 def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderParameters:
     """Uninitialised tensors of config.dtype on `device`."""
     new, new_norm = allocators(config, device)
-    embedding = new(config.vocab_size, config.hidden_size)
+    embedding = new.dense(config.vocab_size, config.hidden_size)
     return DecoderParameters(
         embedding=embedding,
         layers=[allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
         final_norm=new_norm(config.hidden_size),
-        lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
+        lm_head=embedding if config.tie_word_embeddings else new.dense(config.vocab_size, config.hidden_size),
         per_layer=None if config.per_layer is None else _allocate_tables(config, config.per_layer, new, new_norm),
         hyper_head=None if config.hyper is None else allocate_head(config.hyper, config.hidden_size, device),
         encoder=None if config.encoder is None else allocate_parameters(config.encoder, device),
     )
 
 
-def allocators(config: ModelConfig, device: torch.device) -> "tuple[Allocator, Allocator]":
+def allocators(config: ModelConfig, device: torch.device) -> tuple[Allocator, Allocator]:
     """Of weights, and of norms'."""
     new = Allocator(config.dtype, device)
     return new, Allocator(torch.float32, device) if config.float32_norms else new
-
-
-@dataclass(frozen=True)
-class Allocator:
-    """Makes uninitialised tensors of one dtype and device."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def when(self, wanted: bool, *shape: int) -> Tensor | None:
-        return self(*shape) if wanted else None
-
-    def linear(self, outputs: int, inputs: int, *, biased: bool) -> Linear:
-        return Linear(self(outputs, inputs), self.when(biased, outputs))
 
 
 def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
@@ -218,9 +204,9 @@ def _allocate_cross(config: ModelConfig, encoder: ModelConfig, new: Allocator, n
     hidden, head_dim = config.hidden_size, config.head_dim
     q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
     return CrossParameters(
-        q=new.linear(q_rows, hidden, biased=False),
-        kv=new.linear(2 * kv_rows, encoder.hidden_size, biased=False),
-        o=new.linear(hidden, q_rows, biased=False),
+        q=new.dense(q_rows, hidden),
+        kv=new.dense(2 * kv_rows, encoder.hidden_size),
+        o=new.dense(hidden, q_rows),
         before=new_norm(hidden),
         behind=new_norm(hidden),
     )
@@ -241,11 +227,11 @@ def _allocate_attention(config: ModelConfig, layer: int, new: Allocator, new_nor
     hidden, head_dim = config.hidden_size, config.heads_of(layer).head_dim
     reads = layer in config.readers
     return AttentionParameters(
-        qkv=new.linear(sum(config.qkv_heads(layer)) * head_dim, hidden, biased=config.qkv_bias),
+        qkv=new.dense(sum(config.qkv_heads(layer)) * head_dim, hidden, biased=config.qkv_bias),
         q_norm=new_norm.when(config.qk_norm, head_dim),
         k_norm=new_norm.when(config.qk_norm and not reads, head_dim),
         sinks=new.when(config.attention_sinks, config.num_heads),
-        o=new.linear(hidden, config.num_heads * head_dim, biased=config.o_bias),
+        o=new.dense(hidden, config.num_heads * head_dim, biased=config.o_bias),
     )
 
 
@@ -256,16 +242,16 @@ def _allocate_latent(
     query_rows = config.num_heads * latent.query_dim
     first_rows = latent.q_rank or query_rows
     down_rows = first_rows + latent.rank + latent.rotated
-    down = new.linear(down_rows, hidden, biased=latent.bias)
-    if down.bias is not None and latent.q_rank is None:
-        down.bias[:first_rows] = 0  # q's only map has none
+    down = new.dense(down_rows, hidden, biased=latent.bias)
+    if latent.bias and latent.q_rank is None:
+        down.slice(0, first_rows).tensors()["bias"].zero_()  # q's only map has none
     return LatentParameters(
         down=down,
         q_norm=new_norm.when(latent.q_rank is not None, first_rows),
-        q_up=new.when(latent.q_rank is not None, query_rows, first_rows),
+        q_up=None if latent.q_rank is None else new.dense(query_rows, first_rows),
         latent_norm=new_norm(latent.rank),
-        up=new(config.num_heads, heads.key_dim + heads.value_dim, latent.rank),
-        o=new.linear(hidden, config.num_heads * heads.value_dim, biased=config.o_bias),
+        up=new.dense(config.num_heads * (heads.key_dim + heads.value_dim), latent.rank),
+        o=new.dense(hidden, config.num_heads * heads.value_dim, biased=config.o_bias),
         index=_allocate_index(config, index, first_rows, new, new_norm) if index and layer in index.layers else None,
     )
 
@@ -274,31 +260,26 @@ def _allocate_index(
     config: ModelConfig, index: IndexConfig, q_rank: int, new: Allocator, new_norm: Allocator
 ) -> IndexParameters:
     return IndexParameters(
-        q_up=new(index.num_heads * index.head_dim, q_rank),
-        key=new(index.head_dim, config.hidden_size),
+        q_up=new.dense(index.num_heads * index.head_dim, q_rank),
+        key=new.dense(index.head_dim, config.hidden_size),
         key_norm=Linear(new_norm(index.head_dim), new_norm(index.head_dim)),
-        weights=Allocator(torch.float32, new.device)(index.num_heads, config.hidden_size),
+        weights=Allocator(torch.float32, new.device).dense(index.num_heads, config.hidden_size),
     )
 
 
 def _allocate_gated(config: ModelConfig, intermediate: int, new: Allocator) -> GatedParameters:
     return GatedParameters(
-        gate_up=new.linear(2 * intermediate, config.hidden_size, biased=config.mlp_bias),
-        down=new.linear(config.hidden_size, intermediate, biased=config.mlp_bias),
+        gate_up=new.dense(2 * intermediate, config.hidden_size, biased=config.mlp_bias),
+        down=new.dense(config.hidden_size, intermediate, biased=config.mlp_bias),
     )
 
 
 def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator, layer: int | None = None) -> MoeParameters:
     hidden, in_float32, held = config.hidden_size, Allocator(torch.float32, new.device), len(config.experts)
     hashed = layer in moe.hashed
-
-    def experts(rows: int, columns: int) -> Linear:
-        transposed = moe.names.transposed
-        weight = new(held, columns, rows).transpose(1, 2) if transposed else new(held, rows, columns)
-        return Linear(weight, new.when(moe.bias, held, rows))
-
+    experts = partial(new.stack, held, biased=moe.bias, transposed=moe.names.transposed)
     return MoeParameters(
-        router=(in_float32 if moe.float32_router else new).linear(moe.num_experts, hidden, biased=moe.bias),
+        router=(in_float32 if moe.float32_router else new).dense(moe.num_experts, hidden, biased=moe.bias),
         correction=in_float32.when(moe.routing.corrected and not hashed, moe.num_experts),
         table=Allocator(torch.int64, new.device).when(hashed, config.vocab_size, moe.routing.top_k),
         shared=_allocate_gated(config, moe.shared_size, new) if moe.shared_size else None,
@@ -317,7 +298,7 @@ def _allocate_per_layer(
     config: ModelConfig, per_layer: PerLayerConfig, new: Allocator, new_norm: Allocator
 ) -> PerLayerParameters:
     hidden, width = config.hidden_size, per_layer.width
-    gate, projection = new.linear(width, hidden, biased=False), new.linear(hidden, width, biased=False)
+    gate, projection = new.dense(width, hidden), new.dense(hidden, width)
     return PerLayerParameters(gate, projection, new_norm(hidden))
 
 
@@ -325,5 +306,5 @@ def _allocate_tables(
     config: ModelConfig, per_layer: PerLayerConfig, new: Allocator, new_norm: Allocator
 ) -> PerLayerTables:
     rows = config.num_layers * per_layer.width
-    projection = new.linear(rows, config.hidden_size, biased=False)
-    return PerLayerTables(new(per_layer.vocab_size, rows), projection, new_norm(per_layer.width))
+    projection = new.dense(rows, config.hidden_size)
+    return PerLayerTables(new.dense(per_layer.vocab_size, rows), projection, new_norm(per_layer.width))

@@ -24,10 +24,13 @@ class FusedLayer:
     """The parameters of one layer; the weights are those that the other rows' decoder has."""
 
     input_norm: RmsNorm
-    attention: AttentionParameters
+    qkv: Linear
     qk_norm: HeadNorm | None
+    sinks: Tensor | None
+    o: Linear
     post_norm: RmsNorm
-    feed_forward: GatedParameters
+    gate_up: Linear
+    down: Linear
 
 
 class SmallBatchDecoder:
@@ -48,8 +51,8 @@ class SmallBatchDecoder:
 
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
-        """Whether it can compute a layer: K and V as wide as they are stored, a dense feed-forward with silu, and no
-        norm behind a product."""
+        """Whether it can compute a layer: plain weights, K and V as wide as they are stored, a dense feed-forward with
+        silu, and no norm behind a product."""
         return (
             isinstance(layer.attention, AttentionParameters)
             and config.chunked is None
@@ -63,6 +66,7 @@ class SmallBatchDecoder:
             and isinstance(config.activation, Silu)
             and layer.norms.behind_attention is None
             and layer.norms.behind_feed_forward is None
+            and _plain_weights(layer.attention, layer.feed_forward) is not None
         )
 
     def add_layer(self, layer: LayerParameters, block: AttentionBlock) -> None:
@@ -70,11 +74,15 @@ class SmallBatchDecoder:
         assert isinstance(layer.attention, AttentionParameters)
         assert isinstance(block, GroupedQueryAttention)
         assert isinstance(layer.feed_forward, GatedParameters)
+        plain = _plain_weights(layer.attention, layer.feed_forward)
+        assert plain is not None
+        qkv, o, gate_up, down = plain
         before, behind = (
             RmsNorm(weight, self._config.rms_norm_eps)
             for weight in (layer.norms.before_attention, layer.norms.before_feed_forward)
         )
-        self._layers.append(FusedLayer(before, layer.attention, block.qk_norm, behind, layer.feed_forward))
+        sinks = layer.attention.sinks
+        self._layers.append(FusedLayer(before, qkv, block.qk_norm, sinks, o, behind, gate_up, down))
 
     def forward(
         self, x: Tensor, cached: CachedAttention, taps: Sequence[int] = ()
@@ -96,12 +104,12 @@ class SmallBatchDecoder:
         for index, layer in enumerate(self._layers):
             if index in taps:
                 tapped.append(x.clone())
-            qkv = kernels.linear(x, layer.attention.qkv, layer.input_norm)
+            qkv = kernels.linear(x, layer.qkv, layer.input_norm)
             q, k, v = split_heads(qkv, self._config.head_dim, self._config.qkv_heads(index))
-            o = cached.attend(index, q, k, v, layer.attention.sinks, layer.qk_norm)
-            kernels.add_linear(x, o.flatten(1), layer.attention.o)
-            intermediate = kernels.linear_silu_mul(x, layer.feed_forward.gate_up, layer.post_norm)
-            kernels.add_linear(x, intermediate, layer.feed_forward.down)
+            o = cached.attend(index, q, k, v, layer.sinks, layer.qk_norm)
+            kernels.add_linear(x, o.flatten(1), layer.o)
+            intermediate = kernels.linear_silu_mul(x, layer.gate_up, layer.post_norm)
+            kernels.add_linear(x, intermediate, layer.down)
         return kernels.linear(x, self._lm_head, self._final_norm), torch.cat(tapped, 1) if tapped else None
 
     def _make_megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
@@ -120,10 +128,10 @@ class SmallBatchDecoder:
     @cached_property
     def _resident(self) -> ResidentGemms | None:
         """Made when first asked for, with all layers; may compile."""
-        config, attention = self._config, self._layers[0].attention
-        (hidden, heads), qkv = attention.o.weight.shape, attention.qkv.weight.shape[0]
+        config, first = self._config, self._layers[0]
+        (hidden, heads), qkv = first.o.weight.shape, first.qkv.weight.shape[0]
         shape = ResidentShape(hidden, config.intermediate_size, heads, qkv, config.dtype)
-        plain = [_megakernel_layer(one) is not None and one.attention.qkv.bias is None for one in self._layers]
+        plain = [_megakernel_layer(one) is not None and one.qkv.bias is None for one in self._layers]
         return choose_resident_gemms(shape, self._lm_head.weight.device) if all(plain) else None
 
 
@@ -143,13 +151,22 @@ def megakernel_shape(config: ModelConfig, stored: torch.dtype) -> MegakernelShap
 
 def _megakernel_layer(layer: FusedLayer) -> MegakernelLayer | None:
     """None where it has what DecodeMegakernel has not: biases behind attention, sinks, norms in float32."""
-    attention, gate_up, down = layer.attention, layer.feed_forward.gate_up, layer.feed_forward.down
+    qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
     head_norms = None if layer.qk_norm is None else layer.qk_norm.weight
     norms = (layer.input_norm.weight, layer.post_norm.weight, head_norms)
-    others = (attention.sinks, attention.o.bias, gate_up.bias, down.bias)
-    dtypes = {one.dtype for one in (attention.qkv.weight, *norms) if one is not None}
+    others = (layer.sinks, o.bias, gate_up.bias, down.bias)
+    dtypes = {one.dtype for one in (qkv.weight, *norms) if one is not None}
     if any(other is not None for other in others) or len(dtypes) > 1:
         return None
-    return MegakernelLayer(
-        attention.qkv.weight, attention.qkv.bias, attention.o.weight, gate_up.weight, down.weight, *norms
-    )
+    return MegakernelLayer(qkv.weight, qkv.bias, o.weight, gate_up.weight, down.weight, *norms)
+
+
+def _plain_weights(
+    attention: AttentionParameters, feed_forward: GatedParameters
+) -> tuple[Linear, Linear, Linear, Linear] | None:
+    """qkv, o, gate and up, down. None where memory does not hold one of them as such."""
+    qkv, o = attention.qkv.plain(), attention.o.plain()
+    gate_up, down = feed_forward.gate_up.plain(), feed_forward.down.plain()
+    if qkv is None or o is None or gate_up is None or down is None:
+        return None
+    return qkv, o, gate_up, down

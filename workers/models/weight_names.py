@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Collection
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from tandem.workers.kernels.base import Linear
 from tandem.workers.models.compressed.parameters import SharedParameters
 from tandem.workers.models.compressed.weight_names import (
     gated_weights,
@@ -28,6 +28,7 @@ from tandem.workers.models.parameters import (
     LayerParameters,
     MoeParameters,
 )
+from tandem.workers.weights.weight import Weight
 
 NORM = re.compile(r"norm(?:_\d)?\.weight$")
 FACTORS = ("layer_scalar", "router.scale", "router.per_expert_scale")
@@ -43,16 +44,16 @@ def named_weights(
     stored: the names that the checkpoint has; they decide where there is more than one layout of a family.
     """
     root = config.weight_root
-    weights = {f"{root}.embed_tokens.weight": parameters.embedding, f"{root}.norm.weight": parameters.final_norm}
+    weights = parameters.embedding.named(f"{root}.embed_tokens") | {f"{root}.norm.weight": parameters.final_norm}
     if parameters.lm_head is not parameters.embedding:
-        weights[config.lm_head_name] = parameters.lm_head
+        weights |= parameters.lm_head.named(config.lm_head_name.removesuffix(".weight"))
     if parameters.encoder is not None and config.encoder is not None:
         weights |= named_weights(config.encoder, parameters.encoder, stored)
     joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
     if parameters.per_layer is not None:
-        weights["model.embed_tokens_per_layer.weight"] = parameters.per_layer.embedding
+        weights |= parameters.per_layer.embedding.named("model.embed_tokens_per_layer")
         weights["model.per_layer_projection_norm.weight"] = parameters.per_layer.norm
-        weights |= _linear("model.per_layer_model_projection", parameters.per_layer.projection)
+        weights |= parameters.per_layer.projection.named("model.per_layer_model_projection")
     if parameters.hyper_head is not None:
         weights |= hyper_head_weights(parameters.hyper_head)
     for index, layer in enumerate(parameters.layers):
@@ -100,13 +101,15 @@ def _published_weights(
         weights |= hyper_weights(prefix, layer.hyper)
     moe, block = layer.feed_forward, f"{prefix}.ffn"
     assert isinstance(moe, MoeParameters)  # every layer has experts
-    gate = {"weight": moe.router.weight, "bias": moe.correction, "tid2eid": moe.table}
-    weights |= _existing({f"{block}.gate.{name}": tensor for name, tensor in gate.items()})
+    gate = moe.router.named(f"{block}.gate") | {
+        f"{block}.gate.bias": moe.correction,
+        f"{block}.gate.tid2eid": moe.table,
+    }
+    weights |= _existing(gate)
     if moe.shared is not None:
         weights |= gated_weights(f"{block}.shared_experts", moe.shared.gate_up, moe.shared.down)
     for index, expert in enumerate(config.experts):
-        own = Linear(moe.gate_up.weight[index]), Linear(moe.down.weight[index])
-        weights |= gated_weights(f"{block}.experts.{expert}", *own)
+        weights |= gated_weights(f"{block}.experts.{expert}", moe.gate_up.one(index), moe.down.one(index))
     return weights
 
 
@@ -147,39 +150,37 @@ def _attention_weights(
     rows = [heads * config.heads_of(layer).head_dim for heads in config.qkv_heads(layer)]
     separate = tuple(zip(("q_proj", "k_proj", "v_proj"), rows, strict=False))
     parts = (("qkv_proj", sum(rows)),) if config.fused_names else separate
-    return weights | _linear(f"{prefix}.o_proj", parameters.o) | _split_linear(prefix, parameters.qkv, parts)
+    return weights | parameters.o.named(f"{prefix}.o_proj") | _split(prefix, parameters.qkv, parts)
 
 
 def _latent_weights(latent: LatentConfig, parameters: LatentParameters, prefix: str) -> dict[str, Tensor]:
     entry_rows = latent.rank + latent.rotated
-    q_rows = parameters.down.weight.shape[0] - entry_rows
-    weights = _existing(
-        {
-            f"{prefix}.q_a_layernorm.weight": parameters.q_norm,
-            f"{prefix}.q_b_proj.weight": parameters.q_up,
-            f"{prefix}.kv_a_layernorm.weight": parameters.latent_norm,
-            f"{prefix}.kv_b_proj.weight": parameters.up.flatten(0, 1),
-        }
-    )
+    q_rows = parameters.down.rows - entry_rows
+    weights = _existing({f"{prefix}.q_a_layernorm.weight": parameters.q_norm})
+    if parameters.q_up is not None:
+        weights |= parameters.q_up.named(f"{prefix}.q_b_proj")
+    weights[f"{prefix}.kv_a_layernorm.weight"] = parameters.latent_norm
+    weights |= parameters.up.named(f"{prefix}.kv_b_proj")
     parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), ("kv_a_proj_with_mqa", entry_rows))
-    weights |= _linear(f"{prefix}.o_proj", parameters.o) | _split_linear(prefix, parameters.down, parts)
+    weights |= parameters.o.named(f"{prefix}.o_proj") | _split(prefix, parameters.down, parts)
     weights.pop(f"{prefix}.q_proj.bias", None)  # q's only map has none
     return weights if parameters.index is None else weights | _index_weights(parameters.index, f"{prefix}.indexer")
 
 
 def _index_weights(parameters: IndexParameters, prefix: str) -> dict[str, Tensor]:
+    norm = parameters.key_norm
     return {
-        f"{prefix}.wq_b.weight": parameters.q_up,
-        f"{prefix}.wk.weight": parameters.key,
-        **_linear(f"{prefix}.k_norm", parameters.key_norm),
-        f"{prefix}.weights_proj.weight": parameters.weights,
+        **parameters.q_up.named(f"{prefix}.wq_b"),
+        **parameters.key.named(f"{prefix}.wk"),
+        **_existing({f"{prefix}.k_norm.weight": norm.weight, f"{prefix}.k_norm.bias": norm.bias}),
+        **parameters.weights.named(f"{prefix}.weights_proj"),
     }
 
 
 def _gated_weights(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:
-    rows = gated.down.weight.shape[1]
+    rows = gated.down.columns
     parts = (("gate_up_proj", 2 * rows),) if config.fused_names else (("gate_proj", rows), ("up_proj", rows))
-    return _linear(f"{prefix}.down_proj", gated.down) | _split_linear(prefix, gated.gate_up, parts)
+    return gated.down.named(f"{prefix}.down_proj") | _split(prefix, gated.gate_up, parts)
 
 
 def _moe_weights(
@@ -189,20 +190,21 @@ def _moe_weights(
     names = moe.names
     block = f"{prefix}.mlp" if joined and names.projections is not None else f"{prefix}.{names.block}".rstrip(".")
     router, experts = f"{block}.{names.router}", f"{block}.experts"
-    weights = _linear(router, parameters.router)
+    weights = parameters.router.named(router)
     weights |= _existing({f"{router}.e_score_correction_bias": parameters.correction})
     if parameters.shared is not None:
         weights |= _gated_weights(config, parameters.shared, f"{block}.{names.shared}")
     if names.projections is None or joined:
-        for name, linear in (("gate_up_proj", parameters.gate_up), ("down_proj", parameters.down)):
-            weight = linear.weight.transpose(1, 2) if names.transposed else linear.weight
-            weights |= _existing({f"{experts}.{name}": weight, f"{experts}.{name}_bias": linear.bias})
+        for name, stack in (("gate_up_proj", parameters.gate_up), ("down_proj", parameters.down)):
+            for kind, tensor in stack.tensors().items():
+                stored = tensor.transpose(1, 2) if names.transposed and tensor.dim() == 3 else tensor
+                weights[f"{experts}.{name}" + ("" if kind == "weight" else f"_{kind}")] = stored
         return weights
     gate, up, down = names.projections
     parts = ((gate, moe.intermediate_size), (up, moe.intermediate_size))
     for index, expert in enumerate(config.experts):
-        weights |= _split_linear(f"{experts}.{expert}", Linear(parameters.gate_up.weight[index]), parts)
-        weights[f"{experts}.{expert}.{down}.weight"] = parameters.down.weight[index]
+        weights |= _split(f"{experts}.{expert}", parameters.gate_up.one(index), parts)
+        weights |= parameters.down.one(index).named(f"{experts}.{expert}.{down}")
     return weights
 
 
@@ -222,18 +224,18 @@ def _tail_weights(layer: LayerParameters, prefix: str) -> dict[str, Tensor]:
     if layer.per_layer is None:
         return weights
     weights[f"{prefix}.post_per_layer_input_norm.weight"] = layer.per_layer.norm
-    weights |= _linear(f"{prefix}.per_layer_input_gate", layer.per_layer.gate)
-    return weights | _linear(f"{prefix}.per_layer_projection", layer.per_layer.projection)
+    weights |= layer.per_layer.gate.named(f"{prefix}.per_layer_input_gate")
+    return weights | layer.per_layer.projection.named(f"{prefix}.per_layer_projection")
 
 
 def _cross_weights(cross: CrossParameters, prefix: str) -> dict[str, Tensor]:
-    attention, rows = f"{prefix}.cross_attn", cross.kv.weight.shape[0] // 2
+    attention, rows = f"{prefix}.cross_attn", cross.kv.rows // 2
     return {
         f"{prefix}.pre_cross_attn_layernorm.weight": cross.before,
         f"{prefix}.post_cross_attn_layernorm.weight": cross.behind,
-        **_linear(f"{attention}.q_proj", cross.q),
-        **_linear(f"{attention}.o_proj", cross.o),
-        **_split_linear(attention, cross.kv, (("k_proj", rows), ("v_proj", rows))),
+        **cross.q.named(f"{attention}.q_proj"),
+        **cross.o.named(f"{attention}.o_proj"),
+        **_split(attention, cross.kv, (("k_proj", rows), ("v_proj", rows))),
     }
 
 
@@ -241,15 +243,12 @@ def _existing(weights: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if tensor is not None}
 
 
-def _linear(name: str, linear: Linear) -> dict[str, Tensor]:
-    return _existing({f"{name}.weight": linear.weight, f"{name}.bias": linear.bias})
-
-
-def _split_linear(prefix: str, fused: Linear, parts: Parts) -> dict[str, Tensor]:
+def _split(prefix: str, fused: Weight, parts: Parts) -> dict[str, Tensor]:
     """The rows of each part."""
-    counts = [count for _, count in parts]
+    ends = list(accumulate((count for _, count in parts), initial=0))
+    slices = [fused.slice(*rows).tensors() for rows in pairwise(ends)]
     return {
-        f"{prefix}.{name}.{kind}": rows
-        for kind, tensor in _existing({"weight": fused.weight, "bias": fused.bias}).items()
-        for (name, _), rows in zip(parts, tensor.split(counts), strict=True)
+        f"{prefix}.{name}.{kind}": one[kind]
+        for kind in fused.tensors()
+        for (name, _), one in zip(parts, slices, strict=True)
     }

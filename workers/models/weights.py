@@ -78,7 +78,7 @@ def load_parameters(
         _allocate(stored, config, torch.device("meta"))  # before any memory is taken
         parameters, weights = _allocate(stored, config, torch.device(device))
         _fill(stored, weights, config, torch.device(device), report)
-    if config.tie_word_embeddings and torch.equal(parameters.lm_head, parameters.embedding):
+    if config.tie_word_embeddings and torch.equal(parameters.lm_head.tensor(), parameters.embedding.tensor()):
         return dataclasses.replace(parameters, lm_head=parameters.embedding)
     return parameters
 

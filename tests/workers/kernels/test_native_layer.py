@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.cache.kernels.native.crew import load_crew
-from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.choice import choose_layer_kernels
 from tandem.workers.kernels.native.layer import NativeLayerKernels
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
-from tandem.workers.models.projection import Projection
+from tandem.workers.weights.dense import Dense
 
 REFERENCE = TorchLayerKernels()
 WIDTHS = st.sampled_from([1, 7, 8, 32, 100, 256])
@@ -94,10 +93,10 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     crew = load_crew()
     assert crew is not None
     own, outputs = crew.threads, []
-    projection, x = Projection(Linear(normal(2000, 300), normal(2000))), normal(40, 300, seed=3)
+    projection, x = Dense(normal(2000, 300), normal(2000)).prepare(), normal(40, 300, seed=3)
     for count in (1, 2, 4):
         crew.threads = count
-        outputs.append(projection(x))
+        outputs.append(projection.linear(x))
     crew.threads = own
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
@@ -105,14 +104,12 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 
 def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
     """Jobs of many sizes follow each other at once, so that a helper that is late for one meets the next."""
-    cases = [
-        (Projection(Linear(normal(outputs, 64))), normal(rows, 64)) for outputs in (700, 5000) for rows in (1, 9, 60)
-    ]
-    expected = [projection(x) for projection, x in cases]
+    cases = [(Dense(normal(outputs, 64)).prepare(), normal(rows, 64)) for outputs in (700, 5000) for rows in (1, 9, 60)]
+    expected = [projection.linear(x) for projection, x in cases]
 
     def many(first: int) -> bool:
         order = [(first + number) % len(cases) for number in range(200)]
-        return all(torch.equal(cases[i][0](cases[i][1]), expected[i]) for i in order)
+        return all(torch.equal(cases[i][0].linear(cases[i][1]), expected[i]) for i in order)
 
     with ThreadPoolExecutor(3) as callers:
         assert all(callers.map(many, range(3)))

@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.base import Linear
-from tandem.workers.kernels.expert_blocks import GroupedLinear, expert_blocks
+from tandem.workers.kernels.expert_blocks import ExpertBlocks, expert_blocks
 from tandem.workers.kernels.torch import layer as torch_layer
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tandem.workers.models.experts import GroupedExperts, LoopedExperts
 from tandem.workers.models.parameters import MoeParameters
 from tandem.workers.models.routing import GroupLimit, Routing, route
+from tandem.workers.weights.dense import Dense, DenseStack
+from tandem.workers.weights.weight import WeightStack
 from tests.support.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -22,6 +23,13 @@ from tandem.workers.kernels.triton import grouped as triton_grouped
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SILU_MUL = TorchLayerKernels().silu_mul
+
+
+class TritonStack(DenseStack):
+    """Interpreted on a CPU."""
+
+    def grouped(self, x: Tensor, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
+        return triton_grouped.grouped_linear(x, self, blocks, scale, fan_out)
 
 
 @dataclass(frozen=True)
@@ -50,33 +58,32 @@ CASES = {
 }
 
 
-def draw(case: Case) -> tuple[Tensor, MoeParameters, Tensor, Tensor]:
+def draw(case: Case, stack: type[DenseStack] = DenseStack) -> tuple[Tensor, MoeParameters, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(DEVICE, case.dtype)
 
-    def experts(rows: int, columns: int) -> Linear:
+    def experts(rows: int, columns: int) -> DenseStack:
         weight = normal(case.num_experts, rows, columns)
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if case.transposed else weight
-        return Linear(weight, normal(case.num_experts, rows) if case.bias else None)
+        return stack(weight, normal(case.num_experts, rows) if case.bias else None)
 
     parameters = MoeParameters(
-        router=Linear(normal(case.num_experts, case.hidden)),
+        router=Dense(normal(case.num_experts, case.hidden)),
         correction=None,
         shared=None,
         gate_up=experts(2 * case.intermediate, case.hidden),
         down=experts(case.hidden, case.intermediate),
     )
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(DEVICE, case.dtype)
-    weights, chosen = route(F.linear(x, parameters.router.weight), Routing(case.top_k, normalize=True))
+    weights, chosen = route(parameters.router.linear(x), Routing(case.top_k, normalize=True))
     return x, parameters, weights, chosen
 
 
 def expected(x: Tensor, parameters: MoeParameters, weights: Tensor, chosen: Tensor) -> Tensor:
-    def linear(rows: Tensor, weights: Linear, expert: int) -> Tensor:
-        bias = None if weights.bias is None else weights.bias[expert].double()
-        return F.linear(rows, weights.weight[expert].double(), bias)
+    def linear(rows: Tensor, weights: WeightStack, expert: int) -> Tensor:
+        return F.linear(rows, *(tensor.double() for tensor in weights.one(expert).tensors().values()))
 
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, (token_weights, experts) in enumerate(zip(weights.tolist(), chosen.tolist(), strict=True)):
@@ -87,14 +94,12 @@ def expected(x: Tensor, parameters: MoeParameters, weights: Tensor, chosen: Tens
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize(
-    "product", [torch_layer.grouped_linear, triton_grouped.grouped_linear], ids=["torch", "triton"]
-)
-def test_grouped_experts(case: Case, product: GroupedLinear) -> None:
-    if DEVICE == "cpu" and case.dtype == torch.bfloat16 and product is triton_grouped.grouped_linear:
+@pytest.mark.parametrize("stack", [DenseStack, TritonStack], ids=["chosen", "triton"])
+def test_grouped_experts(case: Case, stack: type[DenseStack]) -> None:
+    if DEVICE == "cpu" and case.dtype == torch.bfloat16 and stack is TritonStack:
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
-    x, parameters, weights, chosen = draw(case)
-    y = GroupedExperts(parameters, SILU_MUL, product)(x, weights, chosen)
+    x, parameters, weights, chosen = draw(case, stack)
+    y = GroupedExperts(parameters, SILU_MUL)(x, weights, chosen)
     assert y.dtype == case.dtype
     assert_close(y, expected(x, parameters, weights, chosen))
 
@@ -114,6 +119,7 @@ def test_rows_of_x_may_lie_apart() -> None:
     wide = torch.full((7, 100), torch.nan, device=DEVICE)
     wide[:, :48] = x
     blocks = expert_blocks(chosen, 5, 16)
+    assert isinstance(parameters.gate_up, DenseStack)
     arguments = (parameters.gate_up, blocks, weights.flatten(), 2)
     assert_close(triton_grouped.grouped_linear(wide[:, :48], *arguments), torch_layer.grouped_linear(x, *arguments))
 

@@ -69,8 +69,8 @@ def test_a_shard_has_half_of_the_parameters_that_ranks_divide(tmp_path: Path) ->
     for shard in SHARDS:
         layer = load_parameters(tmp_path, shard_config(config, shard), load_format="dummy").layers[0]
         assert isinstance(layer.feed_forward, GatedParameters)
-        assert layer.feed_forward.down.weight.shape == (config.hidden_size, config.intermediate_size // 2)
-        assert layer.attention.o.weight.shape == (config.hidden_size, config.num_heads * config.head_dim // 2)
+        assert layer.feed_forward.down.tensor().shape == (config.hidden_size, config.intermediate_size // 2)
+        assert layer.attention.o.tensor().shape == (config.hidden_size, config.num_heads * config.head_dim // 2)
 
 
 def test_a_shard_has_half_of_the_experts_and_the_whole_router(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_shard_has_half_of_the_experts_and_the_whole_router(tmp_path: Path) ->
     assert [shard_config(config, shard).experts for shard in SHARDS] == [range(half), range(half, 2 * half)]
     layer = load_parameters(tmp_path, shard_config(config, SHARDS[1])).layers[0]
     assert isinstance(layer.feed_forward, MoeParameters)
-    assert layer.feed_forward.gate_up.weight.shape[0] == half
-    assert layer.feed_forward.router.weight.shape[0] == 2 * half
+    assert layer.feed_forward.gate_up.count == half
+    assert layer.feed_forward.router.rows == 2 * half
 
 
 def test_layouts_of_shards_have_half_the_heads_and_fingerprints_of_their_own(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.models.activation import choose_activation
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import LayerParameters, PerLayerTables
-from tandem.workers.models.projection import Projection
 
 
 class PerLayerInputs:
@@ -18,15 +17,15 @@ class PerLayerInputs:
         self._shape = (config.num_layers, width)
         self._embedding = tables.embedding
         self._embedding_scale = float(torch.tensor(width**0.5, dtype=config.dtype))  # as transformers rounds it
-        self._projection, self._scale = Projection(tables.projection), config.hidden_size**-0.5
+        self._projection, self._scale = tables.projection.prepare(), config.hidden_size**-0.5
         self._norm = tables.norm.expand(self._shape).contiguous()
         self._kernels, self._eps = kernels, config.rms_norm_eps
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """[T, L, P] of tokens, int64 [T], with embeddings x [T, H]."""
-        projected = self._projection(x).mul_(self._scale).unflatten(1, self._shape)
+        projected = self._projection.linear(x).mul_(self._scale).unflatten(1, self._shape)
         normed = self._kernels.norm_heads(projected, self._norm, self._eps)
-        of_tokens = self._embedding[token_ids].mul_(self._embedding_scale).unflatten(1, self._shape)
+        of_tokens = self._embedding.look_up(token_ids).mul_(self._embedding_scale).unflatten(1, self._shape)
         return normed.add_(of_tokens).mul_(2**-0.5)
 
 
@@ -36,7 +35,7 @@ class LayerTail:
     def __init__(self, config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> None:
         self._scalar, self._own = layer.scalar, layer.per_layer
         if layer.per_layer is not None:
-            self._gate, self._projection = Projection(layer.per_layer.gate), Projection(layer.per_layer.projection)
+            self._gate, self._projection = layer.per_layer.gate.prepare(), layer.per_layer.projection.prepare()
         self._activate = choose_activation(config.activation, kernels)
         self._kernels, self._eps = kernels, config.rms_norm_eps
 
@@ -44,7 +43,7 @@ class LayerTail:
         """x [T, H], in place, becomes what the next layer takes; delta [T, H] is yet to be added. own_input: [T, P]."""
         x.add_(delta)
         if self._own is not None and own_input is not None:
-            gated = self._activate(torch.cat((self._gate(x), own_input), 1))
-            x.add_(self._kernels.add_rms_norm(self._projection(gated), None, self._own.norm, self._eps))
+            gated = self._activate(torch.cat((self._gate.linear(x), own_input), 1))
+            x.add_(self._kernels.add_rms_norm(self._projection.linear(gated), None, self._own.norm, self._eps))
         if self._scalar is not None:
             x.mul_(self._scalar)

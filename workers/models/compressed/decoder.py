@@ -57,7 +57,7 @@ class HyperDecoder(DenseDecoder):
                     return x[:0]
                 rows = [one.index_select(0, last_rows) for one in (streams, o, post, mix, token_ids)]
                 streams, o, post, mix, token_ids = rows
-            streams = attention.close(streams, layer.o(o), post, mix)
+            streams = attention.close(streams, layer.o.linear(o), post, mix)
             taken, post, mix = feed_forward.open(streams)
             normed = self._kernels.add_rms_norm(taken, None, layer.norms.before_feed_forward, eps)
             streams = feed_forward.close(streams, self._feed(layer, normed, token_ids), post, mix)

@@ -1,32 +1,30 @@
 """The tensors of attention to a window and to compressed KV, and of hyper-connections."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import HyperParameters, Linear
+from tandem.workers.kernels.base import HyperParameters
 from tandem.workers.models.compressed.fields import CompressedConfig, HyperConfig
-
-New = Callable[..., Tensor]
-"""Makes an uninitialised tensor of a shape."""
+from tandem.workers.weights.allocator import Allocator
+from tandem.workers.weights.weight import Weight, WeightStack
 
 
 @dataclass(frozen=True, slots=True)
 class QueryParameters:
     """Hi index heads of Di."""
 
-    q_up: Tensor  # [Hi·Di, Q]
-    weights: Tensor  # [Hi, H]
+    q_up: Weight  # [Hi·Di, Q]
+    weights: Weight  # [Hi, H]
 
 
 @dataclass(frozen=True, slots=True)
 class CompressorParameters:
     """Of W numbers a position: those of entries, then, where queries choose, those of index keys."""
 
-    values: Tensor  # [W, H]
-    gates: Tensor  # [W, H]
+    values: Weight  # [W, H]
+    gates: Weight  # [W, H]
     biases: tuple[Tensor, ...]  # float32 [every, W of one], of entries, and of index keys
     norms: tuple[Tensor, ...]  # [D], and [Di]
     query: QueryParameters | None
@@ -36,14 +34,14 @@ class CompressorParameters:
 class SharedParameters:
     """Hq heads of D that attend to one head whose K and V are the same. G groups of heads."""
 
-    q_down: Linear  # [Q, H]
+    q_down: Weight  # [Q, H]
     q_norm: Tensor  # [Q]
-    q_up: Linear  # [Hq·D, Q]
-    kv: Linear  # [D, H]
+    q_up: Weight  # [Hq·D, Q]
+    kv: Weight  # [D, H]
     kv_norm: Tensor  # [D]
     sinks: Tensor  # float32 [Hq]
-    out: Tensor  # [G, R, Hq·D / G]: each group's first map
-    o: Linear  # [H, G·R]
+    out: WeightStack  # [G, R, Hq·D / G]: each group's first map
+    o: Weight  # [H, G·R]
     compressor: CompressorParameters | None  # None: the layer has a window alone
 
 
@@ -53,27 +51,33 @@ def allocate_shared(
     hidden: int,
     num_heads: int,
     head_dim: int,
-    new: New,
-    new_norm: New,
-    exact: New,
+    new: Allocator,
+    new_norm: Allocator,
+    exact: Allocator,
 ) -> SharedParameters:
     """exact: makes tensors of float32."""
     rows = num_heads * head_dim // config.out_groups
     return SharedParameters(
-        q_down=Linear(new(config.q_rank, hidden)),
+        q_down=new.dense(config.q_rank, hidden),
         q_norm=new_norm(config.q_rank),
-        q_up=Linear(new(num_heads * head_dim, config.q_rank)),
-        kv=Linear(new(head_dim, hidden)),
+        q_up=new.dense(num_heads * head_dim, config.q_rank),
+        kv=new.dense(head_dim, hidden),
         kv_norm=new_norm(head_dim),
         sinks=exact(num_heads),
-        out=new(config.out_groups, config.out_rank, rows),
-        o=Linear(new(hidden, config.out_groups * config.out_rank)),
+        out=new.stack(config.out_groups, config.out_rank, rows),
+        o=new.dense(hidden, config.out_groups * config.out_rank),
         compressor=_allocate_compressor(config, layer, hidden, head_dim, new, new_norm, exact),
     )
 
 
 def _allocate_compressor(
-    config: CompressedConfig, layer: int, hidden: int, head_dim: int, new: New, new_norm: New, exact: New
+    config: CompressedConfig,
+    layer: int,
+    hidden: int,
+    head_dim: int,
+    new: Allocator,
+    new_norm: Allocator,
+    exact: Allocator,
 ) -> CompressorParameters | None:
     every, width, index = config.every(layer), config.input_width(layer, head_dim), config.index
     if every is None:
@@ -82,10 +86,12 @@ def _allocate_compressor(
     sizes = (head_dim, index.head_dim) if chooses else (head_dim,)
     query = None
     if chooses:
-        query = QueryParameters(new(index.num_heads * index.head_dim, config.q_rank), new(index.num_heads, hidden))
+        query = QueryParameters(
+            new.dense(index.num_heads * index.head_dim, config.q_rank), new.dense(index.num_heads, hidden)
+        )
     return CompressorParameters(
-        values=new(width, hidden),
-        gates=new(width, hidden),
+        values=new.dense(width, hidden),
+        gates=new.dense(width, hidden),
         biases=tuple(exact(every, (1 + chooses) * size) for size in sizes),
         norms=tuple(new_norm(size) for size in sizes),
         query=query,

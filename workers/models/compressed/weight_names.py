@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from tandem.workers.kernels.base import HyperParameters, Linear
+from tandem.workers.kernels.base import HyperParameters
 from tandem.workers.models.compressed.parameters import CompressorParameters, SharedParameters
+from tandem.workers.weights.weight import Weight
 
 # From the names that are published, and those that transformers writes, to those that all families share.
 RENAMES = (
@@ -26,32 +27,33 @@ def hyper_weights(prefix: str, both: tuple[HyperParameters, HyperParameters]) ->
 def shared_weights(prefix: str, parameters: SharedParameters) -> dict[str, Tensor]:
     """Those of a layer's attention."""
     weights = {
-        f"{prefix}.wq_a.weight": parameters.q_down.weight,
+        **parameters.q_down.named(f"{prefix}.wq_a"),
         f"{prefix}.q_norm.weight": parameters.q_norm,
-        f"{prefix}.wq_b.weight": parameters.q_up.weight,
-        f"{prefix}.wkv.weight": parameters.kv.weight,
+        **parameters.q_up.named(f"{prefix}.wq_b"),
+        **parameters.kv.named(f"{prefix}.wkv"),
         f"{prefix}.norm.weight": parameters.kv_norm,
         f"{prefix}.attn_sink": parameters.sinks,
-        f"{prefix}.wo_a.weight": parameters.out.flatten(0, 1),
-        f"{prefix}.wo_b.weight": parameters.o.weight,
+        **{f"{prefix}.wo_a.{kind}": tensor.flatten(0, 1) for kind, tensor in parameters.out.tensors().items()},
+        **parameters.o.named(f"{prefix}.wo_b"),
     }
     return weights if parameters.compressor is None else weights | _compressor_weights(prefix, parameters.compressor)
 
 
 def _compressor_weights(prefix: str, parameters: CompressorParameters) -> dict[str, Tensor]:
-    weights, sizes = {}, [bias.shape[1] for bias in parameters.biases]
+    weights, begin = {}, 0
     names = (f"{prefix}.compressor", f"{prefix}.indexer.compressor")
-    rows = zip(names, parameters.values.split(sizes), parameters.gates.split(sizes), strict=False)
-    for (name, values, gates), bias, norm in zip(rows, parameters.biases, parameters.norms, strict=True):
+    for name, bias, norm in zip(names, parameters.biases, parameters.norms, strict=False):
+        end = begin + bias.shape[1]
         weights |= {
-            f"{name}.wkv.weight": values,
-            f"{name}.wgate.weight": gates,
+            **parameters.values.slice(begin, end).named(f"{name}.wkv"),
+            **parameters.gates.slice(begin, end).named(f"{name}.wgate"),
             f"{name}.ape": bias,
             f"{name}.norm.weight": norm,
         }
+        begin = end
     if parameters.query is not None:
-        weights[f"{prefix}.indexer.wq_b.weight"] = parameters.query.q_up
-        weights[f"{prefix}.indexer.weights_proj.weight"] = parameters.query.weights
+        weights |= parameters.query.q_up.named(f"{prefix}.indexer.wq_b")
+        weights |= parameters.query.weights.named(f"{prefix}.indexer.weights_proj")
     return weights
 
 
@@ -59,6 +61,6 @@ def _hyper_weights(prefix: str, one: HyperParameters) -> dict[str, Tensor]:
     return {f"{prefix}_fn": one.fn, f"{prefix}_base": one.base, f"{prefix}_scale": one.scale}
 
 
-def gated_weights(prefix: str, gate_up: Linear, down: Linear) -> dict[str, Tensor]:
-    gate, up = gate_up.weight.chunk(2)
-    return {f"{prefix}.w1.weight": gate, f"{prefix}.w3.weight": up, f"{prefix}.w2.weight": down.weight}
+def gated_weights(prefix: str, gate_up: Weight, down: Weight) -> dict[str, Tensor]:
+    gate, up = gate_up.slice(0, down.columns), gate_up.slice(down.columns, gate_up.rows)
+    return gate.named(f"{prefix}.w1") | up.named(f"{prefix}.w3") | down.named(f"{prefix}.w2")

@@ -10,16 +10,15 @@ from torch import Tensor
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
-from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.choice import choose_layer_kernels
 from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder, prepare_layer
 from tandem.workers.models.families.llama import read_llama
 from tandem.workers.models.parameters import AttentionParameters, LayerParameters, allocate_layer, allocators
-from tandem.workers.models.projection import Projection
 from tandem.workers.models.weight_names import layer_weights
 from tandem.workers.models.weights import ReportBytes, load_named, weight_files
+from tandem.workers.weights.weight import Weight
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYER, EMBEDDING, OFFSETS = "midlayer", "embed_tokens.weight", "d2t"
@@ -63,13 +62,13 @@ class Eagle3Parameters:
         hidden = config.hidden_size
         layer = allocate_layer(config, 0, new, new_norm)
         assert isinstance(layer.attention, AttentionParameters)
-        rows = layer.attention.qkv.weight.shape[0]
-        attention = dataclasses.replace(layer.attention, qkv=Linear(new(rows, 2 * hidden), layer.attention.qkv.bias))
+        qkv = new.dense(layer.attention.qkv.rows, 2 * hidden, biased=config.qkv_bias)
+        attention = dataclasses.replace(layer.attention, qkv=qkv)
         self.layer: LayerParameters = dataclasses.replace(layer, attention=attention)
-        self.join = new(hidden, 3 * hidden)
+        self.join = new.dense(hidden, 3 * hidden)
         self.hidden_norm, self.out_norm = new_norm(hidden), new_norm(hidden)
-        self.lm_head = new(config.vocab_size, hidden)
-        self.embedding: Tensor | None = None
+        self.lm_head = new.dense(config.vocab_size, hidden)
+        self.embedding: Weight | None = None
         self.ids = torch.arange(config.vocab_size)  # of the target, for each of the head's
         self._new = new
 
@@ -81,12 +80,13 @@ class Eagle3Parameters:
         def weights_of(stored: Collection[str]) -> dict[str, Tensor]:
             weights = layer_weights(config, 0, self.layer, LAYER, joined=False) | {
                 f"{LAYER}.hidden_norm.weight": self.hidden_norm,
-                "fc.weight": self.join,
+                **self.join.named("fc"),
                 "norm.weight": self.out_norm,
-                "lm_head.weight": self.lm_head,
+                **self.lm_head.named("lm_head"),
             }
             if EMBEDDING in stored:
-                self.embedding = weights[EMBEDDING] = self._new(target.vocab_size, config.hidden_size)
+                self.embedding = self._new.dense(target.vocab_size, config.hidden_size)
+                weights |= self.embedding.named(EMBEDDING.removesuffix(".weight"))
             return weights
 
         def is_ours(name: str) -> bool:
@@ -124,17 +124,17 @@ class Eagle3Head:
         self.taps = taps_of(target.config)
         self._kernels = choose_layer_kernels(target.device, config.dtype)
         self._eps = config.rms_norm_eps
-        self._embed = target.embed if parameters.embedding is None else parameters.embedding.__getitem__
-        self._join = Projection(Linear(parameters.join))
+        self._embed = target.embed if parameters.embedding is None else parameters.embedding.look_up
+        self._join = parameters.join.prepare()
         self._hidden_norm, self._out_norm = parameters.hidden_norm, parameters.out_norm
-        self._lm_head = Projection(Linear(parameters.lm_head))
+        self._lm_head = parameters.lm_head.prepare()
         self._layer = prepare_layer(config, 0, parameters.layer, self._kernels)
         self._vocab = target.config.vocab_size
         self._ids = None if config.vocab_size == self._vocab else parameters.ids.to(target.device)
 
     def enter(self, features: Tensor) -> Tensor:
         """See DraftHead."""
-        return self._join(features)
+        return self._join.linear(features)
 
     def __call__(self, hidden: Tensor, next_ids: Tensor, cached: CachedAttention) -> Tensor:
         """See DraftHead."""
@@ -142,13 +142,13 @@ class Eagle3Head:
         embedded = norm(self._embed(next_ids), None, layer.norms.before_attention, self._eps)
         normed = norm(hidden, None, self._hidden_norm, self._eps)
         o = layer.attention(torch.cat((embedded, normed), 1), 0, cached)
-        delta = layer.feed_forward(norm(hidden, layer.o(o), layer.norms.before_feed_forward, self._eps))
+        delta = layer.feed_forward(norm(hidden, layer.o.linear(o), layer.norms.before_feed_forward, self._eps))
         norm(hidden, delta, self._out_norm, self._eps)  # adds delta to it
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See DraftHead. Tokens without an id of the head get the least number there is."""
-        logits = self._lm_head(self._kernels.add_rms_norm(hidden, None, self._out_norm, self._eps))
+        logits = self._lm_head.linear(self._kernels.add_rms_norm(hidden, None, self._out_norm, self._eps))
         if self._ids is None:
             return logits
         least = torch.finfo(logits.dtype).min

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
-from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.choice import choose_layer_kernels
 from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder, prepare_layer
 from tandem.workers.models.parameters import LayerParameters, allocate_layer, allocators
-from tandem.workers.models.projection import Projection
 from tandem.workers.models.weight_names import layer_weights
 from tandem.workers.models.weights import ReportBytes, load_named
 
@@ -43,7 +41,7 @@ class MtpParameters:
         hidden = config.hidden_size
         self.layer: LayerParameters = allocate_layer(config, 0, new, new_norm)
         self.embedding_norm, self.hidden_norm, self.out_norm = (new_norm(hidden) for _ in range(3))
-        self.join = new(hidden, 2 * hidden)  # of the embedding, then the hidden state
+        self.join = new.dense(hidden, 2 * hidden)  # of the embedding, then the hidden state
 
     def load(self, folder: Path, config: ModelConfig, index: int, load_format: str, report: ReportBytes | None) -> None:
         """index: of the layer in the checkpoint. Raises as load_parameters."""
@@ -55,7 +53,7 @@ class MtpParameters:
             return layer_weights(config, 0, self.layer, prefix, joined) | {
                 f"{prefix}.enorm.weight": self.embedding_norm,
                 f"{prefix}.hnorm.weight": self.hidden_norm,
-                f"{prefix}.eh_proj.weight": self.join,
+                **self.join.named(f"{prefix}.eh_proj"),
                 f"{prefix}.shared_head.norm.weight": self.out_norm,
             }
 
@@ -76,7 +74,7 @@ class MtpHead:
         self._eps = config.rms_norm_eps
         self._target = target
         self._norms = parameters.embedding_norm, parameters.hidden_norm, parameters.out_norm
-        self._join = Projection(Linear(parameters.join))
+        self._join = parameters.join.prepare()
         self._layer = prepare_layer(config, 0, parameters.layer, self._kernels)
 
     def enter(self, features: Tensor) -> Tensor:
@@ -87,9 +85,9 @@ class MtpHead:
         """See DraftHead."""
         norm, layer, (of_embedding, of_hidden, behind) = self._kernels.add_rms_norm, self._layer, self._norms
         embedded = norm(self._target.embed(next_ids), None, of_embedding, self._eps)
-        x = self._join(torch.cat((embedded, norm(hidden, None, of_hidden, self._eps)), 1))
+        x = self._join.linear(torch.cat((embedded, norm(hidden, None, of_hidden, self._eps)), 1))
         o = layer.attention(norm(x, None, layer.norms.before_attention, self._eps), 0, cached)
-        delta = layer.feed_forward(norm(x, layer.o(o), layer.norms.before_feed_forward, self._eps))
+        delta = layer.feed_forward(norm(x, layer.o.linear(o), layer.norms.before_feed_forward, self._eps))
         return norm(x, delta, behind, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

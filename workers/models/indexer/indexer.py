@@ -4,11 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.cache.kernels.base import Index
-from tandem.workers.kernels.base import Linear
 from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.indexer.row_order import halves_first, last_first
 from tandem.workers.models.parameters import IndexParameters
-from tandem.workers.models.projection import Projection
 
 KEY_NORM_EPS = 1e-6  # as in transformers, whatever the config says
 
@@ -23,13 +21,13 @@ class Indexer:
         self._parts = (config.head_dim - rotated, rotated)
         norm = parameters.key_norm
         assert norm.bias is not None  # a LayerNorm
-        columns = [x.view(1, config.head_dim, 1) for x in (norm.weight, norm.bias)]
-        for rows in (parameters.q_up.unflatten(0, (-1, config.head_dim)), parameters.key.unsqueeze(0), *columns):
+        ordered = [*parameters.q_up.tensors().values(), *parameters.key.tensors().values(), norm.weight, norm.bias]
+        for rows in (one.unflatten(0, (-1, config.head_dim)) for one in ordered):
             if config.interleaved:
                 halves_first(rows[:, :rotated])
             last_first(rows, rotated)
-        self._q_up = Projection(Linear(parameters.q_up))
-        self._key = Projection(Linear(parameters.key))
+        self._q_up = parameters.q_up.prepare()
+        self._key = parameters.key.prepare()
         self._norm_weight, self._norm_bias = norm.weight, norm.bias
         self._weights = parameters.weights
         self._scale = (config.num_heads * config.head_dim) ** -0.5
@@ -37,7 +35,7 @@ class Indexer:
     def __call__(self, x: Tensor, q: Tensor) -> Index:
         """x [T, hidden]; q [T, q_rank], normed."""
         size = (self._config.head_dim,)
-        key = F.layer_norm(self._key(x), size, self._norm_weight, self._norm_bias, KEY_NORM_EPS)
+        key = F.layer_norm(self._key.linear(x), size, self._norm_weight, self._norm_bias, KEY_NORM_EPS)
         still, rotated = key.split_with_sizes(self._parts, 1)
-        weights = F.linear(x.float(), self._weights).mul_(self._scale)
-        return Index(self._q_up(q).unflatten(1, (-1, self._config.head_dim)), still, rotated, weights)
+        weights = self._weights.linear(x.float()).mul_(self._scale)
+        return Index(self._q_up.linear(q).unflatten(1, (-1, self._config.head_dim)), still, rotated, weights)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def halves_first(rows: Tensor) -> None:
-    """Rows 0, 1, 2, 3, … of each block become 0, 2, …, 1, 3, …; rows: [blocks, n, columns], in place.
+    """Rows 0, 1, 2, 3, … of each block become 0, 2, …, 1, 3, …; rows: [blocks, n, …], in place.
 
     The rotation of neighbours then is that of halves.
     """
@@ -13,5 +13,5 @@ def halves_first(rows: Tensor) -> None:
 
 
 def last_first(rows: Tensor, count: int) -> None:
-    """The first `count` rows of each block go behind its others; rows: [blocks, n, columns], in place."""
+    """The first `count` rows of each block go behind its others; rows: [blocks, n, …], in place."""
     rows.copy_(torch.cat((rows[:, count:], rows[:, :count]), 1))

@@ -1,0 +1,99 @@
+"""What a layer multiplies by. Nobody else knows in which form memory holds it."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.workers.kernels.base import Linear
+from tandem.workers.kernels.expert_blocks import ExpertBlocks
+from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
+
+
+class Projection(Protocol):
+    """x [T, columns] → x · matrixᵀ + bias [T, rows]."""
+
+    def linear(self, x: Tensor) -> Tensor: ...
+
+    def in_parts(self, x: Tensor) -> Tensor:
+        """The same for LayerKernels.add_rms_norm, which also takes parts of a sum: float32 [n, T, rows]."""
+        return self.linear(x)
+
+    @property
+    def streamed_gemm(self) -> StreamedGemm | None:
+        """The kernel for the rows of a decode step, which a layer chains; None: there is none."""
+        return None
+
+
+class Weight(Projection, Protocol):
+    """A matrix [rows, columns] and its bias, if it has one. A checkpoint fills it, and then a layer prepares it."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of x and of the product."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What memory holds, by the last part of its name in a checkpoint: `weight`, `bias`. Each tensor is [rows, …],
+        and its owner may put rows into another order, in place."""
+        ...
+
+    def slice(self, begin: int, end: int) -> "Weight":
+        """A view of rows begin … end - 1: one of several weights that are fused."""
+        ...
+
+    def tensor(self) -> Tensor:
+        """The matrix [rows, columns] in dtype, for products of other shapes than linear()."""
+        ...
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """[T, columns], a new tensor: the matrix's rows, int64 [T]."""
+        return self.tensor()[rows]
+
+    def plain(self) -> Linear | None:
+        """For kernels that do more than multiply. None: memory does not hold the matrix as such."""
+        return None
+
+    def prepare(self, *, shared: bool = False) -> Projection:
+        """The fastest product with what the weight holds now. That may take a copy, unless others share the weight."""
+        return self
+
+    def named(self, name: str) -> dict[str, Tensor]:
+        """tensors() by their whole names in a checkpoint."""
+        return {f"{name}.{kind}": tensor for kind, tensor in self.tensors().items()}
+
+
+class WeightStack(Protocol):
+    """Weights of one shape, as experts have them."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See Weight.tensors; [count, rows, …] each, of any strides."""
+        ...
+
+    def one(self, index: int) -> Weight:
+        """A view."""
+        ...
+
+    def prepare(self) -> Callable[[Tensor], Tensor]:
+        """x [count, T, columns] → [count, T, rows], by each weight without its bias."""
+        ...
+
+    def grouped(self, x: Tensor, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
+        """See GroupedLinear."""
+        ...

@@ -11,7 +11,6 @@ from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shard import WHOLE, Shard
 from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.checkpoint.quantization import AS_COMPUTED, Quantization, read_quantization
 from tandem.workers.models.activation import Activation, read_activation
 from tandem.workers.models.compressed.fields import CompressedConfig, HyperConfig
 from tandem.workers.models.latent import LatentConfig
@@ -19,6 +18,8 @@ from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import NO_WINDOWS, ChunkedConfig, Windows, read_layer_windows
 from tandem.workers.sampling.posted_samples import MAX_VOCAB
+from tandem.workers.weights.formats.format import AS_COMPUTED, Quantization
+from tandem.workers.weights.formats.registry import read_quantization
 
 MAX_LAYERS, MAX_HEADS = 1000, 1 << 14  # more than any model has
 

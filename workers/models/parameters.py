@@ -18,6 +18,7 @@ from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.weights.allocator import Allocator
+from tandem.workers.weights.formats.registry import allocator_of
 from tandem.workers.weights.weight import Weight, WeightStack
 
 
@@ -174,7 +175,7 @@ def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderPar
 
 def allocators(config: ModelConfig, device: torch.device) -> tuple[Allocator, Allocator]:
     """Of weights, and of norms'."""
-    new = Allocator(config.dtype, device)
+    new = allocator_of(config.quantization)(config.dtype, device)
     return new, Allocator(torch.float32, device) if config.float32_norms else new
 
 
@@ -204,9 +205,9 @@ def _allocate_cross(config: ModelConfig, encoder: ModelConfig, new: Allocator, n
     hidden, head_dim = config.hidden_size, config.head_dim
     q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
     return CrossParameters(
-        q=new.dense(q_rows, hidden),
-        kv=new.dense(2 * kv_rows, encoder.hidden_size),
-        o=new.dense(hidden, q_rows),
+        q=new.linear(q_rows, hidden),
+        kv=new.linear(2 * kv_rows, encoder.hidden_size),
+        o=new.linear(hidden, q_rows),
         before=new_norm(hidden),
         behind=new_norm(hidden),
     )
@@ -227,11 +228,11 @@ def _allocate_attention(config: ModelConfig, layer: int, new: Allocator, new_nor
     hidden, head_dim = config.hidden_size, config.heads_of(layer).head_dim
     reads = layer in config.readers
     return AttentionParameters(
-        qkv=new.dense(sum(config.qkv_heads(layer)) * head_dim, hidden, biased=config.qkv_bias),
+        qkv=new.linear(sum(config.qkv_heads(layer)) * head_dim, hidden, biased=config.qkv_bias),
         q_norm=new_norm.when(config.qk_norm, head_dim),
         k_norm=new_norm.when(config.qk_norm and not reads, head_dim),
         sinks=new.when(config.attention_sinks, config.num_heads),
-        o=new.dense(hidden, config.num_heads * head_dim, biased=config.o_bias),
+        o=new.linear(hidden, config.num_heads * head_dim, biased=config.o_bias),
     )
 
 
@@ -242,16 +243,16 @@ def _allocate_latent(
     query_rows = config.num_heads * latent.query_dim
     first_rows = latent.q_rank or query_rows
     down_rows = first_rows + latent.rank + latent.rotated
-    down = new.dense(down_rows, hidden, biased=latent.bias)
+    down = new.linear(down_rows, hidden, biased=latent.bias)
     if latent.bias and latent.q_rank is None:
         down.slice(0, first_rows).tensors()["bias"].zero_()  # q's only map has none
     return LatentParameters(
         down=down,
         q_norm=new_norm.when(latent.q_rank is not None, first_rows),
-        q_up=None if latent.q_rank is None else new.dense(query_rows, first_rows),
+        q_up=None if latent.q_rank is None else new.linear(query_rows, first_rows),
         latent_norm=new_norm(latent.rank),
-        up=new.dense(config.num_heads * (heads.key_dim + heads.value_dim), latent.rank),
-        o=new.dense(hidden, config.num_heads * heads.value_dim, biased=config.o_bias),
+        up=new.linear(config.num_heads * (heads.key_dim + heads.value_dim), latent.rank),
+        o=new.linear(hidden, config.num_heads * heads.value_dim, biased=config.o_bias),
         index=_allocate_index(config, index, first_rows, new, new_norm) if index and layer in index.layers else None,
     )
 
@@ -260,8 +261,8 @@ def _allocate_index(
     config: ModelConfig, index: IndexConfig, q_rank: int, new: Allocator, new_norm: Allocator
 ) -> IndexParameters:
     return IndexParameters(
-        q_up=new.dense(index.num_heads * index.head_dim, q_rank),
-        key=new.dense(index.head_dim, config.hidden_size),
+        q_up=new.linear(index.num_heads * index.head_dim, q_rank),
+        key=new.linear(index.head_dim, config.hidden_size),
         key_norm=Linear(new_norm(index.head_dim), new_norm(index.head_dim)),
         weights=Allocator(torch.float32, new.device).dense(index.num_heads, config.hidden_size),
     )
@@ -269,8 +270,8 @@ def _allocate_index(
 
 def _allocate_gated(config: ModelConfig, intermediate: int, new: Allocator) -> GatedParameters:
     return GatedParameters(
-        gate_up=new.dense(2 * intermediate, config.hidden_size, biased=config.mlp_bias),
-        down=new.dense(config.hidden_size, intermediate, biased=config.mlp_bias),
+        gate_up=new.linear(2 * intermediate, config.hidden_size, biased=config.mlp_bias),
+        down=new.linear(config.hidden_size, intermediate, biased=config.mlp_bias),
     )
 
 
@@ -298,7 +299,7 @@ def _allocate_per_layer(
     config: ModelConfig, per_layer: PerLayerConfig, new: Allocator, new_norm: Allocator
 ) -> PerLayerParameters:
     hidden, width = config.hidden_size, per_layer.width
-    gate, projection = new.dense(width, hidden), new.dense(hidden, width)
+    gate, projection = new.linear(width, hidden), new.linear(hidden, width)
     return PerLayerParameters(gate, projection, new_norm(hidden))
 
 
@@ -306,5 +307,5 @@ def _allocate_tables(
     config: ModelConfig, per_layer: PerLayerConfig, new: Allocator, new_norm: Allocator
 ) -> PerLayerTables:
     rows = config.num_layers * per_layer.width
-    projection = new.dense(rows, config.hidden_size)
+    projection = new.linear(rows, config.hidden_size)
     return PerLayerTables(new.dense(per_layer.vocab_size, rows), projection, new_norm(per_layer.width))

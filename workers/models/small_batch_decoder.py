@@ -66,7 +66,7 @@ class SmallBatchDecoder:
             and isinstance(config.activation, Silu)
             and layer.norms.behind_attention is None
             and layer.norms.behind_feed_forward is None
-            and _plain_weights(layer.attention, layer.feed_forward) is not None
+            and len(_plain(layer.attention, layer.feed_forward)) == 4
         )
 
     def add_layer(self, layer: LayerParameters, block: AttentionBlock) -> None:
@@ -74,9 +74,7 @@ class SmallBatchDecoder:
         assert isinstance(layer.attention, AttentionParameters)
         assert isinstance(block, GroupedQueryAttention)
         assert isinstance(layer.feed_forward, GatedParameters)
-        plain = _plain_weights(layer.attention, layer.feed_forward)
-        assert plain is not None
-        qkv, o, gate_up, down = plain
+        qkv, o, gate_up, down = _plain(layer.attention, layer.feed_forward)
         before, behind = (
             RmsNorm(weight, self._config.rms_norm_eps)
             for weight in (layer.norms.before_attention, layer.norms.before_feed_forward)
@@ -161,12 +159,7 @@ def _megakernel_layer(layer: FusedLayer) -> MegakernelLayer | None:
     return MegakernelLayer(qkv.weight, qkv.bias, o.weight, gate_up.weight, down.weight, *norms)
 
 
-def _plain_weights(
-    attention: AttentionParameters, feed_forward: GatedParameters
-) -> tuple[Linear, Linear, Linear, Linear] | None:
-    """qkv, o, gate and up, down. None where memory does not hold one of them as such."""
-    qkv, o = attention.qkv.plain(), attention.o.plain()
-    gate_up, down = feed_forward.gate_up.plain(), feed_forward.down.plain()
-    if qkv is None or o is None or gate_up is None or down is None:
-        return None
-    return qkv, o, gate_up, down
+def _plain(attention: AttentionParameters, feed_forward: GatedParameters) -> list[Linear]:
+    """qkv, o, gate and up, down; fewer where memory does not hold one of them as such."""
+    weights = (attention.qkv, attention.o, feed_forward.gate_up, feed_forward.down)
+    return [plain for one in weights if (plain := one.plain()) is not None]

@@ -17,7 +17,6 @@ from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.checkpoint.files import MAX_NAME, is_file_name, is_there
 from tandem.workers.checkpoint.safetensors_file import STORED_DTYPES, SafetensorsFile, new_staging
 from tandem.workers.checkpoint.stored import Part, Plain, StoredWeight
-from tandem.workers.checkpoint.stored_weights import stored_weights
 from tandem.workers.models.compressed.decoder import HyperDecoder
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
@@ -25,6 +24,7 @@ from tandem.workers.models.parameters import DecoderParameters, allocate_paramet
 from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.models.sharding import slices_of
 from tandem.workers.models.weight_names import is_factor, is_norm, named_weights
+from tandem.workers.weights.formats.registry import stored_weights
 
 INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")

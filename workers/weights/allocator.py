@@ -11,7 +11,7 @@ from tandem.workers.weights.weight import Weight, WeightStack
 
 @dataclass(frozen=True)
 class Allocator:
-    """Makes uninitialised tensors and weights of one dtype and device."""
+    """Makes uninitialised tensors and weights. A format that memory keeps overrides linear() and stack()."""
 
     dtype: torch.dtype
     device: torch.device
@@ -23,11 +23,15 @@ class Allocator:
         return self(*shape) if wanted else None
 
     def dense(self, rows: int, columns: int, *, biased: bool = False) -> Weight:
+        """For embeddings, heads and routers, which no checkpoint quantizes."""
         return Dense(self(rows, columns), self.when(biased, rows))
+
+    def linear(self, rows: int, columns: int, *, biased: bool = False) -> Weight:
+        return self.dense(rows, columns, biased=biased)
 
     def stack(
         self, count: int, rows: int, columns: int, *, biased: bool = False, transposed: bool = False
     ) -> WeightStack:
-        """transposed: memory holds [count, columns, rows]."""
+        """transposed: the checkpoint has [count, columns, rows]."""
         weight = self(count, columns, rows).transpose(1, 2) if transposed else self(count, rows, columns)
         return DenseStack(weight, self.when(biased, count, rows))

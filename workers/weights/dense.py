@@ -25,7 +25,19 @@ PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, s
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Linear, Weight):
+class _Plain(Linear):
+    """What a weight and a stack of them have in common."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(_Plain, Weight):
     """See Weight. By itself it multiplies as torch does."""
 
     @property
@@ -39,13 +51,6 @@ class Dense(Linear, Weight):
     @property
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
 
     def slice(self, begin: int, end: int) -> "Dense":
         return Dense(self.weight[begin:end], None if self.bias is None else self.bias[begin:end])
@@ -109,19 +114,12 @@ class DenseProjection(Projection):
 
 
 @dataclass(frozen=True, eq=False)
-class DenseStack(Linear, WeightStack):
+class DenseStack(_Plain, WeightStack):
     """See WeightStack."""
 
     @property
     def count(self) -> int:
         return self.weight.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
 
     def one(self, index: int) -> Dense:
         return Dense(self.weight[index], None if self.bias is None else self.bias[index])

@@ -16,10 +16,10 @@ from tandem.cluster.errors import ConfigError
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.workers.checkpoint.errors import InvalidWeights
-from tandem.workers.checkpoint.quantization import Quantization
 from tandem.workers.models.kv_scales import choose_scales, stores_fp8
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
+from tandem.workers.weights.formats.format import Quantization
 from tests.support.checkpoints import save_checkpoint
 
 FP8 = "fp8_e4m3"

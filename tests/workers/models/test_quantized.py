@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.shard import Shard
 from tandem.workers.checkpoint.errors import InvalidWeights
-from tandem.workers.checkpoint.quantization import Quantization
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
 from tandem.workers.checkpoint.stored import MAX_PART_BYTES
-from tandem.workers.checkpoint.stored_weights import stored_weights
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.scale_tensors import read_scales
 from tandem.workers.models.sharding import shard_config
 from tandem.workers.models.weight_names import named_weights
 from tandem.workers.models.weights import check_weights, load_parameters
+from tandem.workers.weights.formats.format import Quantization
+from tandem.workers.weights.formats.registry import stored_weights
 from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.client_requests import GREEDY, complete_all
 from tests.support.island import running_island
@@ -75,7 +75,7 @@ def test_weights_are_dequantized_into_the_models_dtype(
 ) -> None:
     """Also where a weight takes many parts."""
     for module in ("fp8", "mxfp4"):
-        monkeypatch.setattr(f"tandem.workers.checkpoint.{module}.PART_NUMBERS", 300)
+        monkeypatch.setattr(f"tandem.workers.weights.formats.{module}.PART_NUMBERS", 300)
     meant = save_quantized(case, tmp_path)
     config = load_config(tmp_path, dtype)
     check_weights(tmp_path, config)
@@ -220,7 +220,7 @@ def test_scales_that_do_not_fit_are_named(
 @pytest.mark.parametrize("case", ["qwen3-blocks", "llama-channel", "deepseek_v3-blocks", "gpt_oss-mxfp4"])
 def test_each_rank_loads_its_part_of_every_weight(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts begin within blocks, too."""
-    monkeypatch.setattr("tandem.workers.checkpoint.fp8.PART_NUMBERS", 300)
+    monkeypatch.setattr("tandem.workers.weights.formats.fp8.PART_NUMBERS", 300)
     family, how, quantize = CASES[case]
     experts = {"num_local_experts": 6} if family == "gpt_oss" else {}
     model = make_model(family, **experts)

@@ -14,10 +14,16 @@ from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.kernels.torch.layer import TorchFusedGemms
 from tandem.workers.models.compressed.decoder import HyperDecoder
 from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.parameters import AttentionParameters, MoeParameters, allocate_parameters
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weight_names import named_weights
 from tandem.workers.models.weights import load_parameters
+from tandem.workers.weights.allocator import Allocator
 from tandem.workers.weights.dense import Dense, DenseStack
+from tandem.workers.weights.formats.format import Quantization
+from tandem.workers.weights.formats.fp4 import FP4
+from tandem.workers.weights.formats.fp8 import FP8
+from tandem.workers.weights.formats.registry import FORMATS
 from tandem.workers.weights.weight import Weight, WeightStack
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import random_prompt
@@ -139,3 +145,28 @@ def test_a_checkpoint_fills_whatever_a_weight_holds(tmp_path: Path) -> None:
     assert names[f"{prefix}.v_proj.numbers"].shape == (rows, config.hidden_size)
     assert names["lm_head.numbers"].dtype == torch.float64
     assert not [name for name in names if name.endswith("_proj.weight")]
+
+
+class WideAllocator(Allocator):
+    def linear(self, rows: int, columns: int, *, biased: bool = False) -> Wide:
+        return Wide(self(rows, columns).double(), self.when(biased, rows))
+
+    def stack(
+        self, count: int, rows: int, columns: int, *, biased: bool = False, transposed: bool = False
+    ) -> WideStack:
+        return WideStack(tuple(self.linear(rows, columns, biased=biased) for _ in range(count)))
+
+
+def test_a_format_decides_how_memory_holds_layers_and_experts_but_not_embeddings_heads_and_routers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(FORMATS, "fp8", (dataclasses.replace(FP8, allocator=WideAllocator), FP4))
+    config = load_config(save_checkpoint("mixtral", tmp_path), "float32")
+    parameters = allocate_parameters(dataclasses.replace(config, quantization=Quantization("fp8")), torch.device("cpu"))
+    layer = parameters.layers[0]
+    assert isinstance(layer.attention, AttentionParameters)
+    assert isinstance(layer.feed_forward, MoeParameters)
+    moe = layer.feed_forward
+    assert {type(one) for one in (layer.attention.qkv, layer.attention.o)} == {Wide}
+    assert {type(one) for one in (moe.gate_up, moe.down)} == {WideStack}
+    assert {type(one) for one in (parameters.embedding, parameters.lm_head, moe.router)} == {Dense}

@@ -58,14 +58,14 @@ def allocate_shared(
     """exact: makes tensors of float32."""
     rows = num_heads * head_dim // config.out_groups
     return SharedParameters(
-        q_down=new.dense(config.q_rank, hidden),
+        q_down=new.linear(config.q_rank, hidden),
         q_norm=new_norm(config.q_rank),
-        q_up=new.dense(num_heads * head_dim, config.q_rank),
-        kv=new.dense(head_dim, hidden),
+        q_up=new.linear(num_heads * head_dim, config.q_rank),
+        kv=new.linear(head_dim, hidden),
         kv_norm=new_norm(head_dim),
         sinks=exact(num_heads),
         out=new.stack(config.out_groups, config.out_rank, rows),
-        o=new.dense(hidden, config.out_groups * config.out_rank),
+        o=new.linear(hidden, config.out_groups * config.out_rank),
         compressor=_allocate_compressor(config, layer, hidden, head_dim, new, new_norm, exact),
     )
 
@@ -87,11 +87,11 @@ def _allocate_compressor(
     query = None
     if chooses:
         query = QueryParameters(
-            new.dense(index.num_heads * index.head_dim, config.q_rank), new.dense(index.num_heads, hidden)
+            new.linear(index.num_heads * index.head_dim, config.q_rank), new.dense(index.num_heads, hidden)
         )
     return CompressorParameters(
-        values=new.dense(width, hidden),
-        gates=new.dense(width, hidden),
+        values=new.linear(width, hidden),
+        gates=new.linear(width, hidden),
         biases=tuple(exact(every, (1 + chooses) * size) for size in sizes),
         norms=tuple(new_norm(size) for size in sizes),
         query=query,

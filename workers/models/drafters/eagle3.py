@@ -62,10 +62,10 @@ class Eagle3Parameters:
         hidden = config.hidden_size
         layer = allocate_layer(config, 0, new, new_norm)
         assert isinstance(layer.attention, AttentionParameters)
-        qkv = new.dense(layer.attention.qkv.rows, 2 * hidden, biased=config.qkv_bias)
+        qkv = new.linear(layer.attention.qkv.rows, 2 * hidden, biased=config.qkv_bias)
         attention = dataclasses.replace(layer.attention, qkv=qkv)
         self.layer: LayerParameters = dataclasses.replace(layer, attention=attention)
-        self.join = new.dense(hidden, 3 * hidden)
+        self.join = new.linear(hidden, 3 * hidden)
         self.hidden_norm, self.out_norm = new_norm(hidden), new_norm(hidden)
         self.lm_head = new.dense(config.vocab_size, hidden)
         self.embedding: Weight | None = None

@@ -41,7 +41,7 @@ class MtpParameters:
         hidden = config.hidden_size
         self.layer: LayerParameters = allocate_layer(config, 0, new, new_norm)
         self.embedding_norm, self.hidden_norm, self.out_norm = (new_norm(hidden) for _ in range(3))
-        self.join = new.dense(hidden, 2 * hidden)  # of the embedding, then the hidden state
+        self.join = new.linear(hidden, 2 * hidden)  # of the embedding, then the hidden state
 
     def load(self, folder: Path, config: ModelConfig, index: int, load_format: str, report: ReportBytes | None) -> None:
         """index: of the layer in the checkpoint. Raises as load_parameters."""

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import InvalidWeights
-from tandem.workers.checkpoint.quantization import Quantization
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
 from tandem.workers.checkpoint.stored import PART_NUMBERS, Part, Plain, fill, read_bytes
+from tandem.workers.weights.formats.format import Format, Method, Quantization, accept, read_block
 
-FP8 = "F8_E4M3"
+E4M3 = "F8_E4M3"
 VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # torch converts slowly
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
 
@@ -119,17 +120,16 @@ class Fp8Part:
         return scales.view(dtype).float().view(count, weight.grid[1])[blocks - first]
 
 
-def fp8_weights(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[str, Fp8Weight], set[str]]:
-    """Those among the tensors, by name, and the names of their scales. Raises InvalidWeights."""
+def _find(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[str, Fp8Weight], set[str]]:
     found, used = dict[str, Fp8Weight](), set[str]()
     for name, one in plain.items():
-        if one.file.tensors[name].dtype_name != FP8:
+        if one.file.tensors[name].dtype_name != E4M3:
             continue
         names = _scale_names(name)
         scales = [plain[scale] for scale in names if scale in plain]
         if len(scales) != 1:
             raise InvalidWeights(
-                f"{one.path}: tensor {name} is stored as {FP8}; it must have {' or '.join(names)} beside it"
+                f"{one.path}: tensor {name} is stored as {E4M3}; it must have {' or '.join(names)} beside it"
             )
         found[name] = Fp8Weight.of(one.file, name, scales[0], quantization)
         used.add(scales[0].name)
@@ -139,3 +139,12 @@ def fp8_weights(plain: Mapping[str, Plain], quantization: Quantization) -> tuple
 def _scale_names(name: str) -> tuple[str, ...]:
     published = (name.removesuffix("weight") + "scale",) if name.endswith(".weight") else ()
     return (f"{name}_scale_inv", f"{name}_scale", *published)
+
+
+def _read(section: Fields, served: str) -> Quantization:
+    accept(section, "fmt", (None, "e4m3"), served)
+    return Quantization("fp8", read_block(section, "weight_block_size"))
+
+
+FP8 = Format(_find)
+FP8_METHOD = Method("fp8", _read)

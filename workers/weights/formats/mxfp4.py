@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.safetensors_file import Slice
 from tandem.workers.checkpoint.stored import PART_NUMBERS, Part, Plain, fill, read_bytes
+from tandem.workers.weights.formats.format import Format, Method, Quantization
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -88,8 +89,7 @@ class Mxfp4Part:
         return begin + (self.expert * rows + self.first) * math.prod(row)
 
 
-def mxfp4_weights(plain: Mapping[str, Plain]) -> tuple[dict[str, Mxfp4Weight], set[str]]:
-    """Those among the tensors, by name, and the names of what they are stored in. Raises InvalidWeights."""
+def _find(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[str, Mxfp4Weight], set[str]]:
     found, used = dict[str, Mxfp4Weight](), set[str]()
     for name, one in plain.items():
         if not name.endswith(BLOCKS):
@@ -101,3 +101,7 @@ def mxfp4_weights(plain: Mapping[str, Plain]) -> tuple[dict[str, Mxfp4Weight], s
         found[weight] = Mxfp4Weight.of(one, exponents)
         used |= {name, exponents.name}
     return found, used
+
+
+MXFP4 = Format(_find)
+MXFP4_METHOD = Method("mxfp4", lambda section, served: Quantization("mxfp4"))

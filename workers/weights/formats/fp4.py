@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import InvalidWeights
-from tandem.workers.checkpoint.fp8 import Fp8Weight
-from tandem.workers.checkpoint.mxfp4 import WORDS
 from tandem.workers.checkpoint.stored import Plain
+from tandem.workers.weights.formats.format import Format, Quantization
+from tandem.workers.weights.formats.fp8 import Fp8Weight
+from tandem.workers.weights.formats.mxfp4 import WORDS
 
 PACKED, EXPONENTS = "I8", "F8_E8M0"
 NUMBERS = 32  # that share an exponent
@@ -50,8 +51,7 @@ class Fp4Weight(Fp8Weight):
         return WORDS.index_select(0, pairs.int()).view(torch.float32).view(count, -1)
 
 
-def fp4_weights(plain: Mapping[str, Plain]) -> tuple[dict[str, Fp4Weight], set[str]]:
-    """Those among the tensors, by name, and the names of their scales. Raises InvalidWeights."""
+def _find(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[str, Fp4Weight], set[str]]:
     found, used = dict[str, Fp4Weight](), set[str]()
     for name, one in plain.items():
         if one.file.tensors[name].dtype_name != PACKED:
@@ -62,3 +62,6 @@ def fp4_weights(plain: Mapping[str, Plain]) -> tuple[dict[str, Fp4Weight], set[s
         found[name] = Fp4Weight.beside(one, plain[scales])
         used.add(scales)
     return found, used
+
+
+FP4 = Format(_find)

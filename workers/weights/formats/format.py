@@ -1,0 +1,67 @@
+"""A format of weights in checkpoints, and how a config asks for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.checkpoint.fields import SHOWN, Fields
+from tandem.workers.checkpoint.stored import Plain, StoredWeight
+from tandem.workers.weights.allocator import Allocator
+
+MAX_BLOCK = 1 << 16
+BLOCK_SIZES = f"two integers from 1 to {MAX_BLOCK}"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What quantization_config says about weights and KV."""
+
+    weights: str | None = None  # a key of FORMATS; None: they are stored as they are computed with
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, where a scale is of a block
+    fp8_kv: bool = False  # K and V are asked for in 8 bits
+
+
+AS_COMPUTED = Quantization()
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store some weights of a checkpoint."""
+
+    find: Callable[[Mapping[str, Plain], Quantization], tuple[Mapping[str, StoredWeight], set[str]]]
+    """The weights among the tensors, by the names that they have in `allocator`'s weights, and the names of the tensors
+    that they are made of. Raises InvalidWeights."""
+    allocator: type[Allocator] = Allocator
+    """Makes the weights that reading fills. Allocator itself makes them dense, so that reading dequantizes."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A quant_method of quantization_config."""
+
+    serves: str  # in an error's words
+    read: Callable[[Fields, str], Quantization]
+    """(quantization_config, what is served) -> its meaning. Raises InvalidConfig and UnsupportedFeature."""
+
+
+def accept(section: Fields, name: str, accepted: tuple[object, ...], reason: str) -> None:
+    """UnsupportedFeature where the field has another value."""
+    value = section.raw(name)
+    if not any(type(value) is type(one) and value == one for one in accepted):
+        shown, listed = SHOWN.repr(value), either(accepted)
+        raise UnsupportedFeature(f"{section.source}: {name} is {shown}; it must be {listed}, for {reason}")
+
+
+def either(accepted: tuple[object, ...]) -> str:
+    return " or ".join(repr(one) for one in accepted if one is not None)
+
+
+def read_block(section: Fields, name: str) -> tuple[int, int] | None:
+    """Raises InvalidConfig."""
+    value = section.raw(name)
+    if value is None:
+        return None
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= MAX_BLOCK for size in sizes):
+        raise section.invalid(name, BLOCK_SIZES)
+    return sizes[0], sizes[1]

@@ -1,0 +1,59 @@
+"""All formats of weights: which config asks for which, and the weights that a checkpoint's files have in them."""
+
+from collections.abc import Iterable
+
+from tandem.workers.checkpoint.errors import InvalidWeights, UnsupportedFeature
+from tandem.workers.checkpoint.fields import SHOWN, Fields
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
+from tandem.workers.checkpoint.stored import Plain, StoredWeight
+from tandem.workers.weights.allocator import Allocator
+from tandem.workers.weights.formats.compressed_tensors import COMPRESSED_TENSORS
+from tandem.workers.weights.formats.format import AS_COMPUTED, Quantization, either
+from tandem.workers.weights.formats.fp4 import FP4
+from tandem.workers.weights.formats.fp8 import FP8, FP8_METHOD
+from tandem.workers.weights.formats.mxfp4 import MXFP4, MXFP4_METHOD
+
+METHODS = {"fp8": FP8_METHOD, "mxfp4": MXFP4_METHOD, "compressed-tensors": COMPRESSED_TENSORS}
+# By Quantization.weights, the formats that one checkpoint may mix: see decision 0106. The first has most weights.
+FORMATS = {"fp8": (FP8, FP4), "mxfp4": (MXFP4,)}
+ACTIVATION_SCALES = (".input_scale", ".activation_scale")  # activations are not rounded here
+
+
+def read_quantization(fields: Fields) -> Quantization:
+    """quantization_config. Raises InvalidConfig, and UnsupportedFeature where it asks for something else."""
+    if "quantization_config" not in fields:
+        return AS_COMPUTED
+    section = fields.section("quantization_config")
+    *others, last = (one.serves for one in METHODS.values())
+    served = f"weights are served in {', '.join(others)} and {last}"
+    method = section.raw("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise UnsupportedFeature(
+            f"{section.source}: quant_method is {SHOWN.repr(method)}; it must be {either(tuple(METHODS))}, for "
+            f"{served}: take another checkpoint of the model, or one without quantization"
+        )
+    return METHODS[method].read(section, served)
+
+
+def allocator_of(quantization: Quantization) -> type[Allocator]:
+    return Allocator if quantization.weights is None else FORMATS[quantization.weights][0].allocator
+
+
+def stored_weights(files: Iterable[SafetensorsFile], quantization: Quantization) -> dict[str, StoredWeight]:
+    """The weights in the files, by the names that they have where nothing is quantized. Raises InvalidWeights."""
+    plain: dict[str, Plain] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in plain:
+                raise InvalidWeights(f"{file.path}: tensor {name} is in another file, too; it must be in one")
+            plain[name] = Plain(file, name)
+    if quantization.weights is None:
+        return dict(plain)
+    found: dict[str, StoredWeight] = {}
+    used = {name for name in plain if name.endswith(ACTIVATION_SCALES)}
+    for one in FORMATS[quantization.weights]:
+        weights, parts = one.find(plain, quantization)
+        found |= weights
+        used |= parts
+    others: dict[str, StoredWeight] = {name: one for name, one in plain.items() if name not in used}
+    return others | found

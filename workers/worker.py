@@ -23,6 +23,7 @@ from tandem.transfer.transport import Transport
 from tandem.workers.checkpoint.tokenizer_files import end_tokens
 from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_bytes
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
+from tandem.workers.engine.engine import Engine
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import longest_append
 from tandem.workers.models.decoder import DenseDecoder
@@ -287,7 +288,7 @@ class Worker:
             drafter=self._drafter_config,
         )
         runner = ModelRunner(self._model, cache)
-        loop = self._loop = self._make_loop(runner, cache)
+        loop = self._loop = self._make_loop(Engine(cache, runner, self._transport))
         self._step_thread = StepThread(loop, "step")
         grammars = self._grammars = Grammars(Path(config.model_path), self.model_config.vocab_size, self._eos_token_ids)
         service = WorkerService(
@@ -295,7 +296,6 @@ class Worker:
             self.model_config.vocab_size,
             self._step_thread,
             loop,
-            cache,
             grammars,
             self.model_config.max_encoder_tokens(config.max_batch_tokens, config.page_size),
         )
@@ -327,7 +327,7 @@ class Worker:
         await self._server.start()
         return address
 
-    def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> StepLoop:
+    def _make_loop(self, engine: Engine) -> StepLoop:
         """On the event loop, which tokens go through."""
         config = self.config
         settings = LoopSettings(
@@ -341,8 +341,8 @@ class Worker:
             speculation=config.speculation,
         )
         fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)
-        drafter = make_drafter(config.speculation, runner) if self._has_lasting_keys else None
-        return StepLoop(runner, cache, self._transport, settings, Ends(self._meter, fanout, self._threads, drafter))
+        drafter = make_drafter(config.speculation, engine) if self._has_lasting_keys else None
+        return StepLoop(engine, settings, Ends(self._meter, fanout, self._threads, drafter))
 
     @property
     def _sharing(self) -> bool:

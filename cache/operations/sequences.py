@@ -5,12 +5,12 @@ from operator import mul
 
 from torch import Tensor
 
+from tandem.cache.operations.holdings import PageCounts, Room, SequenceState
 from tandem.cache.operations.parts import Ids, Parts
 from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument
-from tandem.cache.plan.holdings import PageCounts, Room, SequenceState
 from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 

@@ -31,6 +31,7 @@ from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.engine.engine import Engine
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
@@ -131,7 +132,7 @@ def make_loop(rows: int, drafts: int) -> tuple[StepLoop, Replays]:
         speculation=SpeculationSettings("ngram", drafts, MOST_TOKENS),
     )
     ends = Ends(PushMeter(receiver), cast(TokenFanout, Nobody()), KernelThreads(None, 1), Counting())
-    loop = StepLoop(runner, cache, receiver, settings, ends)
+    loop = StepLoop(Engine(cache, runner, receiver), settings, ends)
     for row in range(rows):
         reservation = loop.decodes.prepare(str(row), [1] * CONTEXT, LENGTH - CONTEXT - 1, writer_pe=0)
         signal = pack_signal(reservation.generation, CONTEXT)

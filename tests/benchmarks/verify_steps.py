@@ -33,6 +33,7 @@ from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import WorkerError
 from tandem.workers.kernels.base import Entered, EnteringRows
 from tandem.workers.prefill.push_meter import PushMeter
@@ -189,11 +190,12 @@ class VerifyBench(Bench):
         settings = LoopSettings(lease_seconds=600, sharing=False, max_sequences=rows, speculation=speculation)
         fanout = cast(TokenFanout, Collected(0))
         drafter: Drafter | None = None
+        engine = Engine(self.cache, self.runner, receiver)
         OverruledOnDevice.holds.fill_(holds)
         if drafted:
-            drafter = NgramDrafter(1) if self._method == NGRAM else Overruled(ModelDrafter(self.runner), holds)
+            drafter = NgramDrafter(1) if self._method == NGRAM else Overruled(ModelDrafter(engine), holds)
         ends = Ends(PushMeter(receiver), fanout, KernelThreads(None, 1), drafter)
-        loop = StepLoop(self.runner, self.cache, receiver, settings, ends)
+        loop = StepLoop(engine, settings, ends)
         thread = StepThread(loop, "steps")
         thread.start()
         try:

@@ -17,7 +17,7 @@ ADAPTIVE = {
     "scheduler.roles": "adaptive",
     "scheduler.max_batch_tokens": CHUNK,
     "scheduler.token_seconds": 0.5,  # so that chunks beside rows are bounded, by what is measured
-    "cache.pages.total": 512,
+    "cache.num_pages": 512,
 }
 
 

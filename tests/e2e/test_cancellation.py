@@ -86,7 +86,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scene(checkpoint: Path) -> Iterator[Scene]:
     transports = FakeIsland()
-    settings = {"cache.pages.total": PAGES, "cache.prefix_sharing": False, "scheduler.max_batch_tokens": 16}
+    settings = {"cache.num_pages": PAGES, "cache.prefix_sharing": False, "scheduler.max_batch_tokens": 16}
     with (
         steady_here(STEADY),  # so that requests last until their clients go
         running_island(checkpoint, settings, transports) as island,
@@ -210,7 +210,7 @@ def test_a_client_that_goes_away_leaves_nothing(scene: Scene, checkpoint: Path, 
 
 def test_the_gateways_own_limit_of_a_requests_life(checkpoint: Path) -> None:
     transports = FakeIsland()
-    settings = {"cache.pages.total": PAGES, "gateway.request_seconds": 0.2, "cache.prefix_sharing": False}
+    settings = {"cache.num_pages": PAGES, "gateway.request_seconds": 0.2, "cache.prefix_sharing": False}
     with running_island(checkpoint, settings, transports) as island, Client(island.address) as client:
         pause = transports.fabric.pause_next("post", DECODE)
         with pytest.raises(DeadlineExceeded, match=r"the request ran for 0\.2 s, which is gateway\.request_seconds$"):

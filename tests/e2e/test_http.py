@@ -45,7 +45,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def island(folder: Path) -> Iterator[Island]:
-    overrides = {"model.max_model_len": 512, "cache.pages.total": 96, "gateway.http_port": 0}
+    overrides = {"model.max_model_len": 512, "cache.num_pages": 96, "gateway.http_port": 0}
     with running_island(folder, overrides) as island:
         yield island
 

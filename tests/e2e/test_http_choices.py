@@ -21,7 +21,7 @@ SEED = 40
 
 @pytest.fixture(scope="module")
 def island(small_model: Path) -> Iterator[Island]:
-    with running_island(small_model, {"gateway.http_port": 0, "cache.pages.total": 512}) as island:
+    with running_island(small_model, {"gateway.http_port": 0, "cache.num_pages": 512}) as island:
         yield island
 
 

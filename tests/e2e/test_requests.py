@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def island(folder: Path) -> Iterator[Island]:
-    with running_island(folder, {"model.max_model_len": 512, "cache.pages.total": 96}) as island:
+    with running_island(folder, {"model.max_model_len": 512, "cache.num_pages": 96}) as island:
         yield island
 
 
@@ -218,7 +218,7 @@ def test_a_context_of_two_pages_or_less(folder: Path, most: int) -> None:
 
 
 def test_prompt_larger_than_the_pool(folder: Path) -> None:
-    with running_island(folder, {"cache.pages.total": 8}) as island:
+    with running_island(folder, {"cache.num_pages": 8}) as island:
         assert "page pool" in refused(island, [3] * 64)
         with Client(island.address) as client:
             assert client.model_info().max_model_len == 64
@@ -227,9 +227,9 @@ def test_prompt_larger_than_the_pool(folder: Path) -> None:
 
 def test_requests_wait_for_room_and_for_no_longer_than_allowed(folder: Path) -> None:
     prompts = [random_prompt(60, seed, 500) for seed in range(6)]
-    with running_island(folder, {"cache.pages.total": 16}) as island:
+    with running_island(folder, {"cache.num_pages": 16}) as island:
         assert [len(tokens) for tokens in complete_all(island.address, prompts, max_tokens=40, **GREEDY)] == [40] * 6
-    with running_island(folder, {"cache.pages.total": 16, "gateway.queue_seconds": 0.05}) as island:
+    with running_island(folder, {"cache.num_pages": 16, "gateway.queue_seconds": 0.05}) as island:
         decode = island.workers[1]
         with ThreadPoolExecutor(1) as pool, prefill_held(island, 2):
             running = pool.submit(complete, island.address, prompts[0], max_tokens=60, **GREEDY)
@@ -244,7 +244,7 @@ def test_full_queue(folder: Path, bound: dict[str, int]) -> None:
     prompts = [random_prompt(60, seed, 500) for seed in range(12)]
     (key,) = bound
     with (
-        running_island(folder, {"cache.pages.total": 16, **bound}) as island,
+        running_island(folder, {"cache.num_pages": 16, **bound}) as island,
         pytest.raises(Overloaded, match=key) as caught,
     ):
         complete_all(island.address, prompts, resume_seconds=0, max_tokens=60, **GREEDY)
@@ -256,7 +256,7 @@ def test_full_queue(folder: Path, bound: dict[str, int]) -> None:
 def test_a_pool_that_holds_one_request_serves_them_one_after_another(folder: Path, workers: int) -> None:
     """On both sides: 13 pages are needed of 13, and with two of each kind whoever is free takes the next."""
     prompts = [random_prompt(60, seed, 500) for seed in range(6)]
-    settings = {"cache.pages.total": 13, "island.num_prefill": workers, "island.num_decode": workers}
+    settings = {"cache.num_pages": 13, "island.num_prefill": workers, "island.num_decode": workers}
     with running_island(folder, settings) as island:
         tokens = complete_all(island.address, prompts, max_tokens=40, **GREEDY)
     assert tokens == greedy_all(load_oracle(folder), prompts, 40)
@@ -288,7 +288,7 @@ def test_clients_that_wait_take_turns(folder: Path) -> None:
                     await asyncio.sleep(0.001)
             await asyncio.gather(*tasks)
 
-    with running_island(folder, {"cache.pages.total": 16}) as island:
+    with running_island(folder, {"cache.num_pages": 16}) as island:
         stopped, resume = threading.Event(), threading.Event()
         thread = island.workers[1]._step_thread
         assert thread is not None

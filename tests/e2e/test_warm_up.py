@@ -34,7 +34,7 @@ def test_every_pair_has_computed_before_the_island_is_ready(folder: Path) -> Non
 
 
 def test_workers_that_hold_no_long_prompt_are_warm_without(folder: Path) -> None:
-    with running_island(folder, {"gateway.warm_up": True, "cache.pages.total": 9}) as island:
+    with running_island(folder, {"gateway.warm_up": True, "cache.num_pages": 9}) as island:
         assert complete(island.address, [5, 6, 7], max_tokens=2, **GREEDY)
 
 

@@ -86,7 +86,7 @@ class WorkerPe:
         """Without them from now on, or with them again."""
         loop = self.worker._loop
         assert loop is not None
-        runner = loop._runner
+        runner = loop.engine._runner
         self._swapped, runner._prompt_graphs = runner._prompt_graphs, self._swapped
 
     @property

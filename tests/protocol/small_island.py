@@ -16,6 +16,7 @@ from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.token_stream import TokenUpdate
 from tandem.workers.runner.model_runner import PromptChunks
@@ -109,7 +110,7 @@ class CountingModel:
     that are pushed are computed when they are launched, behind all others.
     """
 
-    drafts = None  # no model drafts
+    drafts = next_drafts = None  # no model drafts
 
     def __init__(self, cache: TvmCache, shape: Shape, findings: list[str]) -> None:
         self._cache = cache
@@ -237,7 +238,7 @@ class SmallIsland:
         settings = LoopSettings(lease_seconds, shape.sharing, max_batch_tokens=shape.max_batch_tokens, max_sequences=4)
         ends = Ends(Unmetered(), Fanout(findings), KernelThreads(None, 1))  # type: ignore[arg-type]
         self.loops = [
-            StepLoop(model, cache, transport, settings, ends, clock)  # type: ignore[arg-type]
+            StepLoop(Engine(cache, model, transport), settings, ends, clock)  # type: ignore[arg-type]
             for model, cache, transport in zip(self.devices, self.caches, self.transports, strict=True)
         ]
 

@@ -69,7 +69,7 @@ def any_epoch_is_granted(patch: pytest.MonkeyPatch) -> None:
 
     def checked(self: Grants, reservation: Any, num_tokens: int, border: int) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self._transport, "epoch", reservation.epoch)
+            inner.setattr(self._engine, "peers", self._engine.peers._replace(epoch=reservation.epoch))
             return check(self, reservation, num_tokens, border)
 
     patch.setattr(Grants, "check", checked)
@@ -96,7 +96,7 @@ def an_abort_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_recalled_slot_may_be_used(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Grants, "recalled", lambda self: self._inbox.unanswered())
+    patch.setattr(Grants, "recalled", lambda self: self._engine.recalls_asked())
 
 
 def aborts_do_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
 
     def reserved(self: Reservations, request_id: str, token_ids: Any, *rest: Any) -> Any:
         request = reserve(self, request_id, token_ids, *rest)
-        cache = self._cache
+        cache = self._engine._cache
         position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens, rotated=True)
         pages = cache._table.full_pages(cache._table.row(request.sequence_id), len(token_ids))
         cache._pools.prefixes.publish(np.array(token_ids), pages)

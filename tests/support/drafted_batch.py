@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.counters import Counters
+from tandem.workers.engine.capabilities import Capabilities
+from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
@@ -23,7 +23,6 @@ from tandem.workers.speculation.drafter import DraftAsk
 from tandem.workers.speculation.speculation import Speculation
 
 Holds = Callable[[int], float]  # by the number of the sequence, from 0
-_CACHE = cast(PagedKVCache, SimpleNamespace(pop_each=lambda ids, counts: None))
 
 
 class Zeros:
@@ -77,7 +76,7 @@ class DraftedBatch:
             self.alone += bool(self._speculation.step(rows, step))
         else:
             drafts = [np.zeros(size, np.int64) for size in drafted]
-            self._speculation.settle(self._speculation.launch(rows, drafts, 0), runs, _CACHE)
+            self._speculation.settle(self._speculation.launch(rows, drafts, 0), runs)
         for row, run in enumerate(runs):
             self._requests[row].output.extend(run.token_ids)
             if len(self._requests[row].output) >= self._length:
@@ -95,11 +94,10 @@ class DraftedBatch:
 
 def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False, computes: bool = False) -> Speculation:
     """follows: the device looks drafts up, so that a verify step costs less. computes: the drafter is a model."""
-    runner = SimpleNamespace(
-        verify=lambda *step: None,
-        step=lambda *step, alone=False: alone,
-        next_drafts=SimpleNamespace(takes=lambda num_sequences: True) if follows else None,
-        drafts=SimpleNamespace() if computes else None,
-        overlaps=True,
+    engine = SimpleNamespace(
+        verify=lambda step, tokens: None,
+        step=lambda step, alone=False: alone,
+        take_back=lambda surplus, is_last: None,
+        capabilities=Capabilities(True, computes, 1 << 20 if follows else 0, follows and not computes),
     )
-    return Speculation(Zeros(computes=computes), cast(ModelRunner, runner), most, max_step_tokens, Counters())
+    return Speculation(Zeros(computes=computes), cast(Engine, engine), most, max_step_tokens, Counters())

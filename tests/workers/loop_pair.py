@@ -17,6 +17,7 @@ from tandem.transfer.transport import Transport
 from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import WorkerError
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.drafters.load import load_drafter
@@ -106,7 +107,7 @@ class LoopPair:
         sharing: bool = False,
         verify: bool = True,
         speculation: SpeculationSettings = NO_SPECULATION,
-        drafter: Callable[[ModelRunner], Drafter | None] | None = None,
+        drafter: Callable[[Engine], Drafter | None] | None = None,
         kernels: KernelFactory = choose_kernels,
     ) -> None:
         """max_sequences: of the caches. drafter: None makes the one that `speculation` names."""
@@ -136,18 +137,15 @@ class LoopPair:
         self.fanout = Collected()
         make = drafter or partial(make_drafter, speculation)
         self.runners = [ModelRunner(model, cache) for cache in self.caches]
+        engines = [Engine(*parts) for parts in zip(self.caches, self.runners, self.transports, strict=True)]
         self.loops = [
             StepLoop(
-                runner,
-                cache,
-                transport,
+                engine,
                 settings,
-                Ends(PushMeter(writes), self.fanout, KernelThreads(None, 1), make(runner)),
+                Ends(PushMeter(writes), self.fanout, KernelThreads(None, 1), make(engine)),
                 self.clock,
             )
-            for runner, cache, transport, writes in zip(
-                self.runners, self.caches, self.transports, self._writes, strict=True
-            )
+            for engine, writes in zip(engines, self._writes, strict=True)
         ]
         self.prefill = self.loops[PREFILL].prefills
         self.decode = self.loops[DECODE].decodes

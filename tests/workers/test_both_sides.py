@@ -311,7 +311,7 @@ def test_rows_and_chunks_share_a_forward(
     pair = LoopPair(folder, num_pages=64)
     row = ask(pair, "row", PROMPTS[0], (1, 1))
     step_until_decoding(pair, row)
-    runner, joint = pair.loops[1]._runner, list[int]()
+    runner, joint = pair.runners[1], list[int]()
     together = runner.step_with_prompts
 
     def noted(sequences: tuple[int, ...], *rest: Any) -> Any:
@@ -336,7 +336,7 @@ def test_a_shared_forward_that_fails_fails_those_in_it(
     row = ask(pair, "row", PROMPTS[0], (1, 1))
     step_until_decoding(pair, row)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.loops[1]._runner, "step_with_prompts", MagicMock(side_effect=RuntimeError("no luck")))
+        patch.setattr(pair.runners[1], "step_with_prompts", MagicMock(side_effect=RuntimeError("no luck")))
         own, later = ask(pair, "own", PROMPTS[7], (1, 1)), ask(pair, "later", PROMPTS[4], (1, 1))
         pair.step_decode()
     assert str(pair.fanout.ended[id(row)]) == "decode of 'row' failed: no luck"

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import OutOfPages
 from tandem.workers.config import LoopSettings
@@ -13,6 +12,7 @@ from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
 from tandem.workers.decode.published_prefixes import PublishedPrefixes
 from tandem.workers.decode.steps_in_flight import StepsInFlight
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, landed
 from tandem.workers.logs import of_requests
@@ -21,7 +21,6 @@ from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
@@ -52,15 +51,14 @@ class Decodes:
     A request is in _reservations from PrepareReceive to its last token, and in _rows while it is stepped. In between
     it is in _awaiting while a peer writes its KV, or in _local while this worker computes it.
 
-    With overlap scheduling (runner.overlaps) a step is launched before the tokens of the step before it are read. A
+    With overlap scheduling (see Capabilities) a step is launched before the tokens of the step before it are read. A
     request that stops still has one extra row in the step in flight. That row is ignored. Before a verify step whose
     drafts the host makes, the tokens of all steps are read. Nothing here waits for a device.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
-        cache: PagedKVCache,
+        engine: Engine,
         scheduler: Scheduler,
         reservations: Reservations,
         fanout: TokenFanout,
@@ -71,15 +69,14 @@ class Decodes:
         speculation: Speculation,
     ) -> None:
         """queue: computes this worker's own prompts."""
-        self._runner = runner
-        self._cache = cache
+        self._engine = engine
         self._scheduler = scheduler
         self._rows = scheduler.rows
         self._reservations = reservations
         self._fanout = fanout
         self._threads = threads
         self._eos_token_ids = settings.eos_token_ids
-        self._published = PublishedPrefixes(cache, sharing=settings.sharing)
+        self._published = PublishedPrefixes(engine, sharing=settings.sharing)
         self._awaiting: list[DecodeRequest] = []
         self._local = LocalPrompts(queue, self)
         self._joining: list[DecodeRequest] = []  # their first token came since the last batch
@@ -87,7 +84,7 @@ class Decodes:
         self._delivered: float | None = None  # when the tokens of the last step came; None behind a pause
         self._prompt_tokens = 0  # launched since the last step
         self._speculation = speculation
-        self._steps = StepsInFlight(cache)
+        self._steps = StepsInFlight(engine)
         self._unpublished: list[DecodeRequest] = []
         self.decoded_tokens = 0  # so far
 
@@ -128,9 +125,10 @@ class Decodes:
             self._local.start(request, params)
             return
         self._awaiting.append(request)
-        if self._runner.overlaps and len(self._reservations) == 1 and not params.changes_logits:  # there is time
+        alone = len(self._reservations) == 1  # so there is time
+        if alone and self._engine.capabilities.overlaps and not params.changes_logits:
             first = np.array([len(request.prompt) + 1])
-            self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
+            self._engine.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
@@ -224,7 +222,7 @@ class Decodes:
         steps = self._steps
         if step is None and steps.behind is None:
             self._delivered, self._prompt_tokens = None, 0
-            poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
+            poll = IDLE_POLL_SECONDS if self._engine.capabilities.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
             alone, behind = step is not None and forward is None, steps.behind
@@ -244,7 +242,7 @@ class Decodes:
             else:
                 launch = forward or (lambda step: self._speculation.step(self._rows, step))
                 launched = None if step is None else self._launched(step, launch(step))
-                steps.launched(launched, overlaps=self._runner.overlaps)
+                steps.launched(launched, overlaps=self._engine.capabilities.overlaps)
             self._published.prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
         except Exception as error:
@@ -293,7 +291,7 @@ class Decodes:
         pending = None
         if len(requests) == 1 and not len(self._rows) and self._steps.behind is None:
             try:
-                pending = self._runner.step_foreseen((requests[0].sequence_id,), np.array(requests[0].output, np.int64))
+                pending = self._engine.step_foreseen((requests[0].sequence_id,), np.array(requests[0].output, np.int64))
             except Exception as error:
                 self._fail_all(error)
                 return
@@ -334,7 +332,7 @@ class Decodes:
             self._speculation.recall(in_flight)
         self._delivered, runs = now, in_flight.runs(samples)
         if isinstance(in_flight, Verification):
-            self._speculation.settle(in_flight, runs, self._cache)
+            self._speculation.settle(in_flight, runs)
             self._rows.verified(in_flight.requests, runs)
         elif self._steps.behind is None:
             self._rows.learn(samples.token_ids)
@@ -373,7 +371,7 @@ class Decodes:
         requests = [request for request in self._reservations.decoded() if request not in self._joining]
         log.error("a decode forward failed", exc_info=error, extra=of_requests(*requests))
         try:
-            self._runner.drain()  # what was launched may still write to their pages
+            self._engine.drain()  # what was launched may still write to their pages
         except Exception:
             log.exception("the step in flight failed, too")
         self._steps.drop()

@@ -4,25 +4,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import DecodeRequest
 
 
 class PublishedPrefixes:
     """Owned by the step thread. Publishes nothing where the worker does not share, nor of a sequence that slides."""
 
-    def __init__(self, cache: PagedKVCache, *, sharing: bool) -> None:
-        self._cache = cache
+    def __init__(self, engine: Engine, *, sharing: bool) -> None:
+        self._engine = engine
         self._sharing = sharing
 
     def prompts(self, requests: Sequence[DecodeRequest]) -> None:
         """Their KV is here. Requests that have ended are passed over."""
         for request in requests if self._sharing else ():
             if not request.ended and request.sliding is None:
-                self._cache.publish_prefix(request.sequence_id, request.prompt, request.salt)
+                self._engine.publish(request.sequence_id, request.prompt, request.salt)
 
     def whole(self, request: DecodeRequest) -> None:
         """Prompt and output of one that ends; its last token's KV was never computed."""
         if self._sharing and request.received and len(request.output) > 1 and request.sliding is None:
             tokens = np.concatenate((request.prompt, request.output[:-1]))
-            self._cache.publish_prefix(request.sequence_id, tokens, request.salt)
+            self._engine.publish(request.sequence_id, tokens, request.salt)

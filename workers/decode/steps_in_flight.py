@@ -1,6 +1,6 @@
 """Steps that were launched and are not read: the one that is read next, and with overlap scheduling one behind it."""
 
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.speculation.verification import Verification
@@ -10,8 +10,8 @@ class StepsInFlight:
     """Owned by the step thread. A request that ends may still have a row in them: its pages return when the last step
     that has one is done."""
 
-    def __init__(self, cache: PagedKVCache) -> None:
-        self._cache = cache
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.behind: StepInFlight | Verification | None = None
         self.reading: StepInFlight | Verification | None = None
 
@@ -32,12 +32,12 @@ class StepsInFlight:
             if step is not None and request in step.requests:
                 step.released.append(request.sequence_id)
                 return
-        self._cache.remove_sequence(request.sequence_id)
+        self._engine.free(request.sequence_id)
 
     def done(self, step: StepInFlight | Verification) -> None:
         """Nothing that belongs to the step is under way any more."""
         for sequence_id in step.released:
-            self._cache.remove_sequence(sequence_id)
+            self._engine.free(sequence_id)
 
     def drop(self) -> None:
         """All have failed and are done."""

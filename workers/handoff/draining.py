@@ -3,7 +3,8 @@
 import logging
 from concurrent.futures import Future
 
-from tandem.transfer.transport import Fence, Transport
+from tandem.transfer.transport import Fence
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import WriterNotQuiet
 from tandem.workers.logs import of_requests
 from tandem.workers.requests.prefill_request import PrefillRequest
@@ -21,13 +22,13 @@ class DrainingWrites:
     the callers only stop waiting. Owned by the step thread.
     """
 
-    def __init__(self, transport: Transport, request: PrefillRequest, error: Exception | None, clock: Clock) -> None:
+    def __init__(self, engine: Engine, request: PrefillRequest, error: Exception | None, clock: Clock) -> None:
         """error: what the request's caller gets once all is quiet; None: its result."""
         self.request = request
-        self._transport = transport
+        self._engine = engine
         self._error = error
         self._clock = clock
-        self._seconds = QUIET_SECONDS if error is not None else max(QUIET_SECONDS, transport.silent_seconds)
+        self._seconds = QUIET_SECONDS if error is not None else max(QUIET_SECONDS, engine.silent_seconds)
         self._began = clock()
         self._fence: Fence | None = None
         self._failure: Exception | None = None
@@ -74,7 +75,7 @@ class DrainingWrites:
         """Where asking fails, the next call asks a later fence, behind the same writes."""
         try:
             if self._fence is None:
-                self._fence = self._transport.fence(self.request.reservation.target_pe)
+                self._fence = self._engine.fence(self.request.reservation.target_pe)
             return self._fence.is_quiet()
         except Exception as failure:
             self._fence, self._failure = None, failure

@@ -4,10 +4,10 @@ import math
 
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.completion import Signal, is_newer
-from tandem.transfer.recall import Recall, RecallInbox, num_request_rows
-from tandem.transfer.transport import Transport
+from tandem.transfer.recall import Recall
 from tandem.transfer.wire_map import decode_map
 from tandem.workers.counters import Counters
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import InvalidCall, StaleEpoch, StaleReservation
 from tandem.workers.wire.reservation import Reservation
 
@@ -19,25 +19,24 @@ class Grants:
     thread.
     """
 
-    def __init__(self, transport: Transport, counters: Counters) -> None:
-        self._transport = transport
+    def __init__(self, engine: Engine, counters: Counters) -> None:
+        self._engine = engine
         self._counters = counters
-        self._inbox = RecallInbox(transport)
         self._latest: dict[tuple[int, int], int] = {}  # (receiver, slot) → generation
 
     def check(self, reservation: Reservation, num_tokens: int, border: int = 0) -> PositionMap:
         """Where the KV of a prompt of num_tokens goes. border: see decode_map. Raises StaleEpoch, StaleReservation,
         InvalidCall or InvalidPositionMap unless this worker may write for the reservation."""
-        transport = self._transport
-        if reservation.epoch != transport.epoch:
+        peers = self._engine.peers
+        if reservation.epoch != peers.epoch:
             self._counters.stale_calls += 1
-            raise StaleEpoch(reservation.epoch, transport.epoch)
-        for name, limit in (("target_pe", transport.num_pes), ("signal_slot", num_request_rows(transport))):
+            raise StaleEpoch(reservation.epoch, peers.epoch)
+        for name, limit in (("target_pe", peers.num_pes), ("signal_slot", peers.num_signals)):
             value = getattr(reservation, name)
             if value >= limit:
                 raise InvalidCall(f"{name} is {value}; 0 … {limit - 1} are accepted")
-        if reservation.writer_pe != transport.pe:
-            raise InvalidCall(f"writer_pe is {reservation.writer_pe}; this worker is PE {transport.pe}")
+        if reservation.writer_pe != peers.pe:
+            raise InvalidCall(f"writer_pe is {reservation.writer_pe}; this worker is PE {peers.pe}")
         if not 0 < reservation.lease_seconds < math.inf:
             raise InvalidCall(f"lease_seconds is {reservation.lease_seconds}; it must be above 0 and finite")
         if reservation.wire_map is None:
@@ -55,8 +54,8 @@ class Grants:
             )
         position_map = decode_map(
             reservation.wire_map,
-            transport.layout,
-            num_pages=transport.num_pages,
+            self._engine.layout,
+            num_pages=peers.num_pages,
             expected_start=reservation.matched_tokens,
             expected_tokens=num_tokens - reservation.matched_tokens,
             border=border,
@@ -71,7 +70,7 @@ class Grants:
 
     def recalled(self) -> list[Recall]:
         """Recalls to be answered; check() refuses those reservations from now on."""
-        recalls = self._inbox.unanswered()
+        recalls = self._engine.recalls_asked()
         for recall in recalls:
             row, generation = (recall.pe, recall.signal.row), recall.signal.generation
             if row not in self._latest or is_newer(generation, self._latest[row]):
@@ -80,7 +79,7 @@ class Grants:
 
     def answer(self, recall: Recall) -> None:
         """Lets the receiver have its pages back. All that was written there for that reservation must be quiet."""
-        self._inbox.answer(recall)
+        self._engine.answer(recall)
         self._counters.recalled += 1
 
 

@@ -13,15 +13,13 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from tandem.cache.digest import digest_kv
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.errors import TransportError
 from tandem.transfer.recall import Recall
-from tandem.transfer.transport import Transport
 from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import Aborted, LeaseExpired
 from tandem.workers.handoff.draining import DrainingWrites
 from tandem.workers.handoff.ended_requests import EndedRequests
@@ -52,20 +50,18 @@ class Handoff:
 
     def __init__(
         self,
-        cache: PagedKVCache,
+        engine: Engine,
         retired: RetiredSequences,
-        transport: Transport,
         counters: Counters,
         settings: LoopSettings,
         clock: Clock,
     ) -> None:
-        self._cache = cache
+        self._engine = engine
         self._retired = retired
-        self._transport = transport
         self._counters = counters
         self._verify = settings.verify
         self._clock = clock
-        self._grants = Grants(transport, counters)
+        self._grants = Grants(engine, counters)
         self._requests: dict[str, PrefillRequest] = {}  # by id, until their writes are quiet
         self._draining: dict[str, DrainingWrites] = {}
         self._ended = EndedRequests()
@@ -142,9 +138,9 @@ class Handoff:
             slides = None if reservation.wire_map is None else reservation.wire_map.sliding
             window = None if slides is None else (slides.window, slides.sink)
             begin, end = reservation.matched_tokens, request.num_tokens
-            digest = digest_kv(self._cache, request.sequence_id, begin, end, window)
+            digest = self._engine.digest(request.sequence_id, begin, end, window)
             payload = pack_payload(int(token), digest)
-        self._transport.post(
+        self._engine.post(
             reservation.target_pe,
             reservation.signal_slot,
             pack_signal(reservation.generation, request.position_map.num_tokens),
@@ -163,7 +159,7 @@ class Handoff:
 
     def drain(self, request: PrefillRequest, error: Exception | None) -> None:
         """No forward has this request any more. error: why it has no result; its caller hears it once all is quiet."""
-        self._draining[request.request_id] = DrainingWrites(self._transport, request, error, self._clock)
+        self._draining[request.request_id] = DrainingWrites(self._engine, request, error, self._clock)
 
     def end(self, request: PrefillRequest, error: Exception) -> None:
         """Ends a request that has written nothing and holds no page."""
@@ -179,7 +175,7 @@ class Handoff:
                 if draining.failed:
                     self._retired.add(draining.request.sequence_id)
                 else:  # the device came past its forwards before it came past its writes
-                    self._cache.remove_sequence(draining.request.sequence_id)
+                    self._engine.free(draining.request.sequence_id)
                     self._counters.pushes += 1
                     self._counters.bytes_pushed += draining.request.bytes_pushed
                 draining.finish()

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.cache.digest import digest_kv
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.transfer.completion import SignalBoard, unpack_payload
 from tandem.transfer.errors import NoFreeSignal
-from tandem.transfer.recall import Recall, RecallDesk, num_request_rows
-from tandem.transfer.transport import Int64Array, Transport
+from tandem.transfer.recall import Recall
 from tandem.transfer.wire_map import encode_map
 from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.counters import Counters
+from tandem.workers.engine.admission import Admission
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleReservation
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
@@ -47,15 +47,13 @@ class Reservations:
 
     def __init__(
         self,
-        cache: PagedKVCache,
-        transport: Transport,
+        engine: Engine,
         counters: Counters,
         ids: SequenceIds,
         settings: LoopSettings,
         clock: Clock,
     ) -> None:
-        self._cache = cache
-        self._transport = transport
+        self._engine = engine
         self._counters = counters
         self._ids = ids
         self._max_sequences = settings.max_sequences
@@ -65,8 +63,7 @@ class Reservations:
         self._verify = settings.verify
         self._lease_seconds = settings.lease_seconds
         self._clock = clock
-        self._signals = SignalBoard(num_request_rows(transport))
-        self._recalls = RecallDesk(transport)
+        self._signals = SignalBoard(engine.peers.num_signals)
         self._requests: dict[str, DecodeRequest] = {}
         self._offers: dict[str, Reservation] = {}
         self._leases: dict[str, Lease] = {}  # of those not started
@@ -105,7 +102,7 @@ class Reservations:
     ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
-        salt: see PagedKVCache.match_prefix. whole: none is matched, as of a sequence that slides: what leaves its
+        salt: see Admission. whole: none is matched, as of a sequence that slides: what leaves its
         window has to give pages back. Raises NoRoom, which leaves nothing behind, and InvalidCall.
         """
         if request_id in self._offers:
@@ -113,18 +110,18 @@ class Reservations:
         draining = any(request.request_id == request_id for request in self._draining.values())
         if draining or request_id.startswith(self._refused):
             raise InvalidCall(f"request {request_id!r} was aborted")
-        if writer_pe >= self._transport.num_pes:
-            raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._transport.num_pes - 1} are accepted")
-        local = writer_pe == self._transport.pe
+        if writer_pe >= self._engine.peers.num_pes:
+            raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._engine.peers.num_pes - 1} are accepted")
+        local = writer_pe == self._engine.peers.pe
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
         longest = max(self._longest_append, min(len(token_ids), self._max_batch_tokens if local else 0))
         if sliding is not None:
             capacity = min(capacity, self._slid_length(sliding, len(token_ids) if local else 0))
-        room = self._cache.room(capacity, longest, encoder_len)
+        room = self._engine.room(capacity, longest, encoder_len)
         if (shortage := room.shortage) is not None:
             raise InvalidCall(
                 f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
-                f"of {self._cache.layout.page_size} tokens"
+                f"of {self._engine.layout.page_size} tokens"
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
@@ -176,13 +173,12 @@ class Reservations:
         """
         capacity = len(request.prompt) + request.max_tokens - 1
         if request.sliding is not None:
-            self._cache.enable_sliding_window(request.sequence_id, request.sliding.window, request.sliding.sinks)
             capacity = min(capacity, self._slid_length(request.sliding, 0))
-        self._cache.reserve(request.sequence_id, capacity, self._longest_append)
+        self._engine.narrow(request.sequence_id, capacity, self._longest_append, request.sliding)
 
     def mailbox(self) -> Int64Array:
         """See Transport.mailbox; counts signals that came too late."""
-        mailbox = self._transport.mailbox()
+        mailbox = self._engine.mailbox()
         self._counters.stale_signals += self._signals.count_stale(mailbox)
         return mailbox
 
@@ -193,7 +189,7 @@ class Reservations:
         self._settle(request)
         if self._verify:
             end = len(request.prompt)
-            found = digest_kv(self._cache, request.sequence_id, end - request.expected_tokens, end, request.sliding)
+            found = self._engine.digest(request.sequence_id, end - request.expected_tokens, end, request.sliding)
             if found != sent:
                 self._counters.corrupt += 1
                 raise CorruptKV(
@@ -218,14 +214,14 @@ class Reservations:
             recall = Recall(offer.writer_pe, signal)
             self._draining[recall] = request
             self._counters.drains += 1
-            self._recalls.ask(recall)
+            self._engine.recall(recall)
 
     def settle_draining(self, request_id: str) -> bool:
         """The writer of a draining request is quiet, says who asked it. False when none of that id drains."""
         for recall, request in self._draining.items():
             if request.request_id == request_id:
                 self.mailbox()  # what its writer may have posted is not stale: it is seen before the slot's next use
-                self._recalls.withdraw(recall)
+                self._engine.withdraw(recall)
                 self._settle(self._draining.pop(recall))
                 return True
         return False
@@ -240,7 +236,7 @@ class Reservations:
         for request_id in [request_id for request_id, lease in self._leases.items() if lease.is_over]:
             self._counters.expired_leases += 1
             request = self._requests[request_id]
-            self._cache.remove_sequence(request.sequence_id)
+            self._engine.free(request.sequence_id)
             self.end(request, writer_quiet=False)
         if self._draining:
             self._settle_drained()
@@ -249,11 +245,11 @@ class Reservations:
 
     def _settle_drained(self) -> None:
         mailbox = self.mailbox()
-        done = self._recalls.exchange(mailbox)
+        done = self._engine.recalls_answered(mailbox)
         complete = [recall for recall, request in self._draining.items() if landed(mailbox, [request])]
         self._counters.recalled += len(done)
         for recall in {*done, *complete}:
-            self._recalls.withdraw(recall)
+            self._engine.withdraw(recall)
             self._settle(self._draining.pop(recall))
 
     def _reserve(
@@ -269,18 +265,15 @@ class Reservations:
         encoder_len: int,
     ) -> DecodeRequest:
         """reach: how long the sequence may become, and the longest append of one forward."""
-        cache, sequence_id, own_pe = self._cache, self._ids.take(), self._transport.pe
-        cache.add_sequence(sequence_id, encoder_len)
+        engine, sequence_id, own_pe = self._engine, self._ids.take(), self._engine.peers.pe
+        slides = None if writer_pe == own_pe else sliding
         try:
-            matched = cache.match_prefix(sequence_id, token_ids, salt) if matches else 0
-            if sliding is not None and writer_pe != own_pe:
-                cache.enable_sliding_window(sequence_id, sliding.window, sliding.sinks)
-            cache.reserve(sequence_id, *reach)
+            matched = engine.admit(sequence_id, Admission(token_ids, *reach, matches, salt, encoder_len, slides))
             if writer_pe > own_pe and not self._has_room_for_longest():
                 raise NoRoom(f"no room for request {request_id!r}: what is left is for a prompt of a peer")
             signal = None if writer_pe == own_pe else self._signals.acquire()
         except BaseException as error:
-            cache.remove_sequence(sequence_id)
+            engine.free(sequence_id)
             if isinstance(error, OutOfPages | NoFreeSignal):
                 raise NoRoom(f"no room for request {request_id!r}: {error}") from error
             if isinstance(error, InvalidArgument):  # a window that this cache does not take
@@ -296,37 +289,37 @@ class Reservations:
             received=signal is None,
             salt=salt,
             encoder_len=encoder_len,
-            border=cache.sequence(sequence_id).border,
+            border=engine.sequence(sequence_id).border,
             sliding=sliding,
         )
 
     def _has_room_for_longest(self) -> bool:
         """Whether a prompt of the greatest length has room; with an encoder, whichever half has most of it."""
-        cache = self._cache
-        longest, most = cache.max_sequence_length, self._max_batch_tokens
-        halves = (0, longest) if cache.layout.has_encoder else (0,)
-        return all(cache.room(longest, most, encoder_len).fits for encoder_len in halves)
+        engine = self._engine
+        longest, most = engine.max_sequence_length, self._max_batch_tokens
+        halves = (0, longest) if engine.layout.has_encoder else (0,)
+        return all(engine.room(longest, most, encoder_len).fits for encoder_len in halves)
 
     def _slid_length(self, sliding: SlidingWindow, prompt: int) -> int:
         """The most indices that a sequence takes up which slides once it has a prompt of so many tokens: see
         SlidingTable.longest."""
-        return max(prompt, sliding.window + 2 * self._cache.layout.page_size - 1)
+        return max(prompt, sliding.window + 2 * self._engine.layout.page_size - 1)
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:
         """What the writer is told; a local reservation has no map, and no mailbox row."""
-        cache, signal = self._cache, request.signal
+        engine, signal = self._engine, request.signal
         position_map = None
         if signal is not None:
-            position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens, rotated=True)
+            position_map = engine.expect(request.sequence_id, request.expected_tokens)
         return Reservation(
             reservation_id=request.sequence_id,
-            epoch=self._transport.epoch,
-            target_pe=self._transport.pe,
+            epoch=engine.peers.epoch,
+            target_pe=engine.peers.pe,
             writer_pe=writer_pe,
             signal_slot=0 if signal is None else signal.row,
             generation=0 if signal is None else signal.generation,
             matched_tokens=len(request.prompt) - request.expected_tokens,
-            wire_map=None if position_map is None else encode_map(position_map, cache.layout),
+            wire_map=None if position_map is None else encode_map(position_map, engine.layout),
             pages=pages,
             lease_seconds=self._lease_seconds,
         )
@@ -336,7 +329,7 @@ class Reservations:
         if not request.received:
             assert request.signal is not None
             request.received = True
-            self._cache.finish_receive(request.sequence_id)
+            self._engine.received(request.sequence_id)
             self._signals.release(request.signal)
 
 

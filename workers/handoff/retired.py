@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.engine.engine import Engine
 
 IsPast = Callable[[], bool]
 """Whether the device is past all that was launched when this was made."""
@@ -18,10 +18,8 @@ class RetiredSequences:
     its writes know no order with what runs here.
     """
 
-    def __init__(self, cache: PagedKVCache, mark: Callable[[], IsPast | None]) -> None:
-        """mark: see ModelRunner.mark."""
-        self._cache = cache
-        self._mark = mark
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._waiting: deque[tuple[IsPast, Callable[[], None]]] = deque()
 
     def __len__(self) -> int:
@@ -29,7 +27,7 @@ class RetiredSequences:
 
     def add(self, sequence_id: int) -> None:
         """Removes the sequence, now where nothing that was launched is under way."""
-        self._do(partial(self._cache.remove_sequence, sequence_id))
+        self._do(partial(self._engine.free, sequence_id))
 
     def windows_past(self) -> "Future[None] | None":
         """Ends once peers may write into pages that are free now, or None at once.
@@ -37,7 +35,7 @@ class RetiredSequences:
         Only layouts that drop what is past, and sequences that slide, keep them waiting: there a forward lets go of
         pages that the one before it may still read.
         """
-        if not self._cache.layout.drops_past and not self._cache.any_slides():
+        if not self._engine.lets_go:
             return None
         past: Future[None] = Future()
         self._do(partial(past.set_result, None))
@@ -50,7 +48,7 @@ class RetiredSequences:
 
     def _do(self, action: Callable[[], None]) -> None:
         """Once the device is past all that was launched."""
-        is_past = self._mark()
+        is_past = self._engine.mark()
         if is_past is None:
             action()
         else:

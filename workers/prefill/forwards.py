@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.engine.engine import Engine
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.requests.prompt import Prompt
-from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
+from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.prompt_logprobs import Scored
 from tandem.workers.scheduling.batch import Chunk
 
 PromptForward = Callable[[PromptChunks], Tensor]
-"""Computes chunks that nothing is pushed with; see ModelRunner.prompts for the logits."""
+"""Computes chunks that nothing is pushed with; see Engine.compute for the logits."""
 
 
 class PromptForwards:
@@ -29,9 +29,8 @@ class PromptForwards:
     Where the transport can, the last chunk goes while it is computed, layers as they are stored.
     """
 
-    def __init__(self, runner: ModelRunner, cache: PagedKVCache, meter: PushMeter) -> None:
-        self._runner = runner
-        self._cache = cache
+    def __init__(self, engine: Engine, meter: PushMeter) -> None:
+        self._engine = engine
         self._meter = meter
         self.computed_tokens = 0  # so far
 
@@ -44,7 +43,7 @@ class PromptForwards:
         prompts = [prompt for prompt, _ in chunks]
         requests = [prompt for prompt in prompts if isinstance(prompt, PrefillRequest)]
         num_tokens = sum(length for _, length in chunks)
-        by_pages = alone or forward is not None or self._runner.has_prompt_graph(len(chunks), num_tokens)
+        by_pages = alone or forward is not None or self._engine.has_prompt_graph(len(chunks), num_tokens)
         begun = [request for request in requests if request.computed and not request.marked]
         for request in requests:
             self._mark(request)
@@ -57,11 +56,11 @@ class PromptForwards:
             [prompt.num_tokens for prompt in prompts],
         )
         if any(prompt.gatherer for prompt in prompts):  # beside a decode step it has a forward of its own
-            logits = self._runner.scored_prompts(
+            logits = self._engine.score(
                 packed, [_scored(*chunk) for chunk in chunks], push=bool(requests) and not by_pages
             )
         elif forward is None:
-            logits = self._runner.prompts(*packed, push=bool(requests) and not by_pages)
+            logits = self._engine.compute(packed, push=bool(requests) and not by_pages)
         else:
             logits = forward(packed)
         self.computed_tokens += num_tokens
@@ -79,18 +78,18 @@ class PromptForwards:
 
     def _mark(self, request: PrefillRequest) -> None:
         if not request.marked:
-            self._cache.mark_send(request.sequence_id, *request.target)
+            self._engine.mark_send(request.sequence_id, *request.target)
             request.marked = True
 
     def _send(self, request: PrefillRequest) -> None:
         """What is launched and not sent."""
         seconds_before = self._meter.seconds
-        self._cache.send_cached(request.sequence_id)
+        self._engine.send_cached(request.sequence_id)
         self._count_pushed([request], self._meter.seconds - seconds_before)
 
     def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
         """Divides the seconds of calls that wrote for them, by the bytes that were sent since."""
-        sent = [self._cache.sequence(request.sequence_id).bytes_sent for request in requests]
+        sent = [self._engine.sequence(request.sequence_id).bytes_sent for request in requests]
         pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
         for request, total in zip(requests, sent, strict=True):
             if pushed:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.errors import PeerGone
 from tandem.workers.config import LoopSettings
+from tandem.workers.engine.admission import Admission
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite, PeerLost, WorkerError
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
@@ -27,7 +28,6 @@ from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
@@ -66,8 +66,7 @@ class Prefills:
 
     def __init__(
         self,
-        runner: ModelRunner,
-        cache: PagedKVCache,
+        engine: Engine,
         scheduler: Scheduler,
         handoff: Handoff,
         speculative: SpeculativePrefill,
@@ -76,13 +75,12 @@ class Prefills:
         ids: SequenceIds,
         settings: LoopSettings,
     ) -> None:
-        self._runner = runner
-        self._cache = cache
+        self._engine = engine
         self._scheduler = scheduler
         self._handoff = handoff
         self._speculative = speculative
         self._retired = retired
-        self._forwards = PromptForwards(runner, cache, meter)
+        self._forwards = PromptForwards(engine, meter)
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
@@ -132,7 +130,7 @@ class Prefills:
         if known is not None:
             return known
         prompt = np.asarray(token_ids, np.int64)
-        border = self._cache.layout.paging[0].whole(encoder_len)
+        border = self._engine.layout.paging[0].whole(encoder_len)
         position_map = self._checked_map(prompt, reservation, encoder_len, border)
         lease = self._handoff.lease(reservation)
         request = PrefillRequest(
@@ -265,25 +263,22 @@ class Prefills:
         self, token_ids: Int64Array, reservation: Reservation, encoder_len: int, border: int
     ) -> PositionMap:
         position_map = self._handoff.check(reservation, len(token_ids), border)
-        shortage = self._cache.room(len(token_ids), self._max_batch_tokens, encoder_len).shortage
+        shortage = self._engine.room(len(token_ids), self._max_batch_tokens, encoder_len).shortage
         if shortage is not None:
             raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
         return position_map
 
     def _has_room(self, request: Prompt) -> bool:
         """Whether there are pages for a prompt; a speculative one gives way."""
-        while not self._cache.room(request.num_tokens, self._max_batch_tokens, request.encoder_len).fits:
+        while not self._engine.room(request.num_tokens, self._max_batch_tokens, request.encoder_len).fits:
             if not self._speculative.drop():
                 return False
         return True
 
     def _begin(self, request: Prompt) -> None:
-        cache = self._cache
-        cache.add_sequence(request.sequence_id, request.encoder_len)
-        if self._sharing and request.gatherer is None:
-            matched = cache.match_prefix(request.sequence_id, request.token_ids, request.salt)
-            request.cached_tokens = request.computed = matched
-        cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
+        shares, most = self._sharing and request.gatherer is None, self._max_batch_tokens
+        asked = Admission(request.token_ids, request.num_tokens, most, shares, request.salt, request.encoder_len)
+        request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
         request.started = time.perf_counter()
 
     def _forward(self, batch: StepBatch, beside: bool, forward: PromptForward | None) -> None:
@@ -291,12 +286,12 @@ class Prefills:
         for prompt, _ in batch.chunks:
             prompt.started = prompt.started or time.perf_counter()
         ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone, forward=forward)
-        mark = self._runner.mark() if beside and forward is None else None
+        mark = self._engine.mark() if beside and forward is None else None
         if mark is not None:
             self._ahead.append(mark)
-        if self._sharing and self._cache.layout.drops_past:  # the next chunk lets go of what left a window
+        if self._sharing and self._engine.layout.drops_past:  # the next chunk lets go of what left a window
             for prompt in (prompt for prompt, _ in batch.chunks if prompt not in ending):
-                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.salt)
+                self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.salt)
         if ending:
             self._finish(ending, logits, beside)
 
@@ -315,8 +310,8 @@ class Prefills:
         """
         if self._sharing:  # while the device computes: a reader of these pages is launched after it
             for prompt in (prompt for prompt in prompts if prompt.shares):
-                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids, prompt.salt)
-        tokens, pending = self._runner.sample_async(
+                self._engine.publish(prompt.sequence_id, prompt.token_ids, prompt.salt)
+        tokens, pending = self._engine.sample(
             logits,
             SampleBatch.from_params(
                 [prompt.params for prompt in prompts],

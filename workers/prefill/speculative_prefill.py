@@ -5,15 +5,16 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
+from tandem.workers.engine.admission import Admission
+from tandem.workers.engine.engine import Engine
 from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.logs import of_requests
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import SpeculativePrompt
 from tandem.workers.requests.sequence_ids import SequenceIds
-from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
 
 log = logging.getLogger(__name__)
@@ -28,15 +29,13 @@ class SpeculativePrefill:
 
     def __init__(
         self,
-        runner: ModelRunner,
-        cache: PagedKVCache,
+        engine: Engine,
         retired: RetiredSequences,
         ids: SequenceIds,
         settings: LoopSettings,
         clock: Clock,
     ) -> None:
-        self._runner = runner
-        self._cache = cache
+        self._engine = engine
         self._retired = retired
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
@@ -59,18 +58,16 @@ class SpeculativePrefill:
         None, and nothing happens, when there is a prompt already, or no room. Where the launch fails, the prompt is
         computed once it has its reservation.
         """
-        cache = self._cache
-        if self._prompt is not None or not cache.room(len(token_ids), self._max_batch_tokens, encoder_len).fits:
+        engine, most = self._engine, self._max_batch_tokens
+        if self._prompt is not None or not engine.room(len(token_ids), most, encoder_len).fits:
             return None
         lease = Lease(self._lease_seconds, self._clock)
         prompt = self._prompt = SpeculativePrompt(
             request_id, self._ids.take(), token_ids, lease, salt=salt, encoder_len=encoder_len
         )
         try:
-            cache.add_sequence(prompt.sequence_id, encoder_len)
-            if self._sharing:
-                prompt.cached_tokens = cache.match_prefix(prompt.sequence_id, token_ids, salt)
-            cache.reserve(prompt.sequence_id, len(token_ids), self._max_batch_tokens)
+            asked = Admission(token_ids, len(token_ids), most, self._sharing, salt, encoder_len)
+            prompt.cached_tokens = engine.admit(prompt.sequence_id, asked)
             self._compute(prompt)
         except Exception:
             log.exception("a speculative prefill failed", extra=of_requests(prompt))
@@ -101,7 +98,7 @@ class SpeculativePrefill:
             return False
         try:
             if self._sharing and prompt.computed:  # it may be asked for again, once there is room for it
-                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.salt)
+                self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.salt)
         finally:
             self._retired.add(prompt.sequence_id)
         return True
@@ -110,7 +107,7 @@ class SpeculativePrefill:
         whole = len(prompt.token_ids)
         end = min(whole, prompt.cached_tokens + self._max_batch_tokens)
         tokens = prompt.token_ids[prompt.cached_tokens : end]
-        logits = self._runner.prompts([prompt.sequence_id], [tokens], [whole], push=False)
+        logits = self._engine.compute(PromptChunks([prompt.sequence_id], [tokens], [whole]), push=False)
         prompt.computed = end
         self.computed_tokens += len(tokens)
         if end == whole:

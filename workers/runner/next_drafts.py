@@ -41,9 +41,10 @@ class NextDrafts:
         """Whether drafts come from the histories; else from a DraftChain."""
         return self._max_ngram > 0
 
-    def takes(self, num_sequences: int) -> bool:
-        """Whether a verify step of so many can follow one that is not read yet."""
-        return num_sequences <= self._histories.tokens.shape[0]
+    @property
+    def num_sequences(self) -> int:
+        """Most of a verify step that follows one which is not read yet."""
+        return self._histories.tokens.shape[0]
 
     @torch.inference_mode()
     def remember(self, contexts: Sequence[Int64Array]) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.prefix_chain import KEY_BYTES
 from tandem.proto import worker_pb2
 from tandem.workers.steps.step_loop import StepLoop
@@ -13,11 +12,10 @@ MOST_KEYS = 8192  # of one message: its reader has other work, too
 
 
 class Reports:
-    """The reports for one caller of Worker/Watch. Nothing is kept for it but where it stands in the cache's log."""
+    """The reports for one caller of Worker/Watch. Nothing is kept for it but where it stands in the log of prefixes."""
 
-    def __init__(self, loop: StepLoop, cache: PagedKVCache) -> None:
+    def __init__(self, loop: StepLoop) -> None:
         self._loop = loop
-        self._cache = cache
         self._position: int | None = None
         self._figures = worker_pb2.WorkerReport()
         self._seen = self._marks()
@@ -27,9 +25,9 @@ class Reports:
         """On the step thread: what is new since the last call. The first call tells all; none is empty."""
         self._seen, self._steps = self._marks(), self._loop.meter.steps
         first = self._position is None
-        changes = self._cache.prefix_changes(self._position)
+        changes = self._loop.engine.prefix_changes(self._position)
         self._position = changes.position
-        figures = self._loop.figures(self._cache.pages.free)
+        figures = self._loop.figures()
         if not first and not changes.removed.size and not changes.added.size and figures == self._figures:
             return []
         self._figures = figures
@@ -56,4 +54,4 @@ class Reports:
 
     def _marks(self) -> tuple[int, int, int]:
         """They change when a prefix or a request comes or goes."""
-        return self._cache.prefix_position, self._loop.num_waiting, self._loop.num_running
+        return self._loop.engine.prefix_position, self._loop.num_waiting, self._loop.num_running

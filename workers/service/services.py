@@ -12,7 +12,6 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.errors import InvalidCall, StaleEpoch
@@ -59,7 +58,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         vocab_size: int,
         thread: StepThread,
         loop: StepLoop,
-        cache: PagedKVCache,
         grammars: Grammars,
         max_encoder_tokens: int = 0,
     ) -> None:
@@ -69,7 +67,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._check_encoder = EncoderCheck(max_encoder_tokens, config.page_size)
         self._thread = thread
         self._loop = loop
-        self._cache = cache
         self._feeds = Feeds()
         self._prompt_logprobs = PromptLogprobStreams()
         self._grammars = grammars
@@ -90,7 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return await self._on_step_thread(context, self._config.epoch, self._status)
 
     def _status(self) -> inference_pb2.WorkerInfo:
-        pages, config, loop, meter = self._cache.pages, self._config, self._loop, self._loop.meter
+        pages, config, loop, meter = self._loop.engine.pages, self._config, self._loop, self._loop.meter
         return inference_pb2.WorkerInfo(
             role=inference_pb2.ROLE_PREFILL if config.role == Role.PREFILL else inference_pb2.ROLE_DECODE,
             pe=config.pe,
@@ -124,7 +121,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.AbortResponse(known=any(known))
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: Context) -> None:
-        reports = Reports(self._loop, self._cache)
+        reports = Reports(self._loop)
         while True:
             for report in await self._on_step_thread(context, request.epoch, reports.take):
                 await context.write(report)

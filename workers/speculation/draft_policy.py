@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import DecodeRequest
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.speculation.draft_length import Acceptance, DraftLength, likely_to_hold
 
 TRIED = 16  # of so many sequences one gets drafts, while those of a model seldom hold
@@ -90,9 +90,9 @@ class DraftPolicy:
     give up, most new sequences begin like that.
     """
 
-    def __init__(self, runner: ModelRunner, tokens: int, max_step_tokens: int, *, computes: bool) -> None:
+    def __init__(self, engine: Engine, tokens: int, max_step_tokens: int, *, computes: bool) -> None:
         """tokens, max_step_tokens: see Speculation. computes: see Drafter."""
-        self._runner = runner
+        self._engine = engine
         self._tokens = tokens
         self._max_step_tokens = max_step_tokens
         self._computes = computes
@@ -160,8 +160,7 @@ class DraftPolicy:
 
     def can_follow(self, requests: Sequence[DecodeRequest]) -> bool:
         """Whether a verify step of theirs may be launched before the one before is read."""
-        next_drafts = self._runner.next_drafts
-        if next_drafts is None or not next_drafts.takes(len(requests)):
+        if len(requests) > self._engine.capabilities.most_following:
             return False
         return not any(one.params is not None and one.params.changes_logits for one in requests)
 
@@ -177,7 +176,8 @@ class DraftPolicy:
     def _is_hopeless(self, shares: Sequence[float], requests: Sequence[DecodeRequest]) -> bool:
         """Whether a model had better not draft for sequences of whose drafted tokens these shares hold: the longest
         drafts would not pay in a step of these requests."""
-        if self._runner.drafts is None or not self._runner.overlaps:
+        able = self._engine.capabilities
+        if not able.drafts or not able.overlaps:
             return False  # without graphs it would take part all the same
         worth = sum(likely_to_hold(share, self._tokens) for share in shares)
         return worth < self._cost(requests).of([self._tokens] * len(shares)) * len(requests)

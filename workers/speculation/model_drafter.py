@@ -5,23 +5,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.engine.engine import Engine
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.speculation.drafter import DraftAsk
 
 
 class ModelDrafter:
-    """Asks the runner, which holds the model; keeps nothing of a sequence."""
+    """Asks the engine, which holds the model; keeps nothing of a sequence."""
 
     computes = True
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
-        drafts = self._runner.drafts
-        assert drafts is not None, "the runner has no model that drafts"
-        return drafts.draft(
+        return self._engine.draft(
             [ask.sequence_id for ask in asks],
             np.array([ask.context[-1] for ask in asks]),
             np.array([ask.most for ask in asks]),

@@ -6,12 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.counters import Counters
+from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.scheduling.batch import DecodeStep
@@ -31,21 +30,21 @@ class Speculation:
     behind each drafted one, and what agrees is accepted: output and log-probabilities are those of single steps.
     Requests with LogitRules get no drafts: their state on the device grows by a token a step.
 
-    Where drafts stay on the device (ModelRunner.next_drafts), a verify step of the same rows is launched before the one
-    before is read. Drafts that are looked up the host looks up, too, once it has read the step before: both sides have
+    Where drafts stay on the device (see Capabilities), a verify step of the same rows is launched before the one before
+    is read. Drafts that are looked up the host looks up, too, once it has read the step before: both sides have
     the same tokens then. Those of a model come to the host as samples do.
     """
 
     def __init__(
-        self, drafter: Drafter | None, runner: ModelRunner, tokens: int, max_step_tokens: int, counters: Counters
+        self, drafter: Drafter | None, engine: Engine, tokens: int, max_step_tokens: int, counters: Counters
     ) -> None:
         """drafter: None drafts nothing. tokens: most of a draft. max_step_tokens: most of a verify step, drafted ones
         and one for each row; from as many rows on nothing is drafted."""
         computes = drafter is not None and drafter.computes
         self._drafter = drafter
-        self._runner = runner
+        self._engine = engine
         self._counters = counters
-        self._policy = DraftPolicy(runner, tokens, max_step_tokens, computes=computes)
+        self._policy = DraftPolicy(engine, tokens, max_step_tokens, computes=computes)
         self._found = False  # whether the last step that was read had any drafts
         self._last: Verification | None = None  # that was launched
 
@@ -89,9 +88,9 @@ class Speculation:
 
     def step(self, rows: DecodeRows, step: DecodeStep) -> PendingSamples:
         """Launches a plain step of all rows."""
-        if self._runner.drafts is None:
-            return self._runner.step(*step)
-        return self._runner.step(*step, alone=self._drafter is None or self._policy.gives_up(rows.requests))
+        if not self._engine.capabilities.drafts:
+            return self._engine.step(step)
+        return self._engine.step(step, alone=self._drafter is None or self._policy.gives_up(rows.requests))
 
     def launch(self, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int) -> Verification:
         """A verify step of all rows, whose last tokens are known; draft i is of row i. prompt_tokens: see
@@ -103,7 +102,7 @@ class Speculation:
         ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()
         tokens = np.concatenate(parts)
         inputs = [tokens[begin:end] for begin, end in pairwise([0, *ends])]
-        pending = self._runner.verify(step.sequence_ids, inputs, step.sampling, step.positions)
+        pending = self._engine.verify(step, inputs)
         sizes = [draft.size for draft in drafts]
         self._found = True
         self._last = Verification(rows.requests, sizes, drafts, pending, None, tuple(sizes), prompt_tokens)
@@ -112,10 +111,10 @@ class Speculation:
     def follow(self, rows: DecodeRows, before: Verification) -> Verification | None:
         """A verify step of all rows behind `before`, which is not read yet; the device has its drafts. None where the
         host has to read `before` first."""
-        step, next_drafts = rows.next_step(), self._runner.next_drafts
+        step = rows.next_step()
         if step is None or rows.requests is not before.requests or not self._found:
             return None
-        if next_drafts is None or self._drafter is None or not self._policy.can_follow(rows.requests):
+        if self._drafter is None or not self._policy.can_follow(rows.requests):
             return None
         ends = [len(one.output) + size + 1 for one, size in zip(rows.requests, before.sizes, strict=True)]
         if any(most_output(one) <= end for one, end in zip(rows.requests, ends, strict=True)):
@@ -124,23 +123,22 @@ class Speculation:
         if not counts:
             return None
         sizes, drafting = [counts.get(index, 0) for index in range(len(rows))], None
-        if not next_drafts.looks_up:
+        if not self._engine.capabilities.looks_up:
             drafting = self._draft_behind(step, np.array(sizes))
             if drafting is None:
                 return None
         elif before.drafts is not None:
-            next_drafts.remember([self._policy.of(request).context() for request in rows.requests])
+            self._engine.remember([self._policy.of(request).context() for request in rows.requests])
         self._policy.launched(verifies=True)
         unknown = [np.zeros(size + 1, np.int64) for size in sizes]
         positions = step.positions + np.array(before.sizes) + 1
-        pending = self._runner.verify(step.sequence_ids, unknown, step.sampling, positions, follows=True)
+        pending = self._engine.verify_next(step, unknown, positions)
         self._last = Verification(rows.requests, sizes, None, pending, drafting)
         return self._last
 
     def _draft_behind(self, step: DecodeStep, sizes: Int64Array) -> PendingSamples | None:
-        assert self._runner.drafts is not None, "a model drafts"
         try:
-            return self._runner.drafts.draft_behind(step.sequence_ids, sizes, step.sampling)
+            return self._engine.draft_behind(step, sizes)
         except Exception:
             self._leave_drafter()
             return None
@@ -171,7 +169,7 @@ class Speculation:
             step.drafts[index][: draft.size] = draft
         step.found = found
 
-    def settle(self, step: Verification, runs: Sequence[TokenRun], cache: PagedKVCache) -> None:
+    def settle(self, step: Verification, runs: Sequence[TokenRun]) -> None:
         """Takes back the positions of drafted tokens that do not count. Their pages stay reserved, so that a step that
         follows may write behind the end of a request that stopped among its drafts."""
         surplus: dict[int, int] = {}
@@ -190,9 +188,7 @@ class Speculation:
                 request.token_stream.drafted += drafted
                 request.token_stream.accepted += accepted
         if surplus:
-            cache.pop_each(tuple(surplus), list(surplus.values()))
-            if self._runner.drafts is not None and step is not self._last:
-                self._runner.drafts.moved_back(surplus)
+            self._engine.take_back(surplus, is_last=step is self._last)
 
     def forget(self, request: DecodeRequest) -> None:
         """The request has ended. Idempotent."""

@@ -4,13 +4,12 @@ import time
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import worker_pb2
-from tandem.transfer.transport import Transport
 from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.decodes import Decodes
 from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import PeerLost
 from tandem.workers.handoff.handoff import Handoff, settled
 from tandem.workers.handoff.reservations import Reservations
@@ -20,15 +19,14 @@ from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.requests.token_stream import TokenFanout
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.scheduling.batch import DecodeStep, StepBatch
-from tandem.workers.scheduling.joint_forward import JointForward, is_joint
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.scheduling.step_meter import StepMeter
 from tandem.workers.scheduling.token_pace import FIRST_RATE
 from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.speculation.speculation import Speculation
+from tandem.workers.steps.joint_forward import JointForward, is_joint
 from tandem.workers.wire.lease import Clock
 
 
@@ -48,29 +46,25 @@ class StepLoop:
 
     def __init__(
         self,
-        runner: ModelRunner,
-        cache: PagedKVCache,
-        transport: Transport,
+        engine: Engine,
         settings: LoopSettings,
         ends: Ends,
         clock: Clock = time.monotonic,
     ) -> None:
         self.counters = counters = Counters()
         self.meter = StepMeter()
-        self._runner = runner
-        self._transport = transport
+        self.engine = engine
         self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
-        ids, retired = SequenceIds(), RetiredSequences(cache, runner.mark)
+        ids, retired = SequenceIds(), RetiredSequences(engine)
         self._retired = retired
-        handoff = Handoff(cache, retired, transport, counters, settings, clock)
-        speculative = SpeculativePrefill(runner, cache, retired, ids, settings, clock)
+        handoff = Handoff(engine, retired, counters, settings, clock)
+        speculative = SpeculativePrefill(engine, retired, ids, settings, clock)
         speculated = settings.speculation
-        speculation = Speculation(ends.drafter, runner, speculated.tokens, speculated.max_step_tokens, counters)
-        reservations = Reservations(cache, transport, counters, ids, settings, clock)
-        self.prefills = Prefills(runner, cache, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
+        speculation = Speculation(ends.drafter, engine, speculated.tokens, speculated.max_step_tokens, counters)
+        reservations = Reservations(engine, counters, ids, settings, clock)
+        self.prefills = Prefills(engine, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
         self.decodes = Decodes(
-            runner,
-            cache,
+            engine,
             scheduler,
             reservations,
             ends.fanout,
@@ -95,7 +89,7 @@ class StepLoop:
 
     def check_peers(self) -> None:
         """PeerLost once a peer is."""
-        if lost := self._transport.lost:
+        if lost := self.engine.lost:
             raise PeerLost(f"this island ends: {lost}")
 
     def windows_past(self) -> "Future[None] | None":
@@ -110,7 +104,7 @@ class StepLoop:
     def num_running(self) -> int:
         return self.prefills.num_running + self.decodes.num_running
 
-    def figures(self, free_pages: int) -> worker_pb2.WorkerReport:
+    def figures(self) -> worker_pb2.WorkerReport:
         """How busy this worker is, without its prefixes. On the step thread."""
         rows = self.scheduler.rows
         return worker_pb2.WorkerReport(
@@ -119,7 +113,7 @@ class StepLoop:
             positions=int(rows.lengths.sum()),
             token_seconds=self.meter.token_seconds,
             prompt_tokens_per_second=self.meter.prompt_tokens_per_second,
-            free_pages=free_pages,
+            free_pages=self.engine.pages.free,
         )
 
     def step(self) -> float | None:
@@ -132,7 +126,7 @@ class StepLoop:
         prefills.upkeep()
         upkeep_again = decodes.upkeep()
         batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)
-        joint = is_joint(self._runner, batch)
+        joint = is_joint(self.engine, batch)
         if joint and decodes.is_verifying:  # a joint forward takes its rows' tokens from a plain step, or from the host
             return decodes.compute(None, None) or 0
         self.meter.begin(batch)
@@ -159,7 +153,7 @@ class StepLoop:
         waits: list[float] = []
 
         def forward(step: DecodeStep) -> PendingSamples:
-            joint = JointForward(self._runner, step)
+            joint = JointForward(self.engine, step)
             waits.append(self.prefills.compute(batch, beside=True, forward=joint))
             return joint.samples()
 

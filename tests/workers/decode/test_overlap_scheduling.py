@@ -19,6 +19,7 @@ from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.decodes import DELIVERY_SECONDS
 from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import WorkerError
 from tandem.workers.handoff.handoff import RECALL_POLL_SECONDS
 from tandem.workers.prefill.push_meter import PushMeter
@@ -56,14 +57,12 @@ class ScriptedNextDrafts:
     """Stands for NextDrafts: looks up what the drafter does, in the tokens of the script."""
 
     looks_up = True
+    num_sequences = 5
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._remembered: list[int] = []  # lengths of the contexts, until the next verify step that follows none
         self.held: dict[int, Held] = {}
-
-    def takes(self, num_sequences: int) -> bool:
-        return num_sequences <= 5
 
     def remember(self, contexts: list[np.ndarray]) -> None:
         assert [one.size for one in contexts] == [one.position for one in self.held.values()]
@@ -234,7 +233,8 @@ class Bench:
         self.drafter = drafter
         settings = LoopSettings(lease_seconds=60, sharing=False, max_sequences=max_sequences, **limits)
         ends = Ends(PushMeter(receiver), cast(TokenFanout, self.collector), KernelThreads(None, 1), drafter)
-        self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings, ends, clock)
+        engine = Engine(self.cache, cast(ModelRunner, self.runner), receiver)
+        self.loop = StepLoop(engine, settings, ends, clock)
         self.decodes = self.loop.decodes
 
     def start(

@@ -199,7 +199,7 @@ def test_what_cannot_follow(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     speculation._policy._plain_steps = 100  # so that any draft pays
     speculation._found = True
     if case == "many rows":
-        monkeypatch.setattr(bench.runner.next_drafts, "takes", lambda num_sequences: False)
+        monkeypatch.setattr(bench.runner.next_drafts, "num_sequences", 1)
     if case == "others":
         before.requests = [*before.requests]
     if case == "last token":

@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import pytest
 
@@ -12,10 +13,12 @@ from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
+from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import InvalidCall, NoRoom
 from tandem.workers.handoff.reservations import Reservations, longest_append
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
+from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tests.cache.naive import ROPE, layout_of, spanned
@@ -59,7 +62,8 @@ class Worker:
             writer=None,
         )
         settings = LoopSettings(10, sharing=True, max_batch_tokens=self.chunk, max_sequences=6)
-        self.reservations = Reservations(self.cache, transport, Counters(), SequenceIds(), settings, Clock())
+        engine = Engine(self.cache, cast(ModelRunner, None), transport)  # which launches nothing
+        self.reservations = Reservations(engine, Counters(), SequenceIds(), settings, Clock())
         self.texts = [[random.randrange(10) for _ in range(LONGEST)] for _ in range(2)]
         self.begun: dict[str, Begun] = {}
         self.count = self.refused = 0

@@ -5,8 +5,14 @@ from typing import Any, cast
 
 import pytest
 
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.transfer.fake import FakeFabric
+from tandem.transfer.recall import mailbox_rows
+from tandem.workers.engine.engine import Engine
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
+from tandem.workers.runner.model_runner import ModelRunner
+from tests.cache.naive import layout_of
+
+LAYOUT = layout_of(1)
 
 
 class Device:
@@ -15,9 +21,14 @@ class Device:
     def __init__(self, *, drops_past: bool = False, slides: bool = False) -> None:
         self.launched = self.done = 0
         self.removed: list[int] = []
-        layout = SimpleNamespace(drops_past=drops_past)
-        cache: Any = SimpleNamespace(layout=layout, remove_sequence=self.removed.append, any_slides=lambda: slides)
-        self.retired = RetiredSequences(cast(PagedKVCache, cache), self.mark)
+        cache: Any = SimpleNamespace(
+            layout=SimpleNamespace(drops_past=drops_past),
+            max_sequence_length=0,
+            remove_sequence=self.removed.append,
+            any_slides=lambda: slides,
+        )
+        (transport,) = FakeFabric(1, LAYOUT, num_pages=1, num_signals=mailbox_rows(1, 1)).joined()
+        self.retired = RetiredSequences(Engine(cache, cast(ModelRunner, self), transport))
 
     def mark(self) -> IsPast | None:
         last = self.launched

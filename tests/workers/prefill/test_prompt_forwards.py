@@ -25,7 +25,7 @@ class SentBefore:
     def __init__(self, pair: LoopPair) -> None:
         self.positions: list[float] = []
         self._pair = pair
-        runner = pair.prefill._runner
+        runner = pair.runners[PREFILL]
         self._forward = runner.forward
         runner.forward = self  # type: ignore[method-assign]
 
@@ -89,7 +89,7 @@ def test_a_prompt_that_is_no_longer_alone_is_sent_with_its_forwards(pair: LoopPa
 
 def test_prompts_that_share_a_graph_are_sent_page_to_page(folder: Path) -> None:
     pair = LoopPair(folder, kernels=TableKernels)
-    pair.prefill._runner.capture_prompts(CHUNK, run_in_place)
+    pair.runners[PREFILL].capture_prompts(CHUNK, run_in_place)
     prompts = {"announced": random_prompt(CHUNK + 7, 0), "comes": random_prompt(5, 1), "waits": random_prompt(9, 2)}
     speculate(pair, "announced", prompts["announced"])
     for name, prompt in prompts.items():
@@ -120,7 +120,7 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
 ) -> None:
     """It follows the sampling on the device; the receiver does not wait for the host."""
     transport, seen = pair.transports[PREFILL], []
-    post, runner = transport.post, pair.prefill._runner
+    post, runner = transport.post, pair.runners[PREFILL]
     draw, pending = runner.sample_async, MagicMock()
 
     def drawing(*arguments: Any) -> tuple[Tensor, Any]:
@@ -149,7 +149,7 @@ def test_a_quiet_push_is_answered_while_the_next_forward_computes(
     first = pair.prefill.submit("a", prompt, pair.params(4), reservations["a"])
     pair.run_prefill()
     assert not first.done()
-    runner, seen = pair.prefill._runner, list[bool]()
+    runner, seen = pair.runners[PREFILL], list[bool]()
     draw = runner.sample_async
 
     class Computing:

@@ -21,7 +21,7 @@ class CountedForwards:
     def __init__(self, pair: LoopPair) -> None:
         self.counts: list[int] = []
         self.fails = 0
-        runner = pair.prefill._runner
+        runner = pair.runners[PREFILL]
         self._forward: Callable[..., Tensor] = runner.forward
         runner.forward = self  # type: ignore[method-assign]
 

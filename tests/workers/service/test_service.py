@@ -97,7 +97,7 @@ class Pair:
 def running_pair(
     folder: Path, overrides: dict[str, Any] | None = None, transports: FakeIsland | None = None
 ) -> Iterator[Pair]:
-    settings = {"cache.pages.total": 16, "cache.prefix_sharing": False, **(overrides or {})}
+    settings = {"cache.num_pages": 16, "cache.prefix_sharing": False, **(overrides or {})}
     with running_island(folder, settings, transports or create_transport) as island:
         addresses = [worker.address for worker in island.workers]
         token = island.workers[0].config.token

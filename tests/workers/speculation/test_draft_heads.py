@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import SpeculationSettings
+from tandem.workers.engine.engine import Engine
 from tandem.workers.models.drafters.head import HeadedDecoder
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.speculation.draft_length import DraftLength
 from tandem.workers.speculation.draft_policy import DraftPolicy
 from tandem.workers.speculation.drafter import DraftAsk
@@ -94,9 +94,9 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 class Watched(ModelDrafter):
     """Notes what the head drafts, and hands on, at random, that or what the target will say."""
 
-    def __init__(self, runner: ModelRunner, due: dict[tuple[int, ...], list[int]]) -> None:
+    def __init__(self, engine: Engine, due: dict[tuple[int, ...], list[int]]) -> None:
         """due: outputs by prompts."""
-        super().__init__(runner)
+        super().__init__(engine)
         self._due = due
         self._draws = random.Random(3)
         self.drafted: dict[tuple[int, ...], list[int]] = {}  # by context
@@ -151,8 +151,8 @@ def check(
     due = {tuple(prompt): greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts}
     watched: list[Watched] = []
 
-    def make(runner: ModelRunner) -> Watched:
-        watched.append(Watched(runner, due))
+    def make(engine: Engine) -> Watched:
+        watched.append(Watched(engine, due))
         return watched[-1]
 
     replays = 0

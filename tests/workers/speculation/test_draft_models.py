@@ -12,8 +12,8 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int64Array
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.workers.config import SpeculationSettings
+from tandem.workers.engine.engine import Engine
 from tandem.workers.models.blocks.cached_attention import CachedAttention
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.draft_policy import DraftPolicy
@@ -38,7 +38,7 @@ SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, seed
 
 
 def drafted_pair(
-    target: Path, draft: Path, drafter: Callable[[ModelRunner], Drafter | None] | None = None, **options: Any
+    target: Path, draft: Path, drafter: Callable[[Engine], Drafter | None] | None = None, **options: Any
 ) -> LoopPair:
     speculation = SpeculationSettings("draft_model", LENGTH, 32, draft=str(draft))
     return LoopPair(target, num_pages=64, speculation=speculation, drafter=drafter, **options)
@@ -103,10 +103,10 @@ class FailsInTheMiddle:
 
     computes = True
 
-    def __init__(self, runner: ModelRunner, *, grown: bool) -> None:
+    def __init__(self, engine: Engine, *, grown: bool) -> None:
         self._grown = grown
-        self._inner = ModelDrafter(runner)
-        self._runner = runner
+        self._inner = ModelDrafter(engine)
+        self._engine = engine
         self._drafts = 0
         self._steps = 0  # of the third draft
 
@@ -114,7 +114,7 @@ class FailsInTheMiddle:
         self._drafts += 1
         if self._drafts < 3:
             return self._inner.propose(asks)
-        drafts = self._runner.drafts
+        drafts = self._engine._runner.drafts
         assert drafts is not None
         owner, name = (drafts._steps, "forward") if self._grown else (drafts._cache, "begin")
         with patch.object(owner, name, partial(self._fail, getattr(owner, name))):
@@ -138,8 +138,8 @@ def test_a_drafter_that_fails_leaves_and_takes_no_position(
     target = checkpoints("llama")
     made: list[FailsInTheMiddle] = []
 
-    def failing(runner: ModelRunner) -> Drafter:
-        made.append(FailsInTheMiddle(runner, grown=grown))
+    def failing(engine: Engine) -> Drafter:
+        made.append(FailsInTheMiddle(engine, grown=grown))
         return made[-1]
 
     loops = drafted_pair(target, checkpoints("qwen3"), failing)

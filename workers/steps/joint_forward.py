@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
-from tandem.workers.runner.step_inputs import StepInputs
+from tandem.workers.engine.engine import Engine
+from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.scheduling.batch import DecodeStep, StepBatch
 
@@ -14,17 +14,16 @@ class JointForward:
     Where it fails, prompts and rows hear the same error. Where the prompts fail before it, the step is launched alone.
     """
 
-    def __init__(self, runner: ModelRunner, step: DecodeStep) -> None:
-        self._runner = runner
+    def __init__(self, engine: Engine, step: DecodeStep) -> None:
+        self._engine = engine
         self._step = step
         self._pending: PendingSamples | None = None
         self._error: Exception | None = None
 
     def __call__(self, chunks: PromptChunks) -> Tensor:
-        """Logits as ModelRunner.prompts gives them."""
-        inputs = StepInputs(*self._step[1:])
+        """Logits as Engine.compute gives them."""
         try:
-            self._pending, logits = self._runner.step_with_prompts(self._step.sequence_ids, inputs, chunks)
+            self._pending, logits = self._engine.step_with_prompts(self._step, chunks)
         except Exception as error:
             self._error = error
             raise
@@ -35,12 +34,12 @@ class JointForward:
         if self._error is not None:
             raise self._error
         if self._pending is None:
-            return self._runner.step(*self._step)
+            return self._engine.step(self._step)
         return self._pending
 
 
-def is_joint(runner: ModelRunner, batch: StepBatch) -> bool:
+def is_joint(engine: Engine, batch: StepBatch) -> bool:
     """Whether the batch has rows and chunks, and one forward can compute both."""
     if batch.decodes is None or not batch.chunks or any(chunk.request.gatherer for chunk in batch.chunks):
         return False
-    return runner.takes_prompts(batch.decodes.sequence_ids, len(batch.chunks), batch.prompt_tokens)
+    return engine.takes_prompts(batch.decodes.sequence_ids, len(batch.chunks), batch.prompt_tokens)

@@ -1,0 +1,265 @@
+"""All that a worker does on its device and towards its peers, as calls of three sorts."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from tandem.cache.digest import digest_kv
+from tandem.cache.operations.holdings import PageCounts, Room, SequenceState
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.pages.prefix_log import PrefixChanges
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.position_map import PositionMap
+from tandem.transfer.recall import Recall, RecallDesk, RecallInbox, num_request_rows
+from tandem.transfer.transport import Fence, Transport
+from tandem.workers.engine.admission import Admission
+from tandem.workers.engine.capabilities import Capabilities
+from tandem.workers.engine.peers import Peers
+from tandem.workers.runner.encoder_prompts import PromptChunks
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.runner.step_inputs import StepInputs
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.prompt_logprobs import Scored
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SlidingWindow
+from tandem.workers.scheduling.batch import DecodeStep
+
+
+class Engine:
+    """Owns the cache, the runner and this PE's end of the transport. Owned by the step thread (decision 0127).
+
+    - Actions change what the engine holds. The same actions, in the same order, give the same page ids.
+    - Questions change nothing, and their answers follow from the actions before.
+    - Polls look at the device and at peers. What they lead to is an action.
+
+    Loops, handoff and service decide, and see nothing else of a worker's device. The ids of sequences are theirs.
+    """
+
+    def __init__(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport) -> None:
+        self._cache = cache
+        self._runner = runner
+        self._transport = transport
+        self._recalls = RecallDesk(transport)
+        self._recalled = RecallInbox(transport)
+        self.layout = cache.layout
+        self.max_sequence_length = cache.max_sequence_length
+        rows = num_request_rows(transport)
+        self.peers = Peers(transport.pe, transport.num_pes, transport.epoch, transport.num_pages, rows)
+
+    # Actions: sequences
+
+    def admit(self, sequence: int, asked: Admission) -> int:
+        """A new sequence with room for what is asked; how many tokens of its prompt are here already.
+
+        OutOfPages, OutOfSequences, or InvalidArgument for a window that the cache does not take: then it is not there.
+        """
+        cache = self._cache
+        cache.add_sequence(sequence, asked.encoder_len)
+        try:
+            matched = cache.match_prefix(sequence, asked.token_ids, asked.salt) if asked.shares else 0
+            if asked.sliding is not None:
+                cache.enable_sliding_window(sequence, asked.sliding.window, asked.sliding.sinks)
+            cache.reserve(sequence, asked.num_tokens, asked.longest_append)
+        except BaseException:
+            cache.remove_sequence(sequence)
+            raise
+        return matched
+
+    def narrow(self, sequence: int, num_tokens: int, longest_append: int, sliding: SlidingWindow | None = None) -> None:
+        """The prompt is computed, and takes less room from now on; sliding: it begins to slide. OutOfPages, which
+        changes nothing but that."""
+        if sliding is not None:
+            self._cache.enable_sliding_window(sequence, sliding.window, sliding.sinks)
+        self._cache.reserve(sequence, num_tokens, longest_append)
+
+    def expect(self, sequence: int, num_tokens: int) -> PositionMap:
+        """A peer will write the next num_tokens positions; where each of them goes."""
+        return self._cache.prepare_receive(sequence, num_tokens, rotated=True)
+
+    def received(self, sequence: int) -> None:
+        """No write of a peer into the sequence can come any more. Idempotent."""
+        self._cache.finish_receive(sequence)
+
+    def publish(self, sequence: int, token_ids: Int64Array, salt: bytes) -> None:
+        """See PagedKVCache.publish_prefix."""
+        self._cache.publish_prefix(sequence, token_ids, salt)
+
+    def take_back(self, surplus: Mapping[int, int], *, is_last: bool) -> None:
+        """The last surplus[i] positions of sequence i were drafted, and do not count. is_last: of the step that was
+        launched last; else the one behind it stands that much earlier."""
+        self._cache.pop_each(tuple(surplus), list(surplus.values()))
+        if self._runner.drafts is not None and not is_last:
+            self._runner.drafts.moved_back(surplus)
+
+    def free(self, sequence: int) -> None:
+        """Nobody writes to its pages on the device any more, but for a peer until received(). Idempotent."""
+        self._cache.remove_sequence(sequence)
+
+    # Actions: forwards
+
+    def step(self, step: DecodeStep, *, alone: bool = False) -> PendingSamples:
+        """See ModelRunner.step."""
+        return self._runner.step(*step) if self._runner.drafts is None else self._runner.step(*step, alone=alone)
+
+    def foresee(self, sequences: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
+        """They are being received, and will be stepped next, with tokens not known yet. May be dropped."""
+        self._runner.foresee(sequences, sampling, positions)
+
+    def step_foreseen(self, sequences: tuple[int, ...], tokens: Int64Array) -> PendingSamples | None:
+        """See ModelRunner.step_foreseen."""
+        return self._runner.step_foreseen(sequences, tokens)
+
+    def verify(self, step: DecodeStep, tokens: Sequence[Int64Array]) -> PendingSamples:
+        """A step in which sequence i has the inputs tokens[i]; see ModelRunner.verify."""
+        return self._runner.verify(step.sequence_ids, tokens, step.sampling, step.positions)
+
+    def verify_next(self, step: DecodeStep, tokens: Sequence[Int64Array], positions: Int64Array) -> PendingSamples:
+        """verify() behind a verify step that is not read; see ModelRunner.verify, `follows`."""
+        return self._runner.verify(step.sequence_ids, tokens, step.sampling, positions, follows=True)
+
+    def draft(
+        self,
+        sequences: Sequence[int],
+        tokens: Int64Array,
+        counts: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+    ) -> list[Int64Array]:
+        """See Drafts.draft, where capabilities.drafts."""
+        assert self._runner.drafts is not None, "capabilities are asked first"
+        return self._runner.drafts.draft(sequences, tokens, counts, sampling, positions)
+
+    def draft_behind(self, step: DecodeStep, counts: Int64Array) -> PendingSamples | None:
+        """See Drafts.draft_behind, where capabilities.drafts."""
+        assert self._runner.drafts is not None, "capabilities are asked first"
+        return self._runner.drafts.draft_behind(step.sequence_ids, counts, step.sampling)
+
+    def remember(self, contexts: Sequence[Int64Array]) -> None:
+        """See NextDrafts.remember, where capabilities.looks_up."""
+        assert self._runner.next_drafts is not None, "capabilities are asked first"
+        self._runner.next_drafts.remember(contexts)
+
+    def compute(self, prompts: PromptChunks, *, push: bool) -> Tensor:
+        """See ModelRunner.prompts."""
+        return self._runner.prompts(*prompts, push=push)
+
+    def score(self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool) -> Tensor:
+        """See ModelRunner.scored_prompts."""
+        return self._runner.scored_prompts(prompts, scored, push=push)
+
+    def step_with_prompts(self, step: DecodeStep, prompts: PromptChunks) -> tuple[PendingSamples, Tensor]:
+        """See ModelRunner.step_with_prompts; takes_prompts() is asked first."""
+        return self._runner.step_with_prompts(step.sequence_ids, StepInputs(*step[1:]), prompts)
+
+    def sample(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> tuple[Tensor, PendingSamples]:
+        """See ModelRunner.sample_async."""
+        return self._runner.sample_async(logits, sampling, positions)
+
+    def drain(self) -> None:
+        """See ModelRunner.drain."""
+        self._runner.drain()
+
+    # Actions: transfers
+
+    def mark_send(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
+        """See PagedKVCache.mark_send."""
+        self._cache.mark_send(sequence, begin, position_map, target_pe)
+
+    def send_cached(self, sequence: int) -> None:
+        """See PagedKVCache.send_cached."""
+        self._cache.send_cached(sequence)
+
+    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
+        """See Transport.post."""
+        self._transport.post(pe, row, signal, payload)
+
+    def recall(self, recall: Recall) -> None:
+        """Asks a writer to stop; see RecallDesk.ask."""
+        self._recalls.ask(recall)
+
+    def withdraw(self, recall: Recall) -> None:
+        """It is not wanted any more."""
+        self._recalls.withdraw(recall)
+
+    def answer(self, recall: Recall) -> None:
+        """See RecallInbox.answer."""
+        self._recalled.answer(recall)
+
+    # Questions
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """They change when something is captured."""
+        following = self._runner.next_drafts
+        most, looks_up = (0, False) if following is None else (following.num_sequences, following.looks_up)
+        return Capabilities(self._runner.overlaps, self._runner.drafts is not None, most, looks_up)
+
+    def takes_prompts(self, sequences: Sequence[int], num_sequences: int, num_tokens: int) -> bool:
+        """See ModelRunner.takes_prompts."""
+        return self._runner.takes_prompts(sequences, num_sequences, num_tokens)
+
+    def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
+        """See ModelRunner.has_prompt_graph."""
+        return self._runner.has_prompt_graph(num_sequences, num_tokens)
+
+    def room(self, num_tokens: int, longest_append: int, encoder_len: int = 0) -> Room:
+        """For one more sequence; see Admission."""
+        return self._cache.room(num_tokens, longest_append, encoder_len)
+
+    def sequence(self, sequence: int) -> SequenceState:
+        """What it holds now."""
+        return self._cache.sequence(sequence)
+
+    def digest(self, sequence: int, begin: int, end: int, sliding: tuple[int, int] | None = None) -> int:
+        """See digest_kv. Waits for the device."""
+        return digest_kv(self._cache, sequence, begin, end, sliding)
+
+    @property
+    def pages(self) -> PageCounts:
+        return self._cache.pages
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether forwards let go of pages that the one before may still read: of windows, or sequences that slide."""
+        return self.layout.drops_past or self._cache.any_slides()
+
+    @property
+    def prefix_position(self) -> int:
+        """See PagedKVCache.prefix_position. Any thread may read it."""
+        return self._cache.prefix_position
+
+    def prefix_changes(self, since: int | None = None) -> PrefixChanges:
+        """See PagedKVCache.prefix_changes."""
+        return self._cache.prefix_changes(since)
+
+    # Polls
+
+    def mark(self) -> Callable[[], bool] | None:
+        """See ModelRunner.mark."""
+        return self._runner.mark()
+
+    def fence(self, pe: int) -> Fence:
+        """See Transport.fence."""
+        return self._transport.fence(pe)
+
+    def mailbox(self) -> Int64Array:
+        """See Transport.mailbox."""
+        return self._transport.mailbox()
+
+    def recalls_answered(self, mailbox: Int64Array) -> list[Recall]:
+        """See RecallDesk.exchange."""
+        return self._recalls.exchange(mailbox)
+
+    def recalls_asked(self) -> list[Recall]:
+        """See RecallInbox.unanswered."""
+        return self._recalled.unanswered()
+
+    @property
+    def lost(self) -> str:
+        """See Transport.lost. From any thread."""
+        return self._transport.lost
+
+    @property
+    def silent_seconds(self) -> float:
+        """See Transport.silent_seconds."""
+        return self._transport.silent_seconds

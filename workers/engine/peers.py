@@ -1,0 +1,14 @@
+"""Where a worker stands among those that it writes to."""
+
+from typing import NamedTuple
+
+
+class Peers(NamedTuple):
+    """pe: its own number, of num_pes. num_pages: of each layer group, alike on all PEs. num_signals: rows of a mailbox
+    for reservations."""
+
+    pe: int
+    num_pes: int
+    epoch: int
+    num_pages: tuple[int, ...]
+    num_signals: int

@@ -121,7 +121,7 @@ def decode_step_us(batch_size: int, context: int, *, spread: bool = False) -> Me
         cache.prepare_receive(sequence, length)
         cache.finish_receive(sequence)
         cache.reserve(sequence, context + 8 * PAGE)
-        prompt = np.ones(length, np.int64)
+        prompt = PromptSpec(np.ones(length, np.int64))
         request = DecodeRequest(str(sequence), sequence, prompt, Signal(0, 1), length, params.max_tokens)
         request.params, request.rule, request.token_stream = params, FinishRule.of(params, (2,)), TokenStream()
         request.output.append(5)

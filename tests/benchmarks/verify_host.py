@@ -45,6 +45,7 @@ from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import print_result
 from tests.cache.table_kernels import TableKernels
+from tests.support.prompt_specs import spec_of
 
 ROWS, DRAFTS = (1, 8, 32), (3, 7)
 CONTEXT, PAGE, STEPS, WARM_UP = 1024, 16, 300, 20
@@ -134,7 +135,7 @@ def make_loop(rows: int, drafts: int) -> tuple[StepLoop, Replays]:
     ends = Ends(PushMeter(receiver), cast(TokenFanout, Nobody()), KernelThreads(None, 1), Counting())
     loop = StepLoop(Engine(cache, runner, receiver), settings, ends)
     for row in range(rows):
-        reservation = loop.decodes.prepare(str(row), [1] * CONTEXT, LENGTH - CONTEXT - 1, writer_pe=0)
+        reservation = loop.decodes.prepare(str(row), spec_of([1] * CONTEXT), LENGTH - CONTEXT - 1, writer_pe=0)
         signal = pack_signal(reservation.generation, CONTEXT)
         sender.post(1, reservation.signal_slot, signal, pack_payload(1, 0))
         params = SamplingParams(temperature=0, max_tokens=LENGTH - CONTEXT - 1)

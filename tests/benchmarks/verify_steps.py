@@ -65,6 +65,7 @@ from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_pa
 from tests.benchmarks.results import at_least, at_most, print_result, print_skipped
 from tests.benchmarks.step_bench import RECORDED_STEPS, Bench
 from tests.benchmarks.timeline import record
+from tests.support.prompt_specs import spec_of
 
 MODELS = ("qwen3-8b",)
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -215,7 +216,7 @@ class VerifyBench(Bench):
             cast(Any, loop.decodes)._fanout = collected
             limit = CONTEXT // (most + 1)
             for row, prompt in enumerate(prompts):
-                reservation = loop.decodes.prepare(str(row), prompt, limit, writer_pe=0)
+                reservation = loop.decodes.prepare(str(row), spec_of(prompt), limit, writer_pe=0)
                 signal = pack_signal(reservation.generation, CONTEXT)
                 first = FIRST_TOKEN + row * TOKENS_A_ROW
                 sender.post(1, reservation.signal_slot, signal, pack_payload(first, 0))

@@ -24,8 +24,8 @@ WORKERS = (
     Mutant(
         name="token-outside-the-vocabulary",
         file="workers/service/call_checks.py",
-        find="    if largest >= vocab_size:\n",
-        replace="    if False:\n",
+        find="        if largest >= self.vocab_size:\n",
+        replace="        if False:\n",
         reason="A token outside the vocabulary is refused, or one bad call fails a forward of many requests.",
         tests=(f"{BAD_CALLS}::test_a_token_that_is_none_fails_nobody_else",),
     ),

@@ -253,7 +253,7 @@ class SmallIsland:
         held = {}
         for request in (*reservations._requests.values(), *reservations._draining.values()):
             (pages,) = incoming.get(request.sequence_id, (np.empty(0, np.int32),))
-            tokens = request.prompt[len(request.prompt) - pages.size :]
+            tokens = request.prompt.token_ids[len(request.prompt) - pages.size :]
             held.update(zip(pages.tolist(), tokens.tolist(), strict=True))
         return held
 

@@ -23,6 +23,7 @@ from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResul
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.scheduling.step_meter import StepMeter
 from tandem.workers.scheduling.token_pace import TokenPace
+from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
 from tests.protocol.small_island import LAYOUT
 from tests.protocol.world import World
 
@@ -70,6 +71,15 @@ def _reduce_timed(timed: Prompt | SpeculativePrompt) -> tuple[Any, ...]:
     return copyreg.__newobj__, (type(timed),), state  # type: ignore[attr-defined]
 
 
+def _spec(token_ids: np.ndarray, salt: bytes, length: int, border: int, whole: bool, num_output: int) -> PromptSpec:
+    return PromptSpec(token_ids, salt, EncoderPrompt(length, border), whole=whole, num_output=num_output)
+
+
+def _reduce_spec(spec: PromptSpec) -> tuple[Any, ...]:
+    assert spec.sliding is None
+    return _spec, (spec.token_ids, spec.salt, *spec.encoder, spec.whole, spec.num_output)
+
+
 def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
     return np.ndarray, (array.shape, array.dtype.char, bytearray(array.tobytes()))
 
@@ -106,6 +116,7 @@ _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Counters: lambda _: (Counters, ()),
     KVLayout: lambda _: (_layout, ()),
     Future: _reduce_future,
+    PromptSpec: _reduce_spec,
     PageAllocator: _reduce_allocator,
     PageLookUp: _reduce_look_up,
     StepGrowth: _reduce_growth,

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tandem.cache.operations.receptions import Receptions
@@ -160,12 +159,12 @@ def pages_are_not_held_for_writers(patch: pytest.MonkeyPatch) -> None:
 def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
     reserve = Reservations._reserve
 
-    def reserved(self: Reservations, request_id: str, token_ids: Any, *rest: Any) -> Any:
-        request = reserve(self, request_id, token_ids, *rest)
+    def reserved(self: Reservations, request_id: str, prompt: Any, *rest: Any) -> Any:
+        request = reserve(self, request_id, prompt, *rest)
         cache = self._engine._cache
         position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens, rotated=True)
-        pages = cache._table.full_pages(cache._table.row(request.sequence_id), len(token_ids))
-        cache._pools.prefixes.publish(np.array(token_ids), pages)
+        pages = cache._table.full_pages(cache._table.row(request.sequence_id), len(prompt))
+        cache._pools.prefixes.publish(prompt.token_ids, pages)
         patched = pytest.MonkeyPatch()
         patched.setattr(cache, "prepare_receive", lambda *_, **__: (patched.undo(), position_map)[1])
         return request

@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, NoRoom, Stale
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.wire.lease import Lease
@@ -28,6 +26,7 @@ from tests.protocol.small_island import (
     prompt_of,
 )
 from tests.protocol.token_memory import LABELS
+from tests.support.prompt_specs import spec_of
 
 LEASE_SECONDS = 10.0
 TICK_SECONDS = 0.9 * LEASE_SECONDS  # one tick ends the writer's lease, two the receiver's
@@ -201,12 +200,12 @@ class World:
 
     def _announce(self, known: Known) -> None:
         known.announced += 1
-        self.island.loops[known.sender].prefills.speculate(known.request_id, np.array(prompt_of(known.label)))
+        self.island.loops[known.sender].prefills.speculate(known.request_id, spec_of(prompt_of(known.label)))
 
     def _prepare(self, known: Known) -> None:
         known.prepared += 1
         decodes = self.island.loops[known.receiver].decodes
-        offer = decodes.prepare(known.request_id, prompt_of(known.label), self.shape.max_tokens, known.sender)
+        offer = decodes.prepare(known.request_id, spec_of(prompt_of(known.label)), self.shape.max_tokens, known.sender)
         if known.reservation is None:
             known.reservation, known.epoch = offer, offer.epoch
 
@@ -214,7 +213,7 @@ class World:
         known.sent += 1
         assert known.reservation is not None
         prefill, wanted = self.island.loops[known.sender].prefills, params(self.shape.max_tokens)
-        future = prefill.submit(known.request_id, prompt_of(known.label), wanted, known.reservation)
+        future = prefill.submit(known.request_id, spec_of(prompt_of(known.label)), wanted, known.reservation)
         if future not in known.results:
             known.results.append(future)
         lease = prefill.attend(known.request_id)

@@ -21,6 +21,8 @@ from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.speculation.drafter import DraftAsk
 from tandem.workers.speculation.speculation import Speculation
+from tandem.workers.wire.prompt_spec import PromptSpec
+from tests.support.prompt_specs import spec_of
 
 Holds = Callable[[int], float]  # by the number of the sequence, from 0
 
@@ -43,10 +45,9 @@ class Request:
     sequence_id: int
     max_tokens: int
     rule: Any
-    prompt: list[int] = field(default_factory=lambda: [0])
+    prompt: PromptSpec = field(default_factory=lambda: spec_of([0]))
     output: list[int] = field(default_factory=lambda: [0])
     params: SamplingParams = field(default_factory=SamplingParams)
-    sliding: None = None
     ended: bool = False
     token_stream: None = None
 

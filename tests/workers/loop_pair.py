@@ -34,6 +34,7 @@ from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.support.poison import poison_free_pages
+from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache
 
 PAGE, CHUNK, LEASE = 8, 16, 10.0
@@ -170,11 +171,11 @@ class LoopPair:
         return SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, seed=1)
 
     def prepare(self, request_id: str, prompt: Sequence[int], num_tokens: int = 4) -> Reservation:
-        return self.decode.prepare(request_id, prompt, num_tokens, PREFILL)
+        return self.decode.prepare(request_id, spec_of(prompt), num_tokens, PREFILL)
 
     def send(self, request_id: str, prompt: Sequence[int], reservation: Reservation, num_tokens: int = 4) -> None:
         """RemoteSend, with a call that waits for it."""
-        self.prefill.submit(request_id, prompt, self.params(num_tokens), reservation)
+        self.prefill.submit(request_id, spec_of(prompt), self.params(num_tokens), reservation)
         self.prefill.attend(request_id)
 
     def start(
@@ -215,7 +216,7 @@ class LoopPair:
     ) -> list[int]:
         """All tokens of a request that is reserved. params: in place of those of params()."""
         params = params or self.params(num_tokens)
-        future = self.prefill.submit(request_id, prompt, params, reservation)
+        future = self.prefill.submit(request_id, spec_of(prompt), params, reservation)
         self.start(request_id, reservation, num_tokens, params)
         self.run_prefill()
         self.run_decode()

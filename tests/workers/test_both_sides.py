@@ -20,6 +20,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.reservation import Reservation
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import CHUNK, LEASE, LoopPair
 from tests.workers.steps.test_step_loop import step_both
 
@@ -65,7 +66,7 @@ class Gateway:
         prompt, (sender, receiver) = self.random.randrange(len(PROMPTS)), self.random.choice(ROUTES)
         name = f"r{len(self.all) + self.refused}"
         try:
-            reservation = self.pair.loops[receiver].decodes.prepare(name, PROMPTS[prompt], OUTPUT, sender)
+            reservation = self.pair.loops[receiver].decodes.prepare(name, spec_of(PROMPTS[prompt]), OUTPUT, sender)
         except NoRoom:
             self.refused += 1
             return
@@ -96,7 +97,7 @@ class Gateway:
     def _send(self, asked: Asked) -> None:
         if asked.first is None and asked.sender != asked.receiver:
             prefills, params = self.pair.loops[asked.sender].prefills, self.pair.params(OUTPUT)
-            asked.first = prefills.submit(asked.name, PROMPTS[asked.prompt], params, asked.reservation)
+            asked.first = prefills.submit(asked.name, spec_of(PROMPTS[asked.prompt]), params, asked.reservation)
             asked.lease = prefills.attend(asked.name)
 
     def _drop(self, asked: Asked) -> None:
@@ -179,10 +180,10 @@ def come_to_an_end(pair: LoopPair, gateway: Gateway, expected: list[list[int]]) 
 def ask(pair: LoopPair, name: str, prompt: list[int], route: tuple[int, int], output: int = OUTPUT) -> TokenStream:
     """One request from beginning to end, as far as calls go."""
     sender, receiver = route
-    reservation, stream = pair.loops[receiver].decodes.prepare(name, prompt, output, sender), TokenStream()
+    reservation, stream = pair.loops[receiver].decodes.prepare(name, spec_of(prompt), output, sender), TokenStream()
     pair.loops[receiver].decodes.start(name, reservation.reservation_id, pair.params(output), stream)
     if sender != receiver:
-        pair.loops[sender].prefills.submit(name, prompt, pair.params(output), reservation)
+        pair.loops[sender].prefills.submit(name, spec_of(prompt), pair.params(output), reservation)
         pair.loops[sender].prefills.attend(name)
     return stream
 
@@ -205,7 +206,7 @@ def test_a_prompt_of_its_own_beside_rows_and_beside_one_for_a_peer(folder: Path,
 def test_a_prefix_that_was_computed_here_is_found_and_may_be_evicted(folder: Path, expected: list[list[int]]) -> None:
     pair = LoopPair(folder, sharing=True)
     for name, cached in (("cold", 0), ("warm", 32)):
-        reservation = pair.decode.prepare(name, PROMPTS[3], OUTPUT, 1)
+        reservation = pair.decode.prepare(name, spec_of(PROMPTS[3]), OUTPUT, 1)
         assert reservation.matched_tokens == cached
         pair.start(name, reservation, OUTPUT)
         pair.run_decode()
@@ -218,10 +219,10 @@ def test_a_prefix_is_shared_as_soon_as_its_prompt_is_computed(folder: Path) -> N
     pair = LoopPair(folder, sharing=True)
     ask(pair, "first", PROMPTS[3], (1, 1))
     while not pair.decode.num_running:
-        assert pair.decode.prepare("early", PROMPTS[3], OUTPUT, 1).matched_tokens == 0
+        assert pair.decode.prepare("early", spec_of(PROMPTS[3]), OUTPUT, 1).matched_tokens == 0
         pair.decode.abort("early", writer_quiet=True)
         pair.step_decode()
-    assert pair.decode.prepare("second", PROMPTS[3], OUTPUT, 1).matched_tokens == 32
+    assert pair.decode.prepare("second", spec_of(PROMPTS[3]), OUTPUT, 1).matched_tokens == 32
 
 
 def test_workers_that_wait_for_each_other_have_room_for_a_prompt(folder: Path) -> None:
@@ -229,7 +230,7 @@ def test_workers_that_wait_for_each_other_have_room_for_a_prompt(folder: Path) -
     pair, prompt = LoopPair(folder, num_pages=40), PROMPTS[4]  # 32 are for the longest prompt
 
     def reserve(name: str, sender: int, receiver: int) -> None:
-        pair.loops[receiver].decodes.prepare(name, prompt, OUTPUT, sender)
+        pair.loops[receiver].decodes.prepare(name, spec_of(prompt), OUTPUT, sender)
 
     for number in range(6):
         reserve(f"up {number}", 0, 1)
@@ -243,17 +244,17 @@ def test_workers_that_wait_for_each_other_have_room_for_a_prompt(folder: Path) -
 
 def test_a_prompt_of_a_peer_that_waits_for_room_is_not_overtaken(folder: Path) -> None:
     pair = LoopPair(folder, num_pages=12)
-    held = pair.loops[0].decodes.prepare("held", PROMPTS[4], 24, 0)  # 8 pages of the worker that is to compute
+    held = pair.loops[0].decodes.prepare("held", spec_of(PROMPTS[4]), 24, 0)  # 8 pages of the worker that is to compute
     waits = ask(pair, "waits", PROMPTS[7], (0, 1))
     pair.step_prefill()
     with pytest.raises(NoRoom, match="prompts of peers wait"):
-        pair.loops[0].decodes.prepare("later", PROMPTS[0], OUTPUT, 0)
-    assert pair.loops[0].decodes.prepare("held", PROMPTS[4], 24, 0) == held
+        pair.loops[0].decodes.prepare("later", spec_of(PROMPTS[0]), OUTPUT, 0)
+    assert pair.loops[0].decodes.prepare("held", spec_of(PROMPTS[4]), 24, 0) == held
     pair.loops[0].abort("held", True)
     pair.run_prefill()
     pair.run_decode()
     assert pair.fanout.ended[id(waits)] == FinishReason.LENGTH
-    pair.loops[0].decodes.prepare("later", PROMPTS[0], OUTPUT, 0)
+    pair.loops[0].decodes.prepare("later", spec_of(PROMPTS[0]), OUTPUT, 0)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tandem.workers.counters import Counters
@@ -17,6 +16,7 @@ from tandem.workers.errors import (
 )
 from tandem.workers.requests.token_stream import TokenStream
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PREFILL, LoopPair
 
 MORE_THAN_A_STEP_ASKS = 20
@@ -87,11 +87,11 @@ def test_a_map_of_another_epoch_is_not_written_to(pair: LoopPair) -> None:
 
 def test_a_reservation_for_another_writer_is_not_written_to(pair: LoopPair) -> None:
     """Only the writer that a reservation names can be asked to be quiet."""
-    reservation = pair.decode.prepare("a", PROMPT, 4, writer_pe=DECODE)
+    reservation = pair.decode.prepare("a", spec_of(PROMPT), 4, writer_pe=DECODE)
     with pytest.raises(InvalidCall, match="writer_pe is 1"):
         pair.send("a", PROMPT, reservation)
     with pytest.raises(InvalidCall, match="writer_pe is 2"):
-        pair.decode.prepare("b", PROMPT, 4, writer_pe=2)
+        pair.decode.prepare("b", spec_of(PROMPT), 4, writer_pe=2)
 
 
 def test_a_prefix_is_not_shared_before_it_has_landed(folder: Path, oracle: dict[int, list[int]]) -> None:
@@ -176,7 +176,7 @@ def test_a_doubled_send_writes_nothing_into_the_next_owners_pages(pair: LoopPair
     other = pair.prepare("b", OTHER)
     assert other.wire_map == reservation.wire_map, "b has the pages that a had"
     written = pair.bytes_written
-    again = pair.prefill.submit("a", PROMPT, pair.params(4), reservation)
+    again = pair.prefill.submit("a", spec_of(PROMPT), pair.params(4), reservation)
     assert again.result(0).first_token == first
     with pytest.raises(StaleReservation):
         pair.send("a under another name", PROMPT, reservation)
@@ -230,7 +230,7 @@ def test_an_abort_between_chunks_leaves_nothing_in_flight(pair: LoopPair, oracle
 
 def test_a_lease_that_ends_while_pushing_stops_the_writer_before_the_receiver(pair: LoopPair) -> None:
     reservation = pair.prepare("a", PROMPT)
-    result = pair.prefill.submit("a", PROMPT, pair.params(4), reservation)
+    result = pair.prefill.submit("a", spec_of(PROMPT), pair.params(4), reservation)
     pair.step_prefill()
     written = pair.bytes_written
     pair.clock.now += 0.9 * LEASE
@@ -259,7 +259,7 @@ def test_a_lease_does_not_run_while_a_call_waits(pair: LoopPair, oracle: dict[in
 
 
 def test_a_call_that_leaves_lets_the_lease_run_again(pair: LoopPair) -> None:
-    result = pair.prefill.submit("a", PROMPT, pair.params(4), pair.prepare("a", PROMPT))
+    result = pair.prefill.submit("a", spec_of(PROMPT), pair.params(4), pair.prepare("a", PROMPT))
     lease = pair.prefill.attend("a")
     assert lease is not None
     pair.clock.now += 100 * LEASE
@@ -289,7 +289,7 @@ def test_an_expired_reservation_is_not_written_to_by_a_send_that_comes_late(pair
 
 def test_a_recall_stops_a_push_between_its_chunks(pair: LoopPair) -> None:
     reservation = pair.prepare("a", PROMPT)
-    result = pair.prefill.submit("a", PROMPT, pair.params(4), reservation)
+    result = pair.prefill.submit("a", spec_of(PROMPT), pair.params(4), reservation)
     pair.start("a", reservation)
     pair.step_prefill()
     written = pair.bytes_written
@@ -338,7 +338,7 @@ def test_an_abort_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> N
 
 def test_a_lease_that_ends_lets_nothing_go_that_may_still_be_written(pair: LoopPair) -> None:
     """The writer stops at once; pages on both sides stay until what it had written has landed."""
-    result = pair.prefill.submit("a", PROMPT, pair.params(4), pair.prepare("a", PROMPT))
+    result = pair.prefill.submit("a", spec_of(PROMPT), pair.params(4), pair.prepare("a", PROMPT))
     pair.step_prefill()
     pair.fabric.hold(DECODE)
     pair.clock.now += 0.9 * LEASE
@@ -402,7 +402,7 @@ def test_prompts_wait_while_the_cache_has_its_most_sequences(folder: Path, oracl
     pair = LoopPair(folder, num_pages=64, max_sequences=(2, 64))
     prompts = {name: (PROMPT, OTHER)[number % 2] for number, name in enumerate("abcde")}
     for name, prompt in prompts.items():
-        pair.prefill.speculate(name, np.array(prompt))
+        pair.prefill.speculate(name, spec_of(prompt))
         reservation = pair.prepare(name, prompt)
         pair.send(name, prompt, reservation)
         pair.start(name, reservation)

@@ -1,7 +1,7 @@
 """Sequences that this worker decodes: from their reservation over their prompt's KV to their last token."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,13 +27,14 @@ from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sample_batch import SampleBatch
-from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.speculation.speculation import Speculation
 from tandem.workers.speculation.verification import Verification
 from tandem.workers.wire.lease import Clock
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 
 log = logging.getLogger(__name__)
@@ -93,19 +94,14 @@ class Decodes:
     def prepare(
         self,
         request_id: str,
-        token_ids: Sequence[int] | Int64Array,
+        prompt: PromptSpec,
         max_tokens: int,
         writer_pe: int,
-        salt: bytes = b"",
-        whole: bool = False,
-        sliding: SlidingWindow | None = None,
-        encoder_len: int = 0,
     ) -> Reservation:
         """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
         if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
-        prepare = self._reservations.prepare
-        return prepare(request_id, token_ids, max_tokens, writer_pe, salt, whole, sliding, encoder_len)
+        return self._reservations.prepare(request_id, prompt, max_tokens, writer_pe)
 
     def start(
         self,

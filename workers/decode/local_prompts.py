@@ -48,10 +48,6 @@ class LocalPrompts:
             params,
             request,
             destination=self,
-            salt=request.salt,
-            encoder_len=request.encoder_len,
-            border=request.border,
-            num_output=request.num_output,
             constraint=request.constraint,
             gatherer=request.gatherer,
         )

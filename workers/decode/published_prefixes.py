@@ -18,11 +18,11 @@ class PublishedPrefixes:
     def prompts(self, requests: Sequence[DecodeRequest]) -> None:
         """Their KV is here. Requests that have ended are passed over."""
         for request in requests if self._sharing else ():
-            if not request.ended and request.sliding is None:
-                self._engine.publish(request.sequence_id, request.prompt, request.salt)
+            if not request.ended and request.prompt.sliding is None:
+                self._engine.publish(request.sequence_id, request.prompt.token_ids, request.prompt.salt)
 
     def whole(self, request: DecodeRequest) -> None:
         """Prompt and output of one that ends; its last token's KV was never computed."""
-        if self._sharing and request.received and len(request.output) > 1 and request.sliding is None:
-            tokens = np.concatenate((request.prompt, request.output[:-1]))
-            self._engine.publish(request.sequence_id, tokens, request.salt)
+        if self._sharing and request.received and len(request.output) > 1 and request.prompt.sliding is None:
+            tokens = np.concatenate((request.prompt.token_ids, request.output[:-1]))
+            self._engine.publish(request.sequence_id, tokens, request.prompt.salt)

@@ -54,11 +54,12 @@ class Engine:
         OutOfPages, OutOfSequences, or InvalidArgument for a window that the cache does not take: then it is not there.
         """
         cache = self._cache
-        cache.add_sequence(sequence, asked.encoder_len)
+        prompt = asked.prompt
+        cache.add_sequence(sequence, prompt.encoder.length)
         try:
-            matched = cache.match_prefix(sequence, asked.token_ids, asked.salt) if asked.shares else 0
-            if asked.sliding is not None:
-                cache.enable_sliding_window(sequence, asked.sliding.window, asked.sliding.sinks)
+            matched = cache.match_prefix(sequence, prompt.token_ids, prompt.salt) if asked.shares else 0
+            if asked.slides and prompt.sliding is not None:
+                cache.enable_sliding_window(sequence, prompt.sliding.window, prompt.sliding.sinks)
             cache.reserve(sequence, asked.num_tokens, asked.longest_append)
         except BaseException:
             cache.remove_sequence(sequence)

@@ -10,7 +10,7 @@ reserved ──────────► awaiting KV ────────�
 No peer writes for a local reservation, whose prompt this worker computes itself: it is settled from the beginning.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.wire.lease import Clock, Lease
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 
 DRAIN_POLL_SECONDS = 0.005
@@ -92,18 +93,14 @@ class Reservations:
     def prepare(
         self,
         request_id: str,
-        token_ids: Sequence[int] | Int64Array,
+        prompt: PromptSpec,
         max_tokens: int,
         writer_pe: int,
-        salt: bytes = b"",
-        whole: bool = False,
-        sliding: SlidingWindow | None = None,
-        encoder_len: int = 0,
     ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
-        salt: see Admission. whole: none is matched, as of a sequence that slides: what leaves its
-        window has to give pages back. Raises NoRoom, which leaves nothing behind, and InvalidCall.
+        No prefix is matched of a sequence that slides: what leaves its window has to give pages back. Raises NoRoom,
+        which leaves nothing behind, and InvalidCall.
         """
         if request_id in self._offers:
             return self._offers[request_id]
@@ -113,11 +110,11 @@ class Reservations:
         if writer_pe >= self._engine.peers.num_pes:
             raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._engine.peers.num_pes - 1} are accepted")
         local = writer_pe == self._engine.peers.pe
-        capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
-        longest = max(self._longest_append, min(len(token_ids), self._max_batch_tokens if local else 0))
-        if sliding is not None:
-            capacity = min(capacity, self._slid_length(sliding, len(token_ids) if local else 0))
-        room = self._engine.room(capacity, longest, encoder_len)
+        capacity = len(prompt) + max_tokens - 1  # the last token is never fed back
+        longest = max(self._longest_append, min(len(prompt), self._max_batch_tokens if local else 0))
+        if prompt.sliding is not None:
+            capacity = min(capacity, self._slid_length(prompt.sliding, len(prompt) if local else 0))
+        room = self._engine.room(capacity, longest, prompt.encoder.length)
         if (shortage := room.shortage) is not None:
             raise InvalidCall(
                 f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
@@ -125,18 +122,7 @@ class Reservations:
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
-        matches = self._sharing and not whole and sliding is None
-        request = self._reserve(
-            request_id,
-            np.asarray(token_ids, np.int64),
-            max_tokens,
-            (capacity, longest),
-            writer_pe,
-            salt,
-            matches,
-            sliding,
-            encoder_len,
-        )
+        request = self._reserve(request_id, prompt, max_tokens, (capacity, longest), writer_pe)
         self._counters.reservations += 1
         self._requests[request_id] = request
         self._offers[request_id] = self._offer(request, max(room.needed), writer_pe)
@@ -162,7 +148,7 @@ class Reservations:
         if num_output >= len(request.prompt):
             raise InvalidCall(f"num_output is {num_output}; the prompt of {len(request.prompt)} tokens must be longer")
         del self._leases[request_id]
-        request.num_output = num_output
+        request.prompt = replace(request.prompt, num_output=num_output)
         return request
 
     def narrow(self, request: DecodeRequest) -> None:
@@ -172,9 +158,10 @@ class Reservations:
         changes nothing, would say that the request may not be able to grow.
         """
         capacity = len(request.prompt) + request.max_tokens - 1
-        if request.sliding is not None:
-            capacity = min(capacity, self._slid_length(request.sliding, 0))
-        self._engine.narrow(request.sequence_id, capacity, self._longest_append, request.sliding)
+        sliding = request.prompt.sliding
+        if sliding is not None:
+            capacity = min(capacity, self._slid_length(sliding, 0))
+        self._engine.narrow(request.sequence_id, capacity, self._longest_append, sliding)
 
     def mailbox(self) -> Int64Array:
         """See Transport.mailbox; counts signals that came too late."""
@@ -188,8 +175,8 @@ class Reservations:
         token, sent = unpack_payload(int(mailbox[request.signal.row, 1]))
         self._settle(request)
         if self._verify:
-            end = len(request.prompt)
-            found = self._engine.digest(request.sequence_id, end - request.expected_tokens, end, request.sliding)
+            end, sliding = len(request.prompt), request.prompt.sliding
+            found = self._engine.digest(request.sequence_id, end - request.expected_tokens, end, sliding)
             if found != sent:
                 self._counters.corrupt += 1
                 raise CorruptKV(
@@ -255,20 +242,17 @@ class Reservations:
     def _reserve(
         self,
         request_id: str,
-        token_ids: Int64Array,
+        prompt: PromptSpec,
         max_tokens: int,
         reach: tuple[int, int],
         writer_pe: int,
-        salt: bytes,
-        matches: bool,
-        sliding: SlidingWindow | None,
-        encoder_len: int,
     ) -> DecodeRequest:
         """reach: how long the sequence may become, and the longest append of one forward."""
         engine, sequence_id, own_pe = self._engine, self._ids.take(), self._engine.peers.pe
-        slides = None if writer_pe == own_pe else sliding
+        slides = prompt.sliding is not None
+        shares = self._sharing and not prompt.whole and not slides
         try:
-            matched = engine.admit(sequence_id, Admission(token_ids, *reach, matches, salt, encoder_len, slides))
+            matched = engine.admit(sequence_id, Admission(prompt, *reach, shares, slides and writer_pe != own_pe))
             if writer_pe > own_pe and not self._has_room_for_longest():
                 raise NoRoom(f"no room for request {request_id!r}: what is left is for a prompt of a peer")
             signal = None if writer_pe == own_pe else self._signals.acquire()
@@ -282,15 +266,11 @@ class Reservations:
         return DecodeRequest(
             request_id=request_id,
             sequence_id=sequence_id,
-            prompt=token_ids,
+            prompt=prompt,
             signal=signal,
-            expected_tokens=len(token_ids) - matched,
+            expected_tokens=len(prompt) - matched,
             max_tokens=max_tokens,
             received=signal is None,
-            salt=salt,
-            encoder_len=encoder_len,
-            border=engine.sequence(sequence_id).border,
-            sliding=sliding,
         )
 
     def _has_room_for_longest(self) -> bool:

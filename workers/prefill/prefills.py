@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.errors import PeerGone
 from tandem.workers.config import LoopSettings
@@ -37,6 +36,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import StepBatch
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.lease import Lease
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 
 log = logging.getLogger(__name__)
@@ -90,9 +90,7 @@ class Prefills:
 
     # Commands
 
-    def speculate(
-        self, request_id: str, token_ids: Int64Array, salt: bytes = b"", encoder_len: int = 0
-    ) -> "Future[FirstToken] | None":
+    def speculate(self, request_id: str, prompt: PromptSpec) -> "Future[FirstToken] | None":
         """Prefills a prompt that submit() is to come for. abort() or its lease end it where no room is found for it.
 
         Launches its first forward where there is nothing else to do; its first token is in the future once it is
@@ -106,22 +104,19 @@ class Prefills:
             or len(scheduler.rows)
         ):
             return None
-        return self._speculative.take(request_id, token_ids, salt, encoder_len)
+        return self._speculative.take(request_id, prompt)
 
     def submit(
         self,
         request_id: str,
-        token_ids: Sequence[int] | Int64Array,
+        prompt: PromptSpec,
         params: SamplingParams,
         reservation: Reservation,
-        salt: bytes = b"",
-        num_output: int = 0,
         constraint: Constraint | None = None,
         gatherer: PromptLogprobs | None = None,
-        encoder_len: int = 0,
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
-        num_output: tokens at its end that an earlier placement has put out. gatherer: with one, all is computed.
+        gatherer: with one, all is computed.
 
         A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap,
         Aborted, StaleEpoch, StaleReservation. The lease runs until attend().
@@ -129,9 +124,7 @@ class Prefills:
         known = self._handoff.known(request_id)
         if known is not None:
             return known
-        prompt = np.asarray(token_ids, np.int64)
-        border = self._engine.layout.paging[0].whole(encoder_len)
-        position_map = self._checked_map(prompt, reservation, encoder_len, border)
+        position_map = self._checked_map(prompt, reservation)
         lease = self._handoff.lease(reservation)
         request = PrefillRequest(
             request_id,
@@ -142,16 +135,12 @@ class Prefills:
             position_map,
             lease,
             destination=self._handoff,
-            salt=salt,
-            num_output=num_output,
             constraint=constraint,
             gatherer=gatherer,
-            encoder_len=encoder_len,
-            border=border,
         )
         request.begin_output()
         self._handoff.begin(request)
-        speculative = None if gatherer else self._speculative.claim(request_id, prompt, salt, encoder_len)
+        speculative = None if gatherer else self._speculative.claim(request_id, prompt)
         if speculative is not None:
             request.take_over(speculative)
         self._scheduler.add(request)
@@ -259,25 +248,23 @@ class Prefills:
             log.exception("a prefill forward failed", extra=of_requests(*prompts))
             self._fail([prompt for prompt in prompts if self._scheduler.is_running(prompt)], error)
 
-    def _checked_map(
-        self, token_ids: Int64Array, reservation: Reservation, encoder_len: int, border: int
-    ) -> PositionMap:
-        position_map = self._handoff.check(reservation, len(token_ids), border)
-        shortage = self._engine.room(len(token_ids), self._max_batch_tokens, encoder_len).shortage
+    def _checked_map(self, prompt: PromptSpec, reservation: Reservation) -> PositionMap:
+        position_map = self._handoff.check(reservation, len(prompt), prompt.encoder.border)
+        shortage = self._engine.room(len(prompt), self._max_batch_tokens, prompt.encoder.length).shortage
         if shortage is not None:
             raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
         return position_map
 
     def _has_room(self, request: Prompt) -> bool:
         """Whether there are pages for a prompt; a speculative one gives way."""
-        while not self._engine.room(request.num_tokens, self._max_batch_tokens, request.encoder_len).fits:
+        while not self._engine.room(request.num_tokens, self._max_batch_tokens, request.spec.encoder.length).fits:
             if not self._speculative.drop():
                 return False
         return True
 
     def _begin(self, request: Prompt) -> None:
-        shares, most = self._sharing and request.gatherer is None, self._max_batch_tokens
-        asked = Admission(request.token_ids, request.num_tokens, most, shares, request.salt, request.encoder_len)
+        shares = self._sharing and request.gatherer is None
+        asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares)
         request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
         request.started = time.perf_counter()
 
@@ -291,7 +278,7 @@ class Prefills:
             self._ahead.append(mark)
         if self._sharing and self._engine.layout.drops_past:  # the next chunk lets go of what left a window
             for prompt in (prompt for prompt, _ in batch.chunks if prompt not in ending):
-                self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.salt)
+                self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.spec.salt)
         if ending:
             self._finish(ending, logits, beside)
 
@@ -310,7 +297,7 @@ class Prefills:
         """
         if self._sharing:  # while the device computes: a reader of these pages is launched after it
             for prompt in (prompt for prompt in prompts if prompt.shares):
-                self._engine.publish(prompt.sequence_id, prompt.token_ids, prompt.salt)
+                self._engine.publish(prompt.sequence_id, prompt.token_ids, prompt.spec.salt)
         tokens, pending = self._engine.sample(
             logits,
             SampleBatch.from_params(

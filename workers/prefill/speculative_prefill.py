@@ -5,7 +5,6 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.engine import Engine
@@ -16,6 +15,7 @@ from tandem.workers.requests.prefill_request import SpeculativePrompt
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
+from tandem.workers.wire.prompt_spec import PromptSpec
 
 log = logging.getLogger(__name__)
 
@@ -50,23 +50,19 @@ class SpeculativePrefill:
         """That of the prompt; None without one."""
         return None if self._prompt is None else self._prompt.request_id
 
-    def take(
-        self, request_id: str, token_ids: Int64Array, salt: bytes = b"", encoder_len: int = 0
-    ) -> "Future[FirstToken] | None":
+    def take(self, request_id: str, spec: PromptSpec) -> "Future[FirstToken] | None":
         """Launches the prompt's first forward; the token sampled behind the prompt, once it is claimed and that far.
 
         None, and nothing happens, when there is a prompt already, or no room. Where the launch fails, the prompt is
         computed once it has its reservation.
         """
-        engine, most = self._engine, self._max_batch_tokens
-        if self._prompt is not None or not engine.room(len(token_ids), most, encoder_len).fits:
+        engine, size = self._engine, len(spec)
+        if self._prompt is not None or not engine.room(size, self._max_batch_tokens, spec.encoder.length).fits:
             return None
         lease = Lease(self._lease_seconds, self._clock)
-        prompt = self._prompt = SpeculativePrompt(
-            request_id, self._ids.take(), token_ids, lease, salt=salt, encoder_len=encoder_len
-        )
+        prompt = self._prompt = SpeculativePrompt(request_id, self._ids.take(), spec, lease)
         try:
-            asked = Admission(token_ids, len(token_ids), most, self._sharing, salt, encoder_len)
+            asked = Admission(spec, size, self._max_batch_tokens, self._sharing)
             prompt.cached_tokens = engine.admit(prompt.sequence_id, asked)
             self._compute(prompt)
         except Exception:
@@ -74,14 +70,13 @@ class SpeculativePrefill:
             self.drop()
         return prompt.first_token
 
-    def claim(
-        self, request_id: str, token_ids: Int64Array, salt: bytes = b"", encoder_len: int = 0
-    ) -> SpeculativePrompt | None:
+    def claim(self, request_id: str, spec: PromptSpec) -> SpeculativePrompt | None:
         """The prompt, whose sequence is the caller's from now on; None where it is another."""
         prompt = self._prompt
         if prompt is None or prompt.request_id != request_id:
             return None
-        if (prompt.salt, prompt.encoder_len) != (salt, encoder_len) or not np.array_equal(prompt.token_ids, token_ids):
+        alike = (prompt.spec.salt, prompt.spec.encoder) == (spec.salt, spec.encoder)
+        if not alike or not np.array_equal(prompt.spec.token_ids, spec.token_ids):
             self.drop()
             return None
         self._prompt = None
@@ -98,15 +93,16 @@ class SpeculativePrefill:
             return False
         try:
             if self._sharing and prompt.computed:  # it may be asked for again, once there is room for it
-                self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.salt)
+                spec = prompt.spec
+                self._engine.publish(prompt.sequence_id, spec.token_ids[: prompt.computed], spec.salt)
         finally:
             self._retired.add(prompt.sequence_id)
         return True
 
     def _compute(self, prompt: SpeculativePrompt) -> None:
-        whole = len(prompt.token_ids)
+        whole = len(prompt.spec)
         end = min(whole, prompt.cached_tokens + self._max_batch_tokens)
-        tokens = prompt.token_ids[prompt.cached_tokens : end]
+        tokens = prompt.spec.token_ids[prompt.cached_tokens : end]
         logits = self._engine.compute(PromptChunks([prompt.sequence_id], [tokens], [whole]), push=False)
         prompt.computed = end
         self.computed_tokens += len(tokens)

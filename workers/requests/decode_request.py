@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.cache.plan.arrays import Int64Array
 from tandem.transfer.completion import Signal
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.token_stream import TokenStream
@@ -14,7 +13,8 @@ from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
-from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.prompt_spec import PromptSpec
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class DecodeRequest:
 
     request_id: str
     sequence_id: int
-    prompt: Int64Array
+    prompt: PromptSpec
     signal: Signal | None  # None: this worker computes the prompt itself
     expected_tokens: int  # positions that are not in the prefix index: the sender writes, or this worker computes them
     max_tokens: int  # output tokens that pages were reserved for
@@ -33,13 +33,8 @@ class DecodeRequest:
     received: bool = False  # no peer's write can come any more
     ended: bool = False  # a step launched before may still have a row for it, which is then ignored
     output: list[int] = field(default_factory=list)
-    salt: bytes = b""  # of the prefixes that it shares
-    encoder_len: int = 0  # tokens of the encoder's prompt, with which the prompt begins
-    border: int = 0  # positions that these take up, padding included
-    num_output: int = 0  # tokens at the prompt's end that an earlier placement has put out
     constraint: Constraint | None = None  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = None  # of a local prompt
-    sliding: SlidingWindow | None = None  # how the sequence slides behind its prompt
 
     def begin(self, token: int) -> None:
         """All KV of the prompt and the first token are here."""
@@ -60,11 +55,12 @@ class DecodeRequest:
         assert self.rule is not None
         if not self.params.changes_logits:
             return None
-        context = np.concatenate((self.prompt[self.border :], np.array(self.output, np.int64)))
-        num_output = self.num_output + len(self.output)
+        prompt = self.prompt
+        context = np.concatenate((prompt.token_ids[prompt.encoder.border :], np.array(self.output, np.int64)))
+        num_output = prompt.num_output + len(self.output)
         if self.constraint is not None:
             self.constraint.follow(context[context.size - num_output + self.constraint.consumed :].tolist())
-        return LogitRules(self.params, self.rule.stop_ids, context, num_output, len(self.prompt), self.constraint)
+        return LogitRules(self.params, self.rule.stop_ids, context, num_output, len(prompt), self.constraint)
 
     @property
     def is_local(self) -> bool:
@@ -86,4 +82,4 @@ class LocalPrompt(Prompt):
     @property
     def shares(self) -> bool:
         """Not where its sequence will slide: what leaves the window has to give pages back."""
-        return self.request.sliding is None
+        return self.spec.sliding is None

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 from tandem.workers.wire.lease import Lease
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 
 
@@ -42,15 +42,13 @@ class SpeculativePrompt:
 
     request_id: str
     sequence_id: int
-    token_ids: Int64Array
+    spec: PromptSpec
     lease: Lease
     cached_tokens: int = 0  # found in the prefix index
     computed: int = 0  # positions whose KV is stored once the forward is done; 0 before its launch
     logits: Tensor | None = None  # [1, vocab], behind the last token, where the forward reaches so far
     first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
     started: float = field(default_factory=time.perf_counter)
-    salt: bytes = b""  # of the prefixes that it shares
-    encoder_len: int = 0  # see Prompt
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.prompt_spec import PromptSpec
 
 OfKind = TypeVar("OfKind", contravariant=True)
 
@@ -43,13 +44,9 @@ class Prompt:
 
     request_id: str
     sequence_id: int
-    token_ids: Int64Array
+    spec: PromptSpec
     params: SamplingParams
     destination: Destination[Any] = field(kw_only=True, repr=False)
-    salt: bytes = field(default=b"", kw_only=True)  # of the prefixes that it shares
-    encoder_len: int = field(default=0, kw_only=True)  # tokens of the encoder's prompt, with which token_ids begin
-    border: int = field(default=0, kw_only=True)  # positions that these take up, padding included
-    num_output: int = field(default=0, kw_only=True)  # tokens at its end that an earlier placement has put out
     constraint: Constraint | None = field(default=None, kw_only=True)  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = field(default=None, kw_only=True)  # where the request asks for them
     computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
@@ -61,13 +58,17 @@ class Prompt:
     sampled_at: float = field(default=0.0, kw_only=True)  # when the host learned the first token
 
     @property
+    def token_ids(self) -> Int64Array:
+        return self.spec.token_ids
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.spec)
 
     @property
     def least_chunk(self) -> int:
         """The least that its next forward computes: an encoder's prompt as a whole."""
-        return max(self.border - self.computed, 1)
+        return max(self.spec.encoder.border - self.computed, 1)
 
     @property
     def shares(self) -> bool:
@@ -79,13 +80,14 @@ class Prompt:
         if not self.params.changes_logits:
             return None
         stop_ids = FinishRule.of(self.params, eos_token_ids).stop_ids
-        context = self.token_ids[self.border :]  # the encoder's tokens are nothing that the decoder has said
-        return LogitRules(self.params, stop_ids, context, self.num_output, self.num_tokens, self.constraint)
+        # The encoder's tokens are nothing that the decoder has said.
+        context = self.token_ids[self.spec.encoder.border :]
+        return LogitRules(self.params, stop_ids, context, self.spec.num_output, self.num_tokens, self.constraint)
 
     def begin_output(self) -> None:
         """The mask of the first token is computed while the prompt is."""
         if self.constraint is not None:
-            self.constraint.follow(self.token_ids[self.num_tokens - self.num_output :].tolist())
+            self.constraint.follow(self.token_ids[self.num_tokens - self.spec.num_output :].tolist())
 
     @property
     def has_room(self) -> bool:

@@ -1,14 +1,16 @@
 """Checks of every call to a worker, before a loop sees it: one bad call must not fail a forward of many requests."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
 from tandem.cache.plan.spans import Paging
-from tandem.proto import inference_pb2
+from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
 from tandem.workers.wire.messages import prompt_from_bytes, sampling_from_proto
+from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
+
+PromptMessage = worker_pb2.PrepareReceiveRequest | worker_pb2.AnnounceRequest | worker_pb2.RemoteSendRequest
 
 MAX_REQUEST_ID = 256  # characters: a client's own, and what the gateway puts before it
 
@@ -18,51 +20,48 @@ def check_request_id(request_id: str) -> None:
         raise InvalidCall(f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID} are accepted")
 
 
-def check_prompt(
-    request_id: str, prompt: bytes, max_tokens: int, *, vocab_size: int, max_model_len: int, slides: bool = False
-) -> Int64Array:
-    """The token ids of a request's prompt as messages carry it, int64 [n].
+class PromptCheck(NamedTuple):
+    """Makes prompts of messages. Raises InvalidCall for one that this worker cannot compute."""
 
-    max_tokens: output tokens, of which the last is never fed back. slides: they may be any number.
-    """
-    check_request_id(request_id)
-    token_ids = prompt_from_bytes(prompt)
-    largest = int(token_ids.max())
-    if largest >= vocab_size:
-        raise InvalidCall(f"prompt has token {largest}; the vocabulary has {vocab_size} entries, 0 … {vocab_size - 1}")
-    if max_tokens < 1:
-        raise InvalidCall(f"max_tokens is {max_tokens}; it must be at least 1")
-    if token_ids.size + (1 if slides else max_tokens) - 1 > max_model_len:
-        raise InvalidCall(
-            f"prompt has {token_ids.size} tokens and max_tokens is {max_tokens}; this worker has {max_model_len} "
-            "positions for a sequence"
-        )
-    return token_ids
-
-
-class EncoderCheck(NamedTuple):
-    """most: tokens of an encoder's prompt; 0: the model has no encoder."""
-
-    most: int
+    vocab_size: int
+    max_model_len: int
+    most_encoder: int  # tokens of an encoder's prompt; 0: the model has no encoder
     page_size: int
 
-    def __call__(self, encoder_tokens: int, prompt: Int64Array) -> int:
-        """encoder_tokens, so many of which, padded to whole pages, the prompt begins with; InvalidCall if it cannot."""
-        least = 1 if self.most else 0
-        if not least <= encoder_tokens <= self.most:
-            raise InvalidCall(f"encoder_tokens is {encoder_tokens}; {least} … {self.most} are accepted")
-        border = Paging(1, self.page_size).whole(encoder_tokens)
-        if prompt.size <= border:
+    def __call__(self, message: PromptMessage, max_tokens: int = 1, **known: Any) -> PromptSpec:
+        """max_tokens: output tokens, of which the last is never fed back; those of a sequence that slides may be any
+        number. known: fields that not all messages about a prompt have."""
+        check_request_id(message.request_id)
+        token_ids = prompt_from_bytes(message.prompt)
+        encoder = self._encoder(message.encoder_tokens)
+        prompt = PromptSpec(token_ids, message.salt, encoder, **known)
+        largest = int(token_ids.max())
+        if largest >= self.vocab_size:
+            accepted = f"{self.vocab_size} entries, 0 … {self.vocab_size - 1}"
+            raise InvalidCall(f"prompt has token {largest}; the vocabulary has {accepted}")
+        if max_tokens < 1:
+            raise InvalidCall(f"max_tokens is {max_tokens}; it must be at least 1")
+        if len(prompt) + (max_tokens if prompt.sliding is None else 1) - 1 > self.max_model_len:
             raise InvalidCall(
-                f"prompt has {prompt.size} tokens; the encoder's take up {border}, and at least one must follow"
+                f"prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; this worker has {self.max_model_len} "
+                "positions for a sequence"
             )
-        return encoder_tokens
+        if len(prompt.salt) > MAX_SALT_BYTES:
+            raise InvalidCall(f"salt has {len(prompt.salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
+        if prompt.num_decoder < 1:
+            raise InvalidCall(
+                f"prompt has {len(prompt)} tokens; the encoder's take up {encoder.border}, and at least one must follow"
+            )
+        if prompt.num_output >= len(prompt):
+            reason = f"the prompt of {len(prompt)} tokens must be longer"
+            raise InvalidCall(f"num_output is {prompt.num_output}; {reason}")
+        return prompt
 
-
-def check_salt(salt: bytes) -> bytes:
-    if len(salt) > MAX_SALT_BYTES:
-        raise InvalidCall(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
-    return salt
+    def _encoder(self, tokens: int) -> EncoderPrompt:
+        least = 1 if self.most_encoder else 0
+        if not least <= tokens <= self.most_encoder:
+            raise InvalidCall(f"encoder_tokens is {tokens}; {least} … {self.most_encoder} are accepted")
+        return EncoderPrompt(tokens, Paging(1, self.page_size).whole(tokens))
 
 
 def check_sampling(message: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
@@ -74,9 +73,3 @@ def check_sampling(message: inference_pb2.SamplingParams, vocab_size: int) -> Sa
     if params.temperature > 0 and params.seed is None:
         raise InvalidCall("sampling.seed is missing; where temperature is above 0 the gateway draws it")
     return params
-
-
-def check_num_output(num_output: int, prompt_tokens: int) -> int:
-    if num_output >= prompt_tokens:
-        raise InvalidCall(f"num_output is {num_output}; the prompt of {prompt_tokens} tokens must be longer")
-    return num_output

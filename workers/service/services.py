@@ -23,14 +23,7 @@ from tandem.workers.requests.prompt_logprob_streams import PromptLogprobStream, 
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
-from tandem.workers.service.call_checks import (
-    EncoderCheck,
-    check_num_output,
-    check_prompt,
-    check_request_id,
-    check_salt,
-    check_sampling,
-)
+from tandem.workers.service.call_checks import PromptCheck, check_request_id, check_sampling
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.resident import resident_bytes
 from tandem.workers.service.status import call_of, outcome, refuse
@@ -63,8 +56,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._check_prompt = partial(check_prompt, vocab_size=vocab_size, max_model_len=config.max_model_len)
-        self._check_encoder = EncoderCheck(max_encoder_tokens, config.page_size)
+        self._prompt = PromptCheck(vocab_size, config.max_model_len, max_encoder_tokens, config.page_size)
         self._thread = thread
         self._loop = loop
         self._feeds = Feeds()
@@ -146,9 +138,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         sampled = FirstTokens(asyncio.get_running_loop())
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
-            prompt = self._check_prompt(request.request_id, request.prompt, 1)
-            encoder_len = self._check_encoder(request.encoder_tokens, prompt)
-            future = prefills.speculate(request.request_id, prompt, check_salt(request.salt), encoder_len)
+            future = prefills.speculate(request.request_id, self._prompt(request))
             if future is not None:
                 sampled.expect(request.request_id, future)
 
@@ -175,21 +165,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         attended: list[Lease] = []
 
         def submit() -> Future[PrefillResult]:
-            prompt = self._check_prompt(request.request_id, request.prompt, 1)
+            prompt = self._prompt(request, num_output=request.num_output)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
-            salt, num_output = check_salt(request.salt), check_num_output(request.num_output, prompt.size)
-            future = prefills.submit(
-                request.request_id,
-                prompt,
-                params,
-                reservation,
-                salt,
-                num_output,
-                constraint,
-                gatherer(stream, params),
-                self._check_encoder(request.encoder_tokens, prompt),
-            )
+            scores = gatherer(stream, params)
+            future = prefills.submit(request.request_id, prompt, params, reservation, constraint, scores)
             lease = prefills.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
@@ -224,15 +204,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         def prepare() -> tuple[Reservation, Future[None] | None]:
             sliding = sliding_from_proto(request.sliding) if request.HasField("sliding") else None
-            prompt = self._check_prompt(
-                request.request_id, request.prompt, request.max_tokens, slides=sliding is not None
-            )
-            salt = check_salt(request.salt)
+            prompt = self._prompt(request, request.max_tokens, sliding=sliding, whole=request.whole)
             if request.writer_pe != self._config.pe:
                 self._loop.check_peers()
-            encoder_len, whole = self._check_encoder(request.encoder_tokens, prompt), request.whole
-            asked = request.max_tokens, request.writer_pe
-            reservation = decodes.prepare(request.request_id, prompt, *asked, salt, whole, sliding, encoder_len)
+            reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
             return reservation, self._loop.windows_past()
 
         reservation, past = await self._on_step_thread(context, request.epoch, prepare)

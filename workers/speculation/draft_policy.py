@@ -59,7 +59,7 @@ class Drafted:
         self._request = request
         self._num_prompt = len(request.prompt)
         self._tokens = np.empty(self._num_prompt + request.max_tokens, np.int64)
-        self._tokens[: self._num_prompt] = request.prompt
+        self._tokens[: self._num_prompt] = request.prompt.token_ids
         self._size = self._num_prompt
 
     @property
@@ -147,7 +147,7 @@ class DraftPolicy:
 
     def gives_up(self, requests: Sequence[DecodeRequest]) -> bool:
         """Whether no draft of a model is wanted for any of these, from now on: asked before each plain step of them."""
-        if any(one.sliding is not None for one in requests):
+        if any(one.prompt.sliding is not None for one in requests):
             return False
         drafted = [self.of(one) for one in requests if one.params is not None and not one.params.changes_logits]
         shares = [one.share for one in drafted if not one.gave_up]

@@ -60,7 +60,7 @@ class Speculation:
         return drafts
 
     def _propose(self, requests: Sequence[DecodeRequest], *, known: bool) -> list[Int64Array] | None:
-        if self._drafter is None or any(request.sliding is not None for request in requests):
+        if self._drafter is None or any(request.prompt.sliding is not None for request in requests):
             return None  # a draft would push out of a window what its first token sees
         sizes = self._policy.sizes(requests, [len(request.output) for request in requests])
         if not sizes:

@@ -33,6 +33,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
+from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache
 
 PAGE_SIZE, NUM_PAGES, PROMPT = 4, 24, 5
@@ -241,7 +242,7 @@ class Bench:
         self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = (), **parameters: Any
     ) -> tuple[Reservation, TokenStream]:
         """A request whose KV and first token have landed."""
-        reservation = self.decodes.prepare(name, [1] * PROMPT, max_tokens, writer_pe=0)
+        reservation = self.decodes.prepare(name, spec_of([1] * PROMPT), max_tokens, writer_pe=0)
         sequence, stream = reservation.reservation_id, TokenStream()
         signal = pack_signal(reservation.generation, PROMPT)
         self._sender.post(1, reservation.signal_slot, signal, pack_payload(token_at(sequence, PROMPT), 0))

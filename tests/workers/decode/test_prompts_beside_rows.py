@@ -11,6 +11,7 @@ from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache
 from tests.workers.decode.test_overlap_scheduling import (
     NO_LOGPROBS,
@@ -83,7 +84,7 @@ def runner_of(bench: Bench) -> PromptRunner:
 
 def start_own(bench: Bench, name: str, prompt_tokens: int, max_tokens: int, stop: tuple[int, ...] = ()) -> TokenStream:
     """A request whose prompt this worker computes."""
-    reservation, stream = bench.decodes.prepare(name, [1] * prompt_tokens, max_tokens, OWN_PE), TokenStream()
+    reservation, stream = bench.decodes.prepare(name, spec_of([1] * prompt_tokens), max_tokens, OWN_PE), TokenStream()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop)
     bench.decodes.start(name, reservation.reservation_id, params, stream)
     return stream
@@ -176,7 +177,7 @@ def test_chunks_do_not_run_far_ahead_of_what_is_awaited(bench: Bench) -> None:
     """A request whose KV is on its way would wait for all of them with its first step."""
     runner = runner_of(bench)
     runner.chunks_done = 0
-    reservation = bench.decodes.prepare("awaited", [1] * PROMPT, 2, writer_pe=0)
+    reservation = bench.decodes.prepare("awaited", spec_of([1] * PROMPT), 2, writer_pe=0)
     bench.decodes.start(
         "awaited", reservation.reservation_id, SamplingParams(max_tokens=2, temperature=0), TokenStream()
     )

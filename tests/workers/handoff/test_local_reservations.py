@@ -23,6 +23,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tests.cache.naive import ROPE, layout_of, spanned
 from tests.support.oracle import random_prompt
+from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache
 from tests.workers.loop_pair import DECODE, NO_SPECULATION, Clock, LoopPair
 
@@ -75,7 +76,7 @@ class Worker:
         own = random.randint(1, LONGEST - MOST_OUTPUT - len(known))
         prompt = [*known, *random.choices(range(10, 20), k=own)]
         try:
-            self.reservations.prepare(f"r{self.count}", prompt, random.randint(1, MOST_OUTPUT), PE)
+            self.reservations.prepare(f"r{self.count}", spec_of(prompt), random.randint(1, MOST_OUTPUT), PE)
         except NoRoom:
             assert self.begun, "a request has no room on a worker that serves no other"
             self.refused += 1
@@ -87,7 +88,7 @@ class Worker:
     def compute(self, begun: Begun) -> None:
         """A chunk, which others may share from then on."""
         request, tokens = begun.request, begun.tokens
-        prompt = request.prompt.tolist()
+        prompt = request.prompt.token_ids.tolist()
         count = self.random.randint(1, min(self.chunk, len(prompt) - len(tokens)))
         self.append(begun, prompt[len(tokens) : len(tokens) + count])
         self.cache.publish_prefix(request.sequence_id, tokens)
@@ -135,7 +136,7 @@ def test_a_request_that_needs_the_whole_pool_is_served_again_and_again(seed: int
     worker = Worker(seed, more=0)
     prompt = worker.texts[0][: LONGEST - 1]
     for number in range(3):
-        worker.reservations.prepare(f"r{number}", prompt, 2, PE)
+        worker.reservations.prepare(f"r{number}", spec_of(prompt), 2, PE)
         request = worker.reservations.get(f"r{number}")
         assert request is not None
         begun = worker.begun[request.request_id] = Begun(request, prompt[: len(prompt) - request.expected_tokens])
@@ -148,21 +149,21 @@ def test_a_request_that_needs_the_whole_pool_is_served_again_and_again(seed: int
 def test_what_the_pool_cannot_hold_is_refused_with_what_it_needs(seed: int) -> None:
     worker = Worker(seed, more=-1)
     with pytest.raises(InvalidCall, match=f"need {worker.most} pages; this worker has {worker.most - 1} "):
-        worker.reservations.prepare("long", worker.texts[0], 1, PE)
+        worker.reservations.prepare("long", spec_of(worker.texts[0]), 1, PE)
     assert worker.cache.num_free_pages == worker.cache.num_pages == worker.most - 1
 
 
 def test_a_prompt_whose_sequence_slides_is_shared_with_nobody(folder: Path) -> None:
     """Others hold all that the pool has when it slides, and would keep the pages that leave its window."""
     pair, prompt, sliding = LoopPair(folder, num_pages=12, sharing=True), random_prompt(40, 1), SlidingWindow(20, 4)
-    reservation = pair.decode.prepare("slides", prompt, 60, DECODE, sliding=sliding)
+    reservation = pair.decode.prepare("slides", spec_of(prompt, sliding=sliding), 60, DECODE)
     pair.start("slides", reservation, 60)
     while not pair.tokens("slides"):
         pair.step_decode()
     for length in (len(prompt), 1):
         with suppress(NoRoom):
             for number in range(12):
-                pair.decode.prepare(f"other {number} of {length}", prompt[:length], 8, DECODE)
+                pair.decode.prepare(f"other {number} of {length}", spec_of(prompt[:length]), 8, DECODE)
     assert pair.caches[DECODE].num_free_pages == 0
     pair.run_decode()
     assert pair.ended("slides") == FinishReason.LENGTH

@@ -15,6 +15,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.reservation import Reservation
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import DECODE, LEASE, PAGE, PREFILL, LoopPair
 
 PROMPTS = [random_prompt(length, length) for length in (5, 17, 37)] + [random_prompt(37, 37)[:20] + [7] * 10]
@@ -69,9 +70,9 @@ class Gateway:
         pair, request_id = self.pair, f"r{number}"
         if action == "announce":  # sometimes of another prompt than is sent
             prompt = PROMPTS[(known.prompt + (number == 0)) % len(PROMPTS)]
-            pair.prefill.speculate(request_id, np.array(prompt))
+            pair.prefill.speculate(request_id, spec_of(prompt))
         elif action == "send":
-            pair.prefill.submit(request_id, PROMPTS[known.prompt], pair.params(OUTPUT), known.reservation)
+            pair.prefill.submit(request_id, spec_of(PROMPTS[known.prompt]), pair.params(OUTPUT), known.reservation)
             known.lease = known.lease or pair.prefill.attend(request_id)
         elif action == "hang up" and known.lease is not None:
             known.lease.leave()

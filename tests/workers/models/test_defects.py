@@ -4,13 +4,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tandem.workers.errors import ForwardFailed
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.sampling.finish import FinishReason
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import DECODE, PREFILL, LoopPair
 
 PROMPTS = [random_prompt(length, length) for length in (20, 21, 22)]
@@ -47,7 +47,7 @@ def test_one_request_fails(folder: Path, pe: int, name: str, output: int, monkey
     raise_once(pair, pe, name, monkeypatch)
     for number, prompt in enumerate(PROMPTS):
         reservation = pair.prepare(f"r{number}", prompt, output)
-        answers.append(pair.prefill.submit(f"r{number}", prompt, pair.params(output), reservation))
+        answers.append(pair.prefill.submit(f"r{number}", spec_of(prompt), pair.params(output), reservation))
         pair.prefill.attend(f"r{number}")
         pair.start(f"r{number}", reservation, output)
     pair.run_prefill()
@@ -76,7 +76,7 @@ def test_a_speculative_prefill_that_fails_fails_no_request(
     pair, prompt = LoopPair(folder, sharing=True), PROMPTS[0]
     with monkeypatch.context() as patch:
         raise_once(pair, PREFILL, name, patch, call=1)
-        pair.prefill.speculate("r", np.array(prompt))
+        pair.prefill.speculate("r", spec_of(prompt))
     assert pair.prefill.num_waiting == 0
     assert pair.complete("r", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
     for cache in pair.caches:

@@ -13,6 +13,7 @@ from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tests.cache.table_kernels import TableKernels
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import CHUNK, DECODE, PAGE, PREFILL, LoopPair
 from tests.workers.prefill.test_speculative_prefill import speculate
 
@@ -146,7 +147,7 @@ def test_a_quiet_push_is_answered_while_the_next_forward_computes(
     prompt = random_prompt(37, 0)
     reservations = {name: pair.prepare(name, prompt) for name in "ab"}
     pair.fabric.hold(DECODE)
-    first = pair.prefill.submit("a", prompt, pair.params(4), reservations["a"])
+    first = pair.prefill.submit("a", spec_of(prompt), pair.params(4), reservations["a"])
     pair.run_prefill()
     assert not first.done()
     runner, seen = pair.runners[PREFILL], list[bool]()
@@ -169,7 +170,7 @@ def test_a_quiet_push_is_answered_while_the_next_forward_computes(
         return drawn, Computing(pending)
 
     monkeypatch.setattr(runner, "sample_async", slow_draw)
-    second = pair.prefill.submit("b", prompt, pair.params(4), reservations["b"])
+    second = pair.prefill.submit("b", spec_of(prompt), pair.params(4), reservations["b"])
     pair.run_prefill()
     assert seen == [True]
     assert first.result(0).first_token == second.result(0).first_token

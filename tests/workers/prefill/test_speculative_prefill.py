@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.cache.attention.begun_forward import Forward
 from tandem.workers.errors import Aborted
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PAGE, PREFILL, LoopPair
 
 OUTPUT = 4
@@ -34,7 +35,7 @@ class CountedForwards:
 
 
 def speculate(pair: LoopPair, request_id: str, prompt: list[int]) -> None:
-    pair.prefill.speculate(request_id, np.array(prompt))
+    pair.prefill.speculate(request_id, spec_of(prompt))
     pair.step_prefill()
 
 
@@ -210,7 +211,7 @@ def test_a_write_that_fails_ends_the_request_and_no_more(pair: LoopPair, folder:
     prompt = random_prompt(CHUNK, 0)
     speculate(pair, "r", prompt)
     pair.fabric.fail_next("write_slots", DECODE)
-    future = pair.prefill.submit("r", prompt, pair.params(OUTPUT), pair.prepare("r", prompt))
+    future = pair.prefill.submit("r", spec_of(prompt), pair.params(OUTPUT), pair.prepare("r", prompt))
     for _ in range(2):  # the write, and that all before it is quiet
         pair.run_prefill()
     assert "write_slots" in str(future.exception(0))

@@ -22,6 +22,7 @@ from tandem.workers.scheduling.batch import StepBatch
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.lease import Lease
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 
 PARAMS = SamplingParams(temperature=0)
@@ -42,7 +43,7 @@ class Known:
 
 
 def prompt(sequence: int, num_tokens: int, computed: int = 0) -> PrefillRequest:
-    tokens = np.zeros(num_tokens, np.int64)
+    tokens = PromptSpec(np.zeros(num_tokens, np.int64))
     position_map = PositionMap(0, (SlotRuns.from_slots(np.arange(num_tokens, dtype=np.int32)),))
     request = PrefillRequest(
         str(sequence), sequence, tokens, PARAMS, RESERVATION, position_map, Lease(1.0), destination=MagicMock()
@@ -53,7 +54,7 @@ def prompt(sequence: int, num_tokens: int, computed: int = 0) -> PrefillRequest:
 
 def sequence(number: int, max_tokens: int, prompt_tokens: int = 3) -> DecodeRequest:
     """One whose first output token, 7, is known."""
-    tokens = np.ones(prompt_tokens, np.int64)
+    tokens = PromptSpec(np.ones(prompt_tokens, np.int64))
     rule = FinishRule(frozenset(), max_tokens)
     return DecodeRequest(str(number), number, tokens, Signal(0, 1), prompt_tokens, max_tokens, PARAMS, rule, output=[7])
 

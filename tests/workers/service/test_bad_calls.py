@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.errors import InvalidCall
 from tandem.workers.ports.authentication import HEADER
-from tandem.workers.service.call_checks import EncoderCheck
+from tandem.workers.service.call_checks import PromptCheck
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.workers.service.test_service import EPOCH, PROMPT, Pair, code_of, running_pair
 
@@ -127,6 +126,8 @@ def test_pages_that_its_receiver_did_not_offer_are_not_written(pair: Pair) -> No
     ],
 )
 def test_prompts_of_an_encoder_that_cannot_be(tokens: int, encoder_tokens: int, named: str) -> None:
+    check = PromptCheck(vocab_size=10, max_model_len=100, most_encoder=64, page_size=8)
     with pytest.raises(InvalidCall, match=named):
-        EncoderCheck(most=64, page_size=8)(encoder_tokens, np.zeros(tokens, np.int64))
-    assert EncoderCheck(most=64, page_size=8)(9, np.zeros(17, np.int64)) == 9
+        check(worker_pb2.AnnounceRequest(prompt=prompt_to_bytes([0] * tokens), encoder_tokens=encoder_tokens))
+    good = check(worker_pb2.AnnounceRequest(prompt=prompt_to_bytes([0] * 17), encoder_tokens=9))
+    assert good.encoder == (9, 16)

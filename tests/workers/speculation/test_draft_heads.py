@@ -28,6 +28,7 @@ from tests.support.checkpoints import make_model
 from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import DECODE, LoopPair
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def check(
         recall(self, step)
         for request, draft in zip(step.requests, step.drafts or [], strict=True):
             if step.drafting is not None and draft.size and not request.ended:
-                chained[*request.prompt, *request.output] = draft.tolist()
+                chained[*request.prompt.token_ids.tolist(), *request.output] = draft.tolist()
 
     options: dict[str, Any] = {"kernels": TableKernels} if in_graphs else {}
     loops = LoopPair(target, num_pages=64, speculation=speculation, drafter=make, **options)
@@ -188,7 +189,7 @@ def check(
     first = {}
     for index, prompt in enumerate(prompts):
         reservation = loops.prepare(str(index), prompt, NUM_TOKENS)
-        first[index] = loops.prefill.submit(str(index), prompt, loops.params(NUM_TOKENS), reservation)
+        first[index] = loops.prefill.submit(str(index), spec_of(prompt), loops.params(NUM_TOKENS), reservation)
         loops.start(str(index), reservation, NUM_TOKENS)
         loops.run_prefill()
     with mock.patch.object(Speculation, "recall", recalled):

@@ -23,6 +23,7 @@ from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import LoopPair
 
 Compute = Callable[[Tensor, CachedAttention], Tensor]
@@ -192,7 +193,7 @@ def test_in_graphs_as_on_a_gpu(checkpoints: Callable[[str], Path], case: str) ->
     first = {}
     for name, prompt in prompts.items():
         reservation = loops.prepare(name, prompt, lengths[name])
-        first[name] = loops.prefill.submit(name, prompt, loops.params(lengths[name]), reservation)
+        first[name] = loops.prefill.submit(name, spec_of(prompt), loops.params(lengths[name]), reservation)
         loops.start(name, reservation, lengths[name])
     loops.run_prefill()
     loops.run_decode()
@@ -211,4 +212,4 @@ def test_a_side_without_the_drafter_is_refused(checkpoints: Callable[[str], Path
     with_drafter, without = drafted_pair(target, target), LoopPair(target)
     reservation = with_drafter.prepare("a", [1, 2, 3])
     with pytest.raises(InvalidPositionMap, match="layout"):
-        without.prefill.submit("a", [1, 2, 3], without.params(4), reservation)
+        without.prefill.submit("a", spec_of([1, 2, 3]), without.params(4), reservation)

@@ -14,6 +14,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.oracle import load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import DECODE, NO_SPECULATION, LoopPair
 
 OUTPUT = 40
@@ -64,7 +65,7 @@ def tokens_of(pair: LoopPair, seed: int) -> dict[str, list[int]]:
     requests = requests_of(seed)
     for request_id, (prompt, params) in requests.items():
         reservation = pair.prepare(request_id, prompt, params.max_tokens)
-        pair.prefill.submit(request_id, prompt, params, reservation)
+        pair.prefill.submit(request_id, spec_of(prompt), params, reservation)
         pair.start(request_id, reservation, params.max_tokens, params)
         pair.run_prefill()
         for _ in range(draws.randint(0, 6)):

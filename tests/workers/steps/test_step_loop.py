@@ -9,6 +9,7 @@ from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.scheduling.batch import StepBatch
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import CHUNK, LoopPair
 
 OUTPUT = 6
@@ -22,9 +23,9 @@ def test_workers_that_prefill_and_decode_at_once(folder: Path) -> None:
     for number, prompt in enumerate(prompts):
         writer, sender, receiver = (0, one, other) if number % 2 else (1, other, one)
         name, stream = f"r{number}", TokenStream()
-        reservation = receiver.decodes.prepare(name, prompt, OUTPUT, writer)
+        reservation = receiver.decodes.prepare(name, spec_of(prompt), OUTPUT, writer)
         receiver.decodes.start(name, reservation.reservation_id, pair.params(OUTPUT), stream)
-        firsts.append(sender.prefills.submit(name, prompt, pair.params(OUTPUT), reservation))
+        firsts.append(sender.prefills.submit(name, spec_of(prompt), pair.params(OUTPUT), reservation))
         sender.prefills.attend(name)
         streams.append(stream)
         mixed += step_both(pair)

@@ -11,7 +11,7 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
 from tandem.workers.decode.published_prefixes import PublishedPrefixes
-from tandem.workers.decode.steps_in_flight import StepsInFlight
+from tandem.workers.decode.steps_in_flight import LaunchedStep, StepsInFlight
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, landed
@@ -32,7 +32,6 @@ from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.speculation.speculation import Speculation
-from tandem.workers.speculation.verification import Verification
 from tandem.workers.wire.lease import Clock
 from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
@@ -191,7 +190,7 @@ class Decodes:
     @property
     def is_verifying(self) -> bool:
         """Whether nothing may be launched behind what is in flight but a verify step that follows it."""
-        return isinstance(self._steps.behind, Verification)
+        return self._steps.behind is not None and self._steps.behind.verifies
 
     def ran_beside(self, prompt_tokens: int) -> None:
         """Chunks of so many tokens were launched behind the last step."""
@@ -222,17 +221,17 @@ class Decodes:
             return poll if self._awaiting else upkeep_again
         try:
             alone, behind = step is not None and forward is None, steps.behind
-            if isinstance(behind, Verification):
-                following = self._speculation.follow(self._rows, behind) if alone else None
+            if self.is_verifying:
+                following = self._speculation.follow(self._rows) if alone else None
                 if following is not None:
                     following.prompt_tokens = self._take_prompt_tokens()
                 steps.launched(following, overlaps=True)
             elif alone and (drafts := self._speculation.propose(self._rows.requests, known=behind is None)):
                 if behind is None:
                     beside = self._take_prompt_tokens()
-                    steps.reading = first = self._speculation.launch(self._rows, drafts, beside)
+                    steps.reading = self._speculation.launch(self._rows, drafts, beside)
                     if not beside:  # else the next launch would wait until the prompts are done
-                        steps.behind = self._speculation.follow(self._rows, first)
+                        steps.behind = self._speculation.follow(self._rows)
                 else:
                     steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
             else:
@@ -315,7 +314,7 @@ class Decodes:
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
         return prompt_tokens
 
-    def _deliver(self, in_flight: StepInFlight | Verification) -> None:
+    def _deliver(self, in_flight: LaunchedStep) -> None:
         """Hands out the tokens of a step."""
         try:
             samples = in_flight.pending.wait()
@@ -324,14 +323,8 @@ class Decodes:
         now = self._clock()
         if self._delivered is not None:
             self._scheduler.pace.measured(now - self._delivered, in_flight.prompt_tokens)
-        if isinstance(in_flight, Verification):
-            self._speculation.recall(in_flight)
         self._delivered, runs = now, in_flight.runs(samples)
-        if isinstance(in_flight, Verification):
-            self._speculation.settle(in_flight, runs)
-            self._rows.verified(in_flight.requests, runs)
-        elif self._steps.behind is None:
-            self._rows.learn(samples.token_ids)
+        in_flight.settle(samples, runs, is_last=self._steps.behind is None)
         updates, leaving, failed = [], [], []
         for request, run in zip(in_flight.requests, runs, strict=True):
             if request.ended:

@@ -1,9 +1,43 @@
 """Steps that were launched and are not read: the one that is read next, and with overlap scheduling one behind it."""
 
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
 from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import DecodeRequest
-from tandem.workers.scheduling.decode_rows import StepInFlight
-from tandem.workers.speculation.verification import Verification
+from tandem.workers.requests.token_run import TokenRun
+from tandem.workers.sampling.pending_samples import PendingSamples, Samples
+
+
+class LaunchedStep(Protocol):
+    """A plain step or one that verifies drafts: StepInFlight, Verification."""
+
+    @property
+    def requests(self) -> list[DecodeRequest]: ...
+
+    @property
+    def pending(self) -> PendingSamples: ...
+
+    @property
+    def prompt_tokens(self) -> int:
+        """That the device computes between the step before and this one."""
+        ...
+
+    @property
+    def released(self) -> list[int]:
+        """Sequences that ended since; the step may write to their pages."""
+        ...
+
+    verifies: ClassVar[bool]
+    """Whether nothing may be launched behind it but a verify step that follows it."""
+
+    def runs(self, samples: Samples) -> list[TokenRun]:
+        """The tokens of each request."""
+        ...
+
+    def settle(self, samples: Samples, runs: Sequence[TokenRun], *, is_last: bool) -> None:
+        """The tokens are read. is_last: nothing is launched behind it."""
+        ...
 
 
 class StepsInFlight:
@@ -12,13 +46,13 @@ class StepsInFlight:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.behind: StepInFlight | Verification | None = None
-        self.reading: StepInFlight | Verification | None = None
+        self.behind: LaunchedStep | None = None
+        self.reading: LaunchedStep | None = None
 
     def __bool__(self) -> bool:
         return self.behind is not None or self.reading is not None
 
-    def launched(self, step: StepInFlight | Verification | None, *, overlaps: bool) -> None:
+    def launched(self, step: LaunchedStep | None, *, overlaps: bool) -> None:
         """`step` was launched, while nothing was read; None: nothing more was. overlaps: it is read when the next one
         has been launched."""
         if overlaps:
@@ -34,7 +68,7 @@ class StepsInFlight:
                 return
         self._engine.free(request.sequence_id)
 
-    def done(self, step: StepInFlight | Verification) -> None:
+    def done(self, step: LaunchedStep) -> None:
         """Nothing that belongs to the step is under way any more."""
         for sequence_id in step.released:
             self._engine.free(sequence_id)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,15 @@ class StepInFlight:
     limits: Int64Array  # [n], LENGTH for rows that get their last possible token, else RUNNING
     stop_ids: Int64Array  # [n, k]
     pending: PendingSamples
+    rows: "DecodeRows"  # which launched it
     prompt_tokens: int = 0  # that the device computes between the step before and this one
     released: list[int] = field(default_factory=list)  # sequences that ended since; the step may write to their pages
+    verifies: ClassVar[bool] = False
+
+    def settle(self, samples: Samples, runs: Sequence[TokenRun], *, is_last: bool) -> None:
+        """The next step takes its tokens from the host, unless it is launched."""
+        if is_last:
+            self.rows.learn(samples.token_ids)
 
     def runs(self, samples: Samples) -> list[TokenRun]:
         """The token of each row."""
@@ -97,10 +105,10 @@ class DecodeRows:
         self.sources = self._every_row
         self._steps_left -= 1
         if self._steps_left > 0:
-            return StepInFlight(self.requests, self._no_limits, self.stop_ids, pending, prompt_tokens)
+            return StepInFlight(self.requests, self._no_limits, self.stop_ids, pending, self, prompt_tokens)
         last = self.lengths >= self.ends
         limits = np.where(last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
-        in_flight = StepInFlight(self.requests, limits, self.stop_ids, pending, prompt_tokens)
+        in_flight = StepInFlight(self.requests, limits, self.stop_ids, pending, self, prompt_tokens)
         self._keep(~last)
         return in_flight
 

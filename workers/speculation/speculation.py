@@ -105,14 +105,16 @@ class Speculation:
         pending = self._engine.verify(step, inputs)
         sizes = [draft.size for draft in drafts]
         self._found = True
-        self._last = Verification(rows.requests, sizes, drafts, pending, None, tuple(sizes), prompt_tokens)
+        self._last = Verification(
+            rows.requests, sizes, drafts, pending, None, tuple(sizes), prompt_tokens, verifier=self, rows=rows
+        )
         return self._last
 
-    def follow(self, rows: DecodeRows, before: Verification) -> Verification | None:
-        """A verify step of all rows behind `before`, which is not read yet; the device has its drafts. None where the
-        host has to read `before` first."""
-        step = rows.next_step()
-        if step is None or rows.requests is not before.requests or not self._found:
+    def follow(self, rows: DecodeRows) -> Verification | None:
+        """A verify step of all rows behind the one that was launched last and is not read yet; the device has its
+        drafts. None where the host has to read that one first."""
+        step, before = rows.next_step(), self._last
+        if step is None or before is None or rows.requests is not before.requests or not self._found:
             return None
         if self._drafter is None or not self._policy.can_follow(rows.requests):
             return None
@@ -133,7 +135,7 @@ class Speculation:
         unknown = [np.zeros(size + 1, np.int64) for size in sizes]
         positions = step.positions + np.array(before.sizes) + 1
         pending = self._engine.verify_next(step, unknown, positions)
-        self._last = Verification(rows.requests, sizes, None, pending, drafting)
+        self._last = Verification(rows.requests, sizes, None, pending, drafting, verifier=self, rows=rows)
         return self._last
 
     def _draft_behind(self, step: DecodeStep, sizes: Int64Array) -> PendingSamples | None:
@@ -146,8 +148,6 @@ class Speculation:
     def recall(self, step: Verification) -> None:
         """Finds out what the device had as drafts, for a step that followed one which is read by now. In place of what
         was not there to be looked up, or is no token, it took 0."""
-        if step.drafts is not None:
-            return
         if step.drafting is None:
             self._look_up_again(step)
         else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -11,6 +12,15 @@ from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
+from tandem.workers.scheduling.decode_rows import DecodeRows
+
+
+class Verifier(Protocol):
+    """What launches verify steps: see Speculation."""
+
+    def recall(self, step: "Verification", /) -> None: ...
+
+    def settle(self, step: "Verification", runs: Sequence[TokenRun], /) -> None: ...
 
 
 @dataclass(eq=False)
@@ -22,17 +32,27 @@ class Verification:
 
     requests: list[DecodeRequest]
     sizes: list[int]  # drafted tokens of each
-    drafts: Sequence[Int64Array] | None  # None: the device has them; see Speculation.recall
+    drafts: Sequence[Int64Array] | None  # None: only the device has them yet; see Speculation.recall
     pending: PendingSamples
     drafting: PendingSamples | None = None  # of a draft model or head, see Drafts.draft_behind
     found: Sequence[int] = ()  # of each draft the tokens that were there to be looked up
     prompt_tokens: int = 0  # see StepInFlight
     released: list[int] = field(default_factory=list)  # see StepInFlight
+    verifier: Verifier = field(kw_only=True, repr=False)
+    rows: DecodeRows = field(kw_only=True, repr=False)
+    verifies: ClassVar[bool] = True
+
+    def settle(self, samples: Samples, runs: Sequence[TokenRun], *, is_last: bool) -> None:
+        """What was drafted for nothing is taken back, and the rows go on behind what counts."""
+        self.verifier.settle(self, runs)
+        self.rows.verified(self.requests, runs)
 
     def runs(self, samples: Samples) -> list[TokenRun]:
         """The tokens that count, of each request: those that the target samples, as long as it was asked with what it
-        had sampled before. The drafts are known."""
-        assert self.drafts is not None, "the device's drafts are recalled before the step is read"
+        had sampled before."""
+        if self.drafts is None:
+            self.verifier.recall(self)
+        assert self.drafts is not None
         ends = np.cumsum(self.sizes) + np.arange(1, len(self.sizes) + 1)
         wrong = np.ones(samples.token_ids.size, np.bool_)  # behind the last token of each nothing was drafted
         drafted = wrong.copy()

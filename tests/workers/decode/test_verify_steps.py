@@ -195,7 +195,9 @@ def test_what_cannot_follow(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = rows.next_step()
     assert step is not None
     drafts = [np.zeros(4, np.int64)] * len(rows)
-    before = Verification(rows.requests, [4] * len(rows), drafts, cast(PendingSamples, None))
+    samples = cast(PendingSamples, None)
+    before = Verification(rows.requests, [4] * len(rows), drafts, samples, verifier=speculation, rows=rows)
+    speculation._last = before
     speculation._policy._plain_steps = 100  # so that any draft pays
     speculation._found = True
     if case == "many rows":
@@ -207,7 +209,7 @@ def test_what_cannot_follow(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.rule is not None
         request.rule = replace(request.rule, max_tokens=len(request.output) + 5)
     assert max(len(request.output) for request in rows.requests) + 5 < 16
-    assert speculation.follow(rows, before) is None
+    assert speculation.follow(rows) is None
 
 
 @pytest.mark.parametrize("ending", ["abort", "fails"])

@@ -43,8 +43,6 @@ def processes() -> Iterator[list[PeProcess]]:
 def running_workers(processes: list[PeProcess], model: Path, dtype: str, speculation: str = "none") -> Iterator[str]:
     """An island of the processes; where its gateway listens. Free pages are full of NaN."""
     overrides = {
-        "speculation.method": speculation,
-        "speculation.max_step_tokens": 4 * len(PROMPTS),
         "model.path": str(model),
         "model.dtype": dtype,
         "cache.page_size": PAGE,
@@ -56,6 +54,8 @@ def running_workers(processes: list[PeProcess], model: Path, dtype: str, specula
         "island.verify_kv": True,
         "gateway.port": 0,
     }
+    if speculation != "none":
+        overrides |= {"speculation.method": speculation, "speculation.max_step_tokens": 4 * len(PROMPTS)}
     config = load_config(None, overrides)
     workers = worker_configs(config, COMMON["max_position_embeddings"])
     each(processes, "load", workers, True)

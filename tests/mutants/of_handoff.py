@@ -9,7 +9,7 @@ HANDOFF = (
     Mutant(
         name="write-for-another-epoch",
         file="workers/handoff/grants.py",
-        find="if reservation.epoch != transport.epoch:",
+        find="if reservation.epoch != peers.epoch:",
         replace="if False:",
         reason="A reservation of another epoch is refused, or a late call writes into pages of other requests.",
         tests=(f"{RACES}::test_a_map_of_another_epoch_is_not_written_to",),
@@ -17,7 +17,7 @@ HANDOFF = (
     Mutant(
         name="write-for-another-writer",
         file="workers/handoff/grants.py",
-        find="if reservation.writer_pe != transport.pe:",
+        find="if reservation.writer_pe != peers.pe:",
         replace="if False:",
         reason="Only the writer that a receiver has named may write, for nobody asks another one whether it is quiet.",
         tests=(f"{RACES}::test_a_reservation_for_another_writer_is_not_written_to",),

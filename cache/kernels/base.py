@@ -353,6 +353,5 @@ KVBackend = AttentionBackend[QKV]
 LatentBackend = AttentionBackend[Latents]
 IndexBackend = AttentionBackend[Index]
 EntryBackend = AttentionBackend[Entries]
-SharedBackend = AttentionBackend[SharedKV]
 KernelFactory = Callable[[Tensor, Scoring, Fp8Entries | None], KVBackend]
 """A backend for a pool of K and V, scored so. The third says how K and V become its elements; None: as they are."""

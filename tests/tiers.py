@@ -125,6 +125,7 @@ NOT_UNIT = (
     "tests/workers/test_corrupt_kv.py",
     "tests/workers/test_races.py",
     "tests/workers/steps/test_step_loop.py",
+    "tests/workers/weights/test_forms.py",
 )
 
 # Their tests start a Ray, or several. One process has them all, so that no two clusters start at a time.

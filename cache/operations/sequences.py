@@ -206,9 +206,10 @@ class SequenceCalls(Parts):
 
     def sequence(self, sequence: int) -> SequenceState:
         """What it holds now."""
-        table, row = self._table, self._table.row(sequence)
-        counts = enumerate(self._marks.num_slots_sent(row))
-        sent = sum(count * self.layout.entry_bytes(group) for group, count in counts)
+        table, marks, row, sent = self._table, self._marks, self._table.row(sequence), 0
+        if marks.count and marks.ends[row]:
+            counts = enumerate(marks.num_slots_sent(row))
+            sent = sum(count * self.layout.entry_bytes(group) for group, count in counts)
         return SequenceState(table.num_positions(row), table.border(row), int(table.encoder_lens[row]), sent)
 
     @property

@@ -261,7 +261,7 @@ class Generation:
         self._timings.prefill_seconds += sent.prefill_seconds
         self._timings.push_seconds += sent.push_seconds
         self._timings.bytes_pushed += sent.bytes_pushed
-        pushed = len(self.prompt) - placement.reservation.matched_tokens
+        pushed = len(self._request.prompt) + len(self._sent) - placement.reservation.matched_tokens
         placement.prefill.pushed_to(placement.decode, pushed, sent.push_seconds)
         if not begun:
             cached = max(sent.cached_tokens - self._request.prompt.encoder.padding, 0)

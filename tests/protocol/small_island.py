@@ -154,7 +154,9 @@ class CountingModel:
     def sample_async(self, logits: Step, batch: object, positions: Int64Array) -> "tuple[Int64Array, Drawn]":
         return np.zeros_like(logits.last_rows) if logits.drawn is None else logits.drawn, Drawn(self, logits)
 
-    def step(self, sequence_ids: tuple[int, ...], tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":
+    def step(
+        self, sequence_ids: tuple[int, ...], tokens: Int64Array, sources: Int64Array, *rest: object, alone: bool = False
+    ) -> "Drawn":
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
         step = Step(plan, tokens, sources, np.arange(tokens.size))
         self.launched.append(step)

@@ -49,9 +49,10 @@ class Engine:
     # Actions: sequences
 
     def admit(self, sequence: int, asked: Admission) -> int:
-        """A new sequence with room for what is asked; how many tokens of its prompt are here already.
+        """Adds a sequence with the room that is asked for. Returns how many tokens of its prompt are cached.
 
-        OutOfPages, OutOfSequences, or InvalidArgument for a window that the cache does not take: then it is not there.
+        Raises OutOfPages, OutOfSequences, or InvalidArgument for a window that the cache does not take. Then the
+        sequence is not there.
         """
         cache = self._cache
         prompt = asked.prompt
@@ -67,14 +68,14 @@ class Engine:
         return matched
 
     def narrow(self, sequence: int, num_tokens: int, longest_append: int, sliding: SlidingWindow | None = None) -> None:
-        """The prompt is computed, and takes less room from now on; sliding: it begins to slide. OutOfPages, which
-        changes nothing but that."""
+        """Replaces the room of a sequence whose prompt is computed. sliding: the sequence begins to slide first. Raises
+        OutOfPages, and the room stays as it was."""
         if sliding is not None:
             self._cache.enable_sliding_window(sequence, sliding.window, sliding.sinks)
         self._cache.reserve(sequence, num_tokens, longest_append)
 
     def expect(self, sequence: int, num_tokens: int) -> PositionMap:
-        """A peer will write the next num_tokens positions; where each of them goes."""
+        """Grows the sequence by num_tokens positions that a peer will write. Returns where each of them goes."""
         return self._cache.prepare_receive(sequence, num_tokens, rotated=True)
 
     def received(self, sequence: int) -> None:
@@ -86,21 +87,21 @@ class Engine:
         self._cache.publish_prefix(sequence, token_ids, salt)
 
     def take_back(self, surplus: Mapping[int, int], *, is_last: bool) -> None:
-        """The last surplus[i] positions of sequence i were drafted, and do not count. is_last: of the step that was
-        launched last; else the one behind it stands that much earlier."""
+        """Takes back the last surplus[i] positions of sequence i, whose drafts were not accepted. is_last: no step was
+        launched behind theirs. Else that step stands so much earlier."""
         self._cache.pop_each(tuple(surplus), list(surplus.values()))
         if self._runner.drafts is not None and not is_last:
             self._runner.drafts.moved_back(surplus)
 
     def free(self, sequence: int) -> None:
-        """Nobody writes to its pages on the device any more, but for a peer until received(). Idempotent."""
+        """Removes a sequence. Its pages are free at once, or after received() while a peer may write. Idempotent."""
         self._cache.remove_sequence(sequence)
 
     # Actions: forwards
 
     def step(self, step: DecodeStep, *, alone: bool = False) -> PendingSamples:
         """See ModelRunner.step."""
-        return self._runner.step(*step) if self._runner.drafts is None else self._runner.step(*step, alone=alone)
+        return self._runner.step(*step, alone=alone)
 
     def foresee(self, sequences: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """They are being received, and will be stepped next, with tokens not known yet. May be dropped."""

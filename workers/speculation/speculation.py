@@ -88,9 +88,9 @@ class Speculation:
 
     def step(self, rows: DecodeRows, step: DecodeStep) -> PendingSamples:
         """Launches a plain step of all rows."""
-        if not self._engine.capabilities.drafts:
-            return self._engine.step(step)
-        return self._engine.step(step, alone=self._drafter is None or self._policy.gives_up(rows.requests))
+        has_model = self._engine.capabilities.drafts
+        alone = has_model and (self._drafter is None or self._policy.gives_up(rows.requests))
+        return self._engine.step(step, alone=alone)
 
     def launch(self, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int) -> Verification:
         """A verify step of all rows, whose last tokens are known; draft i is of row i. prompt_tokens: see

@@ -109,6 +109,8 @@ class ScriptedRunner:
         sources: np.ndarray,
         sampling: SampleBatch,
         positions: np.ndarray,
+        *,
+        alone: bool = False,
     ) -> PendingSamples:
         step = sum(line.startswith("launch") for line in self.log)
         if self.fail_at(step):

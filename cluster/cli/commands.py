@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -27,6 +27,7 @@ from tandem.cluster.errors import (
     TandemError,
     UsageError,
 )
+from tandem.cluster.tools.architectures import ARCHITECTURES
 from tandem.workers.checkpoint.errors import ModelError
 
 app = typer.Typer(
@@ -37,28 +38,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
-Family = Literal[
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "gemma2",
-    "gemma3_text",
-    "gemma4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "gpt_oss",
-    "llama",
-    "llama4",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "t5gemma",
-]
+if TYPE_CHECKING:
+    Family = str
+else:
+    Family = Literal[(*ARCHITECTURES,)]
 Address = Annotated[
     str | None,
     typer.Option(help="HOST:PORT of a gateway, or of several with commas; else the running cluster's."),

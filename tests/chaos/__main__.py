@@ -19,7 +19,7 @@ def main() -> None:
     # Each process of the cluster imports this module when it starts: it should not have to import the oracle, too.
     from torch import cuda
 
-    from tandem.cluster.tools.random_checkpoint import ARCHITECTURES
+    from tandem.cluster.tools.architectures import ARCHITECTURES
     from tests.chaos.storm import ROLES
     from tests.chaos.targets import DRAFTED, make_target
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.cluster.tools.random_checkpoint import ARCHITECTURES
+from tandem.cluster.tools.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

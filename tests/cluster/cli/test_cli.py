@@ -310,7 +310,7 @@ class TestMakeModel:
         assert option[0] in capsys.readouterr().err
 
     def test_choices_are_the_known_ones(self, capsys: Capture) -> None:
-        from tandem.cluster.tools.random_checkpoint import ARCHITECTURES, SIZES
+        from tandem.cluster.tools.architectures import ARCHITECTURES, SIZES
 
         assert run("make-model", "--help") == 0
         printed = capsys.readouterr().out

@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.cluster.text.tokenizer import Tokenizer
-from tandem.cluster.tools.random_checkpoint import ARCHITECTURES, HALVES, SIZES, make_checkpoint
+from tandem.cluster.tools.architectures import ARCHITECTURES, HALVES, SIZES
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import InvalidConfig
 from tandem.workers.models.weights import INDEX, load_decoder
 from tests.support.encoder_models import EncoderRunner

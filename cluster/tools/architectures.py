@@ -136,6 +136,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
+    "seed_oss": {"architectures": ["SeedOssForCausalLM"]},
     "t5gemma": {"architectures": ["T5GemmaForConditionalGeneration"], "is_encoder_decoder": True},
 }
 # The families whose configs have an object for each half: what these write besides the common fields.

@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
 }
 COMMON: dict[str, Any] = {
     "vocab_size": 199,
@@ -297,6 +298,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss-options": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
 }
 
 

@@ -23,6 +23,7 @@ from tandem.workers.models.families import (
     mistral,
     phi3,
     qwen,
+    seed_oss,
     t5gemma,
 )
 from tandem.workers.models.weights import stored_dtype
@@ -50,6 +51,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
         "Qwen2ForCausalLM": qwen.read_qwen2,
         "Qwen3ForCausalLM": qwen.read_qwen3,
         "Qwen3MoeForCausalLM": qwen.read_qwen3_moe,
+        "SeedOssForCausalLM": seed_oss.read_seed_oss,
         "T5GemmaForConditionalGeneration": t5gemma.read_t5gemma,
     }
 )

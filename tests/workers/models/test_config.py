@@ -48,6 +48,7 @@ GPT_OSS = {
 }
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+SEED_OSS = {**LLAMA, "architectures": ["SeedOssForCausalLM"]}
 
 
 def write(folder: Path, fields: dict[str, Any], name: str = "config.json") -> Path:
@@ -62,7 +63,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     assert not any([config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.tie_word_embeddings])
     assert config.rms_norm_eps == 1e-6
     assert config.eos_token_ids == ()
-    assert load_config(write(tmp_path, QWEN3)).head_dim == 128
+    assert {load_config(write(tmp_path, fields)).head_dim for fields in (QWEN3, SEED_OSS)} == {128}
     without = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     assert load_config(write(tmp_path, without)).num_kv_heads == 4
 
@@ -79,6 +80,8 @@ def test_biases_and_norms_are_the_families(tmp_path: Path) -> None:
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
     qwen3 = load_config(write(tmp_path, {**QWEN3, "attention_bias": True}))
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (True, True, True)
+    seed_oss = load_config(write(tmp_path, SEED_OSS))
+    assert (seed_oss.qkv_bias, seed_oss.o_bias, seed_oss.mlp_bias) == (True, False, False)
     llama = load_config(write(tmp_path, {**LLAMA, "attention_bias": True, "mlp_bias": True}))
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
 

@@ -34,8 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     share_fork_server()
     gone = tiers.missing(config.rootpath)
     assert not gone, f"{gone} are named in tests/tiers.py and are not there"
-    if config.getoption("--unit"):
-        unit_guard.install(config)
+    unit_guard.install(config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

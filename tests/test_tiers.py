@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -35,12 +36,20 @@ def import_transformers() -> None:
         import transformers  # noqa: F401
 
 
+def import_what_is_loaded() -> None:
+    """By a test of another file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+        import transformers  # noqa: F401
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
         (start_a_process, "starts a process"),
         (fork, "starts a process"),
         (import_transformers, "imports transformers"),
+        (import_what_is_loaded, "imports transformers"),
     ],
 )
 def test_a_unit_test_that_does_more_fails(guard: UnitGuard, act: Callable[[], None], message: str) -> None:

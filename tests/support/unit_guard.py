@@ -1,34 +1,50 @@
-"""Keeps the unit tier what it is: a test that starts a process, compiles or loads transformers fails with words."""
+"""Keeps the unit tier what it is: a test that starts a process, compiles or loads transformers fails with words.
 
+It is at work in every run, so that the gate notices, too. There one process runs files of all tiers.
+"""
+
+import builtins
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from multiprocessing import util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.cache.kernels.build.native_build import load_library
+from tests import tiers
 
 PRODUCT = ("cache", "transfer", "workers")
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"})
 
 
 class UnitGuard:
-    """A plugin of pytest. Python tells it of all that is started or imported, in all threads, by audit events."""
+    """A plugin of pytest. Audit events of Python tell it what is started or imported. Import statements pass through
+    it, too, because a module that another file's test has loaded is no event."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path | None = None) -> None:
+        """root: where the product's C sources lie, which the first unit test finds compiled; None: they are left."""
         self.done: list[str] = []  # by the test at work
-        self._test = ""
-        sys.addaudithook(self.audit)  # there is no way to remove one
+        self._root, self._test = root, ""
+        self._file = Path()  # of the test at work
+        self._others: frozenset[int] = frozenset()  # threads that were there before this file's tests
+        self._import = builtins.__import__
+        self._hooked = False
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self._test:
+        if not self._test or threading.get_ident() in self._others:
             return
         if event in STARTS:
             self._refuse(f"starts a process ({event})")
         elif event == "import" and str(args[0]).partition(".")[0] == "transformers":
             self._refuse("imports transformers")
+
+    def _checked_import(self, name: str, *args: Any, **options: Any) -> Any:
+        self.audit("import", (name,))
+        return self._import(name, *args, **options)
 
     def _refuse(self, what: str) -> None:
         self.done.append(what)
@@ -38,14 +54,23 @@ class UnitGuard:
 
     @contextmanager
     def watch(self, test: str) -> Iterator[None]:
-        self._test, self.done = test, []
+        if not self._hooked:
+            sys.addaudithook(self.audit)  # there is no way to remove one; until now there were many events
+        self._hooked, self._test, self.done = True, test, []
+        self._import, builtins.__import__ = builtins.__import__, self._checked_import
         try:
             yield
         finally:
-            self._test = ""
+            self._test, builtins.__import__ = "", self._import
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if not tiers.is_unit(item.path, item.config.rootpath):
+            return (yield)
+        if item.path != self._file:
+            self._load_libraries()
+            self._file, main = item.path, threading.get_ident()
+            self._others = frozenset(one.ident or 0 for one in threading.enumerate()) - {main}
         with self.watch(item.nodeid):
             return (yield)
 
@@ -53,16 +78,20 @@ class UnitGuard:
     def pytest_runtest_call(self) -> Generator[None, object, object]:
         """Fails, too, where the code under test caught what _refuse raised, or another thread had it."""
         result = yield
-        if self.done:
+        if self._test and self.done:
             self._refuse(self.done[0])
         return result
 
+    def _load_libraries(self) -> None:
+        """A machine compiles them once, and each process asks the compiler for its version."""
+        root, self._root = self._root, None
+        if root is not None:
+            for source in sorted(path for folder in PRODUCT for path in (root / folder).rglob("*.c")):
+                load_library(source)
+
 
 def install(config: pytest.Config) -> None:
-    """Loads our C libraries first: a machine compiles them once, and each process asks the compiler for its version."""
-    for source in sorted(path for folder in PRODUCT for path in (config.rootpath / folder).rglob("*.c")):
-        load_library(source)
-    guard = UnitGuard()
+    guard = UnitGuard(config.rootpath)
     config.pluginmanager.register(guard, "unit guard")
     start = util.spawnv_passfds  # type: ignore[attr-defined]  # it has no audit event
 

@@ -18,7 +18,7 @@ PART_NUMBERS = 1 << 19  # that a thread dequantizes at once
 MAX_PART_BYTES = 8 << 20  # of all tensors that it makes meanwhile
 
 
-class Part(Protocol):
+class WeightPart(Protocol):
     """A part of one weight, which a thread reads on its own."""
 
     @property
@@ -40,7 +40,7 @@ class StoredWeight(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def parts(self, one: Slice) -> Sequence[Part]:
+    def parts(self, one: Slice) -> Sequence[WeightPart]:
         """Those that fill the target of a slice. Raises InvalidWeights."""
         ...
 
@@ -60,7 +60,7 @@ class Plain:
     def shape(self) -> tuple[int, ...]:
         return self.file.tensors[self.name].shape
 
-    def parts(self, one: Slice) -> Sequence[Part]:
+    def parts(self, one: Slice) -> Sequence[WeightPart]:
         return self.file.parts(self.name, one)
 
 

@@ -16,7 +16,7 @@ from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, I
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.checkpoint.files import MAX_NAME, is_file_name, is_there
 from tandem.workers.checkpoint.safetensors_file import STORED_DTYPES, SafetensorsFile, new_staging
-from tandem.workers.checkpoint.stored import Part, Plain, StoredWeight
+from tandem.workers.checkpoint.stored import Plain, StoredWeight, WeightPart
 from tandem.workers.models.compressed.decoder import HyperDecoder
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
@@ -179,13 +179,13 @@ def _fill(
         report(done, total)
 
 
-def _read(parts: Iterable[Part], device: torch.device) -> Iterator[int]:
+def _read(parts: Iterable[WeightPart], device: torch.device) -> Iterator[int]:
     """Reads them side by side; the bytes that each has filled, in their order."""
     stagings = SimpleQueue[Tensor]()
     for _ in range(READERS):
         stagings.put(new_staging(device))
 
-    def read(part: Part) -> int:
+    def read(part: WeightPart) -> int:
         staging = stagings.get()
         try:
             return part.read(staging)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
-from tandem.workers.checkpoint.stored import PART_NUMBERS, Part, Plain, fill, read_bytes
+from tandem.workers.checkpoint.stored import PART_NUMBERS, Plain, WeightPart, fill, read_bytes
 from tandem.workers.weights.formats.format import Format, Method, Quantization, accept, read_block
 
 E4M3 = "F8_E4M3"
@@ -77,7 +77,7 @@ class Fp8Weight:
         begin = self.file.tensors[self.name].begin
         return read_bytes(self.file, begin + first * self.row_bytes, count * self.row_bytes)
 
-    def parts(self, one: Slice) -> Sequence[Part]:
+    def parts(self, one: Slice) -> Sequence[WeightPart]:
         count = max(1, PART_NUMBERS // max(1, self.shape[1]))
         first, column = (0, one.begin) if one.dim == 1 else (one.begin, 0)
         return [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.safetensors_file import Slice
-from tandem.workers.checkpoint.stored import PART_NUMBERS, Part, Plain, fill, read_bytes
+from tandem.workers.checkpoint.stored import PART_NUMBERS, Plain, WeightPart, fill, read_bytes
 from tandem.workers.weights.formats.format import Format, Method, Quantization
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
@@ -51,7 +51,7 @@ class Mxfp4Weight:
         experts, rows, groups, _ = self.blocks.shape
         return experts, groups * 32, rows
 
-    def parts(self, one: Slice) -> Sequence[Part]:
+    def parts(self, one: Slice) -> Sequence[WeightPart]:
         count = max(1, PART_NUMBERS // max(1, self.shape[1]))
         return [
             Mxfp4Part(self, one.begin + expert, index * count, target)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from tandem.cache.plan.shard import Shard
+from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.safetensors_file import Slice
 from tandem.workers.models.config import ModelConfig
 
-# By the last name before `.weight` or `.bias`: the dimension of the weight that the ranks divide.
+# By the last name before `.weight`, `.bias` and the like: the dimension of the weight that the ranks divide.
 DIVIDED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "sinks"), 0),  # heads
     **dict.fromkeys(("gate_proj", "up_proj"), 0),  # intermediate size
@@ -41,11 +42,16 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
 
 
-def slices_of(name: str, weight: Tensor, config: ModelConfig) -> list[Slice]:
-    """The slices of the stored tensor `name` that fill `weight`, which the shard holds of it."""
+def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int, ...]) -> list[Slice]:
+    """The slices of the stored tensor `name`, of shape `stored`, that fill `weight`, which the shard holds of it.
+
+    Raises InvalidWeights where ranks would divide columns that share a scale.
+    """
     if config.shard.size == 1:
         return [Slice(weight)]
-    *module, last = name.removesuffix(".weight").removesuffix(".bias").split(".")
+    *module, last = name.split(".")
+    if module and module[-1] != "experts" and last not in DIVIDED:
+        *module, last = module  # its weight, its bias, or what another form of weight has
     if module[-1:] == ["experts"] and config.moe is not None:  # one tensor for all experts of a layer
         return [Slice(weight, 0, config.experts.start, config.moe.num_experts)]
     if "experts" in module:  # an expert's, whole
@@ -55,8 +61,24 @@ def slices_of(name: str, weight: Tensor, config: ModelConfig) -> list[Slice]:
     dim = DIVIDED.get(last)
     if dim is None or dim >= weight.dim():
         return [Slice(weight)]
+    if dim == 1 and not name.endswith(".weight") and not _divides_groups(name, weight, config.shard, stored):
+        return [Slice(weight)]
     extent = weight.shape[dim]
     return [Slice(weight, dim, config.shard.rank * extent, config.shard.size * extent)]
+
+
+def _divides_groups(name: str, scales: Tensor, shard: Shard, stored: tuple[int, ...]) -> bool:
+    """Whether each rank has groups of columns of its own; else one group has them all. scales: [rows, groups]."""
+    groups, held = stored[-1], scales.shape[1]
+    if groups == held == 1:
+        return False
+    if groups != shard.size * held:
+        fit = ", ".join(str(size) for size in range(1, groups + 1) if groups % size == 0)
+        raise InvalidWeights(
+            f"tensor {name} has a number for each of {groups} groups of columns, which {shard.size} ranks cannot "
+            f"divide; {fit} can"
+        )
+    return True
 
 
 def _extents(last: str, config: ModelConfig) -> tuple[int, ...]:

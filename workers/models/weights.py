@@ -170,7 +170,7 @@ def _fill(
     parts = [
         part
         for name, weight in weights.items()
-        for one in slices_of(name, weight, config)
+        for one in slices_of(name, weight, config, stored[name].shape)
         for part in stored[name].parts(one)
     ]
     parts.sort(key=lambda part: part.location)
@@ -250,7 +250,7 @@ def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tens
     """Each weight of the model is stored in its shape and in a type that can be read, and nothing unknown is."""
     for name, one in stored.items():
         weight = weights.get(name)
-        if weight is not None and one.shape != (shape := slices_of(name, weight, config)[0].stored_shape):
+        if weight is not None and one.shape != (shape := slices_of(name, weight, config, one.shape)[0].stored_shape):
             raise InvalidWeights(
                 f"{one.path}: tensor {name} has shape {list(one.shape)}; config.json asks for {list(shape)}"
             )

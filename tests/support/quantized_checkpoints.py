@@ -123,6 +123,11 @@ def as_deepseek_v4(block: tuple[int, int]) -> Quantize:
     return quantize
 
 
+def all_but(kept: str, quantize: Quantize) -> Quantize:
+    """Weights with `kept` in their names stay as they are: a config has lists of these."""
+    return lambda name, weight: {name: weight, "meant": weight} if kept in name else quantize(name, weight)
+
+
 def by_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
     """As llm-compressor, with scales in bfloat16."""
     scales = (weight.abs().amax(dim=1, keepdim=True) / FP8_MAX).bfloat16()

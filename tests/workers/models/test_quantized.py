@@ -35,6 +35,7 @@ from tests.support.quantized_checkpoints import (
     TENSOR,
     V4,
     Quantize,
+    all_but,
     as_deepseek_v4,
     blocks_of,
     by_blocks,
@@ -55,6 +56,16 @@ CASES: dict[str, tuple[str, dict[str, Any], Quantize]] = {
     "llama-blocks-of-compressed-tensors": ("llama", BLOCKS_OF_COMPRESSED, blocks_of(BLOCK, "_scale")),
     "llama-tensor": ("llama", compressed_tensors("tensor"), by_tensor_of_one),
     "mistral-tensor": ("mistral", TENSOR, by_tensor),
+    "llama-channel-ignore": (
+        "llama",
+        CHANNEL | {"ignore": ["lm_head", "re:.*down_proj$"]},
+        all_but("down_proj", by_rows),
+    ),
+    "qwen3-blocks-not-converted": (
+        "qwen3",
+        DEEPSEEK | {"modules_to_not_convert": ["lm_head", "model.layers.0"]},
+        all_but("layers.0.", by_blocks),
+    ),
     "gpt_oss-mxfp4": ("gpt_oss", MXFP4, by_fours),
     "deepseek_v4-fp4-and-blocks": ("deepseek_v4", V4, as_deepseek_v4(BLOCK)),
 }
@@ -103,6 +114,7 @@ def test_tokens_equal_those_of_the_dequantized_model(case: str, tmp_path: Path) 
     [
         ("gpt_oss-mxfp4", "Mxfp4Config"),
         ("llama-channel", "CompressedTensorsConfig"),
+        ("llama-channel-ignore", "CompressedTensorsConfig"),
         ("llama-tensor", "CompressedTensorsConfig"),
     ],
 )

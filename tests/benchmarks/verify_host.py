@@ -27,7 +27,6 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.completion import pack_payload, pack_signal
-from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
@@ -45,6 +44,7 @@ from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import print_result
 from tests.cache.table_kernels import TableKernels
+from tests.support.fake_transport import FakeFabric
 from tests.support.prompt_specs import spec_of
 
 ROWS, DRAFTS = (1, 8, 32), (3, 7)

@@ -29,7 +29,6 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.transfer.completion import pack_payload, pack_signal
-from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
@@ -65,6 +64,7 @@ from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_pa
 from tests.benchmarks.results import at_least, at_most, print_result, print_skipped
 from tests.benchmarks.step_bench import RECORDED_STEPS, Bench
 from tests.benchmarks.timeline import record
+from tests.support.fake_transport import FakeFabric
 from tests.support.prompt_specs import spec_of
 
 MODELS = ("qwen3-8b",)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.factory import TRANSPORTS, create_transport
-from tandem.transfer.fake import FakeFabric
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
+from tests.support.fake_transport import FakeFabric
 from tests.transfer.layouts import PAGE_SIZE
 
 NUM_PAGES = 12

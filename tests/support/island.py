@@ -19,13 +19,13 @@ from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.cluster.supervision.process_settings import agreed_pages, worker_configs
 from tandem.transfer.factory import create_transport
-from tandem.transfer.fake import FakeFabric
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.models.registry import load_config
 from tandem.workers.worker import Worker
+from tests.support.fake_transport import FakeFabric
 from tests.support.gateways import settings_of
 from tests.support.poison import poison_free_pages
 

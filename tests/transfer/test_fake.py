@@ -6,7 +6,7 @@ import torch
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
-from tandem.transfer.fake import FakeFabric, FakeTransport
+from tests.support.fake_transport import FakeFabric, FakeTransport
 from tests.transfer.layouts import PAGE_SIZE, two_groups
 
 NUM_PAGES = 16

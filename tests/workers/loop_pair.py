@@ -11,7 +11,6 @@ from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.stored_layers import Stages
-from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.config import LoopSettings, SpeculationSettings
@@ -33,6 +32,7 @@ from tandem.workers.speculation.choice import make_drafter
 from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
+from tests.support.fake_transport import FakeFabric
 from tests.support.poison import poison_free_pages
 from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache

@@ -14,7 +14,6 @@ import torch
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.completion import pack_payload, pack_signal
-from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.decodes import DELIVERY_SECONDS
@@ -33,6 +32,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.speculation.drafter import DraftAsk, Drafter
 from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
+from tests.support.fake_transport import FakeFabric, FakeTransport
 from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache
 

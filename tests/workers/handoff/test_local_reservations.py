@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 
 from tandem.cache.plan.spans import ALL, Chunk, Window
-from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
@@ -22,6 +21,7 @@ from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tests.cache.naive import ROPE, layout_of, spanned
+from tests.support.fake_transport import FakeFabric
 from tests.support.oracle import random_prompt
 from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache

@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import pytest
 
-from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.engine.engine import Engine
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.runner.model_runner import ModelRunner
 from tests.cache.naive import layout_of
+from tests.support.fake_transport import FakeFabric
 
 LAYOUT = layout_of(1)
 

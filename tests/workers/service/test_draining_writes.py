@@ -10,9 +10,9 @@ import pytest
 
 from tandem.proto import inference_pb2, inference_pb2_grpc, worker_pb2
 from tandem.transfer.errors import PeerGone
-from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.workers.handoff import draining
 from tandem.workers.ports.authentication import authorized
+from tests.support.fake_transport import FakeFabric, FakeTransport
 from tests.support.island import FakeIsland, running_island
 from tests.support.oracle import greedy, load_oracle
 from tests.support.waiting import until

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tandem.transfer.fake import FakeFabric
 from tandem.workers.ports.authentication import authorized
 from tandem.workers.worker import Worker
+from tests.support.fake_transport import FakeFabric
 from tests.support.island import FakeIsland, running_island
 from tests.workers.service.test_service import Pair, Stub, code_of
 

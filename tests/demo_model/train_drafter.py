@@ -1,12 +1,10 @@
 """Trains what drafts for the demo's model: a Llama of one layer, towards the distributions of the model itself.
 
-python -m tandem.cluster.tools.demo_model.train_drafter [--output FOLDER] [--steps N] [--threads N]
+python -m tests.demo_model.train_drafter [--output FOLDER] [--steps N] [--threads N]
 
 It has the model's tokenizer, and learns on the same texts. A draft holds where both find the same token likeliest, or,
 with a temperature, draw the same one.
 """
-
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +12,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.cluster.tools.demo_model.train import documents, encode, read_options, train
+from tests.demo_model.train import FOLDER, documents, encode, read_options, train
 
-FOLDER = Path(__file__).parent
 BATCH = 4
 
 

@@ -1,6 +1,6 @@
 """Trains the demo's model: a Llama of 2.8 million parameters on this project's documentation and Python's.
 
-python -m tandem.cluster.tools.demo_model.train [--output FOLDER] [--steps N] [--threads N]
+python -m tests.demo_model.train [--output FOLDER] [--steps N] [--threads N]
 
 Both texts come with the checkout and the interpreter, and ship freely (Apache 2.0, PSF). The model learns much of them
 by heart, so that what it writes is language. Ask it about Python's statements, or about the parts of tandem.
@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.cluster.tools.random_checkpoint import BOS, EOS
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "cluster" / "tools" / "demo_model"
 VOCABULARY, CONTEXT, LEARNING_RATE = 2048, 256, 3e-3
 SHAPE = {
     "hidden_size": 192,
@@ -124,7 +125,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> None:
-    options = read_options(__doc__, Path(__file__).parent / "checkpoint", 900, "one takes about a second of one core")
+    options = read_options(__doc__, FOLDER / "checkpoint", 900, "one takes about a second of one core")
     texts = documents()
     tokenizer = make_tokenizer(texts)
     tokens = encode(tokenizer, texts)

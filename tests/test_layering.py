@@ -76,7 +76,7 @@ HOMES = {
         "cluster/frontends/http/strict_http.py",
     },
     "llguidance": {"workers/sampling/guided.py", "workers/sampling/thinking.py"},
-    "matplotlib": {"cluster/tools/bench/plots.py", "cluster/tools/bench/report.py"},
+    "matplotlib": {"cluster/tools/bench/report.py"},
     "opentelemetry": {"cluster/tracing/exporter.py"},
     "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},
     "prometheus_client": {

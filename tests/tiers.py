@@ -23,7 +23,6 @@ NOT_UNIT = (
     "tests/cache/operations/test_steps.py",
     "tests/cache/plan/test_rope.py",
     "tests/chaos",
-    "tests/cluster/tools/bench/test_checkout.py",
     "tests/cluster/cli/test_cli.py",
     "tests/cluster/cli/test_doctor.py",
     "tests/cluster/cli/test_kernel_plan.py",

@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperGroup
 
 from tandem.cluster.cli.options import AsJson, TlsCa, TlsCert, TlsKey, TokenFile
-from tandem.cluster.errors import BenchmarkFailed, MissingPlots
 
 BENCH_FOLDER = Path("build", "bench")
 DEFAULT = "run"
@@ -43,29 +42,13 @@ def run(
 
     Exits with 1 when one fails; a target that is missed is no failure.
     """
-    from tandem.cluster.tools.bench.checkout import find_benchmarks, print_outcomes, run_benchmark, write_outcome
-    from tandem.cluster.tools.bench.plots import draw_plots
+    from tandem.cluster.tools.bench.checkout import load_benchmarks
 
-    found = find_benchmarks(names or [])
+    benchmarks = load_benchmarks()
     if only_list:
-        for benchmark in found:
-            print(f"{benchmark.name:20} {benchmark.summary}")
-        return
-    outcomes = []
-    for benchmark in found:
-        print(f"{benchmark.name} …", end=" ", flush=True)
-        outcomes.append(run_benchmark(benchmark))
-        print(f"{outcomes[-1].seconds:g} s", flush=True)
-        write_outcome(outcomes[-1], out)
-    print_outcomes(outcomes)
-    try:
-        written = draw_plots(outcomes, out)
-        print(f"wrote {len(outcomes)} results and {len(written)} plots to {out}")
-    except MissingPlots as error:
-        print(f"wrote {len(outcomes)} results to {out}; {error}")
-    failed = [outcome.benchmark for outcome in outcomes if "failed" in outcome.result]
-    if failed:
-        raise BenchmarkFailed(f"failed: {', '.join(failed)}")
+        benchmarks.list_benchmarks(names or [])
+    else:
+        benchmarks.run_benchmarks(names or [], out)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a benchmark prints: numbers, how far some of them should get, and what to draw. Read by `tandem bench`."""
+"""What a benchmark prints: numbers, how far some of them should get, and what to draw. Read by `bench/`."""
 
 import json
 import statistics

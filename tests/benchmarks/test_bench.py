@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.tools.bench.checkout import Outcome
-from tandem.cluster.tools.bench.plots import draw_plots, shares_of_targets
+from tests.benchmarks.bench.benchmarks import Outcome
+from tests.benchmarks.bench.plots import draw_plots, shares_of_targets
 from tests.benchmarks.results import at_least, at_most, percentile, plot, rounded
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[2]
 TANDEM = [sys.executable, "-m", "tandem.cluster.cli", "bench"]
 RESULT = {
     "targets": [at_most("ratio of 8K", 1.23456, 1.5), at_least("ratio of 1K", 0.5, 0.85), at_most("idle", 0.0, 0.0)],
@@ -35,7 +35,7 @@ Done = subprocess.CompletedProcess[str]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout" / "tests" / "benchmarks"
-    folder.mkdir(parents=True)
+    shutil.copytree(ROOT / "tests" / "benchmarks" / "bench", folder / "bench")
     (tmp_path / "checkout" / "pyproject.toml").write_text('[project]\nname = "tandem"\n')
     for name, body in FAKES.items():
         (folder / f"{name}.py").write_text(f'"""What {name} is.\n\nMore."""\nif __name__ == "__main__":\n    {body}\n')

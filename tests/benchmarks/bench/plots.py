@@ -1,4 +1,4 @@
-"""Pictures of what benchmarks print. The only user of matplotlib, which comes with the extra `bench`."""
+"""Pictures of what benchmarks print, by matplotlib, which comes with the extra `bench`."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.cache.extras import install
 from tandem.cluster.errors import MissingPlots
-from tandem.cluster.tools.bench.checkout import Outcome
+from tests.benchmarks.bench.benchmarks import Outcome
 
 INCHES = (8.0, 4.5)
 DPI = 120

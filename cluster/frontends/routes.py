@@ -6,7 +6,7 @@ from functools import partial
 from importlib.metadata import version
 from types import MappingProxyType
 
-from tandem.cluster.frontends.anthropic.answer import MessagesAnswers, MessagesErrors
+from tandem.cluster.frontends.anthropic.answer import MessagesErrors, messages_answer
 from tandem.cluster.frontends.anthropic.body import MessagesBody
 from tandem.cluster.frontends.anthropic.count import CountBody, read_count
 from tandem.cluster.frontends.http.app import MODELS, Route, Routes
@@ -15,11 +15,11 @@ from tandem.cluster.frontends.http.reply import ErrorForm, Receive, Reply, Scope
 from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
 from tandem.cluster.frontends.openai.chats import ChatBody
-from tandem.cluster.frontends.openai.completions import CompletionAnswers, CompletionBody
+from tandem.cluster.frontends.openai.completions import CompletionBody, completion_answer
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
 from tandem.cluster.frontends.openai.openapi import OPENAPI, OpenApi
 from tandem.cluster.frontends.openai.tokenization import DetokenizeBody, Tokenization, TokenizeBody
-from tandem.cluster.frontends.responses.answer import ResponsesAnswers, ResponsesErrors
+from tandem.cluster.frontends.responses.answer import ResponsesErrors, responses_answer
 from tandem.cluster.frontends.responses.body import ResponsesBody
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
@@ -73,11 +73,11 @@ def api_routes(
     model, *aliases = names
     turns = FairTurns(REQUESTS_A_ROUND)
     shared = requests, model, max_bytes, max_model_len, turns, bodies, readers, tuple(aliases)
-    completions = GenerationRoute(CompletionBody, CompletionAnswers(model, tokenizer).make, *shared)
+    completions = GenerationRoute(CompletionBody, partial(completion_answer, model, tokenizer), *shared)
     answers = ChatAnswers(model, tokenizer, formats)
     chats = GenerationRoute(ChatBody, answers.make, *shared)
-    responses = GenerationRoute(ResponsesBody, ResponsesAnswers(model, answers).make, *shared)
-    messages = GenerationRoute(MessagesBody, MessagesAnswers(model, answers).make, *shared)
+    responses = GenerationRoute(ResponsesBody, partial(responses_answer, model, answers), *shared)
+    messages = GenerationRoute(MessagesBody, partial(messages_answer, model, answers), *shared)
     tokenization = Tokenization(tokenizer, tuple(names), max_bytes, max_model_len, bodies, readers)
     routes: Routes = {
         MODELS: (READS, _constant({"object": "list", "data": cards})),

@@ -29,18 +29,12 @@ ERROR_TYPES = {
 }
 
 
-class MessagesAnswers:
-    """Makes the answers of one gateway's messages."""
-
-    def __init__(self, model: str, chats: ChatAnswers) -> None:
-        """model: the name to answer with."""
-        self._model = model
-        self._chats = chats
-
-    async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "MessagesAnswer":
-        """The answer to a body. HttpError as that of a chat."""
-        assert isinstance(body, MessagesBody)
-        return MessagesAnswer(self._model, await self._chats.reading(body.chat, requests))
+async def messages_answer(
+    model: str, chats: ChatAnswers, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
+) -> "MessagesAnswer":
+    """The answer to a body. model: the name to answer with. HttpError as that of a chat."""
+    assert isinstance(body, MessagesBody)
+    return MessagesAnswer(model, await chats.reading(body.chat, requests))
 
 
 class MessagesAnswer(TranslatedAnswer):

@@ -125,18 +125,12 @@ class CompletionBody(GenerationBody):
         return max((one for one in (self.prompt_logprobs, *echoed) if one is not None), default=None)
 
 
-class CompletionAnswers:
-    """Makes the answers of one gateway's completions."""
-
-    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
-        """model: the name to answer with."""
-        self._model = model
-        self._tokenizer = tokenizer
-
-    async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "CompletionAnswer":
-        """The answer to a completion."""
-        assert isinstance(body, CompletionBody)
-        return CompletionAnswer(body, self._model, self._tokenizer)
+async def completion_answer(
+    model: str, tokenizer: Tokenizer | None, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
+) -> "CompletionAnswer":
+    """The answer to a completion. model: the name to answer with."""
+    assert isinstance(body, CompletionBody)
+    return CompletionAnswer(body, model, tokenizer)
 
 
 class CompletionAnswer(Answer):

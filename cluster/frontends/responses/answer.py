@@ -105,19 +105,13 @@ class Output:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
 
-class ResponsesAnswers:
-    """Makes the answers of one gateway's responses."""
-
-    def __init__(self, model: str, chats: ChatAnswers) -> None:
-        """model: the name to answer with."""
-        self._model = model
-        self._chats = chats
-
-    async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "ResponsesAnswer":
-        """The answer to a body. HttpError as that of a chat."""
-        assert isinstance(body, ResponsesBody)
-        parser = await self._chats.reading(body.chat, requests)
-        return ResponsesAnswer(body, self._model, self._chats.tokenizer, parser)
+async def responses_answer(
+    model: str, chats: ChatAnswers, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
+) -> "ResponsesAnswer":
+    """The answer to a body. model: the name to answer with. HttpError as that of a chat."""
+    assert isinstance(body, ResponsesBody)
+    parser = await chats.reading(body.chat, requests)
+    return ResponsesAnswer(body, model, chats.tokenizer, parser)
 
 
 class ResponsesAnswer(TranslatedAnswer):

@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tandem.cluster.frontends.http.reply import Reply
-from tandem.cluster.frontends.openai.completions import CompletionAnswers, CompletionBody
+from tandem.cluster.frontends.openai.completions import CompletionBody, completion_answer
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.fair_turns import FairTurns
@@ -42,7 +43,7 @@ def test_so_many_a_round() -> None:
         turns = FairTurns(A_ROUND)
         route = GenerationRoute(
             CompletionBody,
-            CompletionAnswers("m", None).make,
+            partial(completion_answer, "m", None),
             requests,
             "m",
             1 << 20,

@@ -21,12 +21,12 @@ from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.workers.kernels.base import RmsNorm
 from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, Launch, MegakernelShape
-from tandem.workers.kernels.torch.layer import TorchFusedGemms
 from tandem.workers.models import small_batch_decoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
 from tests.support.checkpoints import make_model
+from tests.support.fused_gemms import TorchFusedGemms
 from tests.support.tvm_cache import TvmCache
 from tests.workers.kernels.emulated.library import COMPILER, library_builder
 

@@ -18,12 +18,13 @@ from tandem.workers.kernels.skinny_gemm.resident import (
     ResidentGemms,
     ResidentShape,
 )
-from tandem.workers.kernels.torch.layer import TorchFusedGemms, TorchLayerKernels
+from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tandem.workers.models import small_batch_decoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
 from tests.support.checkpoints import make_model
+from tests.support.fused_gemms import TorchFusedGemms
 from tests.workers.kernels.emulated.library import COMPILER, library_builder
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 

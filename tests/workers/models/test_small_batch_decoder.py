@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import Linear
-from tandem.workers.kernels.torch.layer import TorchFusedGemms
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
 from tests.support.checkpoints import make_model
+from tests.support.fused_gemms import TorchFusedGemms
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 
 

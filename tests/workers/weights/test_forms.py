@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
-from tandem.workers.kernels.torch.layer import TorchFusedGemms
 from tandem.workers.models.compressed.decoder import HyperDecoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.parameters import AttentionParameters, MoeParameters, allocate_parameters
@@ -26,6 +25,7 @@ from tandem.workers.weights.formats.fp8 import FP8
 from tandem.workers.weights.formats.registry import FORMATS
 from tandem.workers.weights.weight import Weight, WeightStack
 from tests.support.checkpoints import save_checkpoint
+from tests.support.fused_gemms import TorchFusedGemms
 from tests.support.oracle import random_prompt
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 

@@ -1,10 +1,10 @@
-"""The references of LayerKernels, FusedGemms and GroupedLinear: plain torch, on any device."""
+"""The references of LayerKernels and GroupedLinear: plain torch, on any device."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.base import Linear, RmsNorm
+from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 
 
@@ -22,23 +22,6 @@ class TorchLayerKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
-
-
-class TorchFusedGemms:
-    """See FusedGemms."""
-
-    def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:
-        row, bias = x.float(), weights.bias
-        if norm is not None:
-            row = F.rms_norm(row, row.shape[-1:], norm.weight.float(), norm.eps)
-        return F.linear(row, weights.weight.float(), None if bias is None else bias.float()).to(x.dtype)
-
-    def linear_silu_mul(self, x: Tensor, weights: Linear, norm: RmsNorm) -> Tensor:
-        gate, up = self.linear(x, weights, norm).chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
-        residual.add_(self.linear(x, weights))
 
 
 def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:

@@ -115,16 +115,17 @@ def serve(
     """
     from tandem.cluster.tools.bench.report import check_plots, draw_runs, one_line, print_report, write_json
     from tandem.cluster.tools.bench.serve import serve_bench
-    from tandem.cluster.tools.bench.settings import Settings
+    from tandem.cluster.tools.bench.settings import LoadOptions, Settings
+    from tandem.cluster.tools.bench.targets import TargetSpec
 
+    files = (None if path is None else str(path) for path in (token_file, tls_ca, tls_cert, tls_key))
     settings = Settings(
-        grpc=grpc, urls=tuple(url or ()), endpoint=endpoint, model_name=model_name, token_file=token_file,
-        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, mix=mix, prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens, prefix=prefix, prefixes=prefixes, turns=turns, pause_seconds=pause_seconds,
-        trace=trace, rates=tuple(rate or ()), sweeps=sweep or not (rate or trace), seconds=seconds, requests=requests,
-        warm_up_seconds=warmup_seconds, tail_seconds=tail_seconds, burstiness=burstiness, slo_ttft_ms=slo_ttft_ms,
-        slo_gap_ms=slo_gap_ms, slo_fraction=slo_fraction, precision=precision, budget_seconds=budget_seconds,
-        max_concurrency=max_concurrency, timeout=timeout, processes=processes, seed=seed, salt=salt,
+        TargetSpec(grpc or "", tuple(url or ()), endpoint, model_name or "", salt, *files),
+        LoadOptions(seconds, requests, warmup_seconds, tail_seconds, burstiness, max_concurrency, timeout),
+        mix=mix, prompt_tokens=prompt_tokens, output_tokens=output_tokens, prefix=prefix, prefixes=prefixes,
+        turns=turns, pause_seconds=pause_seconds, trace=trace, rates=tuple(rate or ()),
+        sweeps=sweep or not (rate or trace), slo_ttft_ms=slo_ttft_ms, slo_gap_ms=slo_gap_ms,
+        slo_fraction=slo_fraction, precision=precision, budget_seconds=budget_seconds, processes=processes, seed=seed,
         vocab_size=vocab_size,
     )  # fmt: skip
     settings.check()

@@ -175,7 +175,7 @@ async def serve_bench(settings: Settings, embedded: str | None, show: Show) -> R
     ConfigError, CallError, BenchmarkFailed.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    spec = settings.target(embedded)
+    spec = settings.target if embedded is None else dataclasses.replace(settings.target, grpc=embedded)
     async with open_target(spec) as target:
         try:
             served = await target.served()
@@ -185,7 +185,7 @@ async def serve_bench(settings: Settings, embedded: str | None, show: Show) -> R
     workload.check()
     found = None
     async with Generators(settings.num_processes, dataclasses.replace(spec, model=served.model)) as generators:
-        bench = Bench(generators.run, workload, settings.slo, settings.load_options, show)
+        bench = Bench(generators.run, workload, settings.slo, settings.load, show)
         if settings.sweeps:
             found = await bench.sweep(settings.start_rate, settings.precision, settings.budget)
         else:

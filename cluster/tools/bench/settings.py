@@ -9,7 +9,7 @@ from tandem.cluster.errors import UsageError
 from tandem.cluster.tools.bench.generators import default_processes
 from tandem.cluster.tools.bench.lengths import Lengths
 from tandem.cluster.tools.bench.mixes import MIXES, Mix, Slo
-from tandem.cluster.tools.bench.targets import Endpoint, Served, TargetSpec
+from tandem.cluster.tools.bench.targets import Served, TargetSpec
 from tandem.cluster.tools.bench.workload import Workload
 
 VOCABULARY = 32000  # ids below it are tokens of every model that is served today
@@ -37,14 +37,8 @@ class LoadOptions:
 class Settings:
     """The command's options, by their names. None stands for what the mix, the server or the machine says."""
 
-    grpc: str | None
-    urls: tuple[str, ...]
-    endpoint: Endpoint
-    model_name: str | None
-    token_file: Path | None
-    tls_ca: Path | None
-    tls_cert: Path | None
-    tls_key: Path | None
+    target: TargetSpec  # with neither grpc nor urls, a cluster is started for this run
+    load: LoadOptions
     mix: str | None
     prompt_tokens: str | None
     output_tokens: str | None
@@ -55,42 +49,34 @@ class Settings:
     trace: Path | None
     rates: tuple[float, ...]
     sweeps: bool
-    seconds: float
-    requests: int | None
-    warm_up_seconds: float
-    tail_seconds: float
-    burstiness: float
     slo_ttft_ms: float | None
     slo_gap_ms: float | None
     slo_fraction: float | None
     precision: float
     budget_seconds: float | None
-    max_concurrency: int
-    timeout: float
     processes: int | None
     seed: int
-    salt: str
     vocab_size: int | None
 
     def check(self) -> None:
         """Raises UsageError for what cannot be understood, before anything is started."""
-        if self.grpc and self.urls:
+        if self.target.grpc and self.target.urls:
             raise UsageError("give --grpc HOST:PORT, --url URL, or neither, which starts a cluster here")
         if self.mix_name not in MIXES:
             raise UsageError(f"--mix is {self.mix!r:.80}; {', '.join(MIXES)} are accepted")
         if bad := [rate for rate in self.rates if not 0 < rate <= 1e6]:
             raise UsageError(f"--rate is {bad[0]:g}; it must be above 0 and at most 1000000 requests/s")
-        if not self.burstiness > 0:
-            raise UsageError(f"--burstiness is {self.burstiness:g}; it must be above 0: 1 is Poisson, inf is even")
+        if not self.load.burstiness > 0:
+            raise UsageError(f"--burstiness is {self.load.burstiness:g}; it must be above 0: 1 is Poisson, inf is even")
         if self.trace is not None and self.turns > 1:
             raise UsageError("--trace has requests of its own; leave --turns out")
-        if self.endpoint == "chat" and not self.urls:
+        if self.target.endpoint == "chat" and not self.target.urls:
             raise UsageError("--endpoint is chat; it needs --url: over gRPC, prompts are token ids")
         self.workload(Served("", None, None)).check()
 
     @property
     def is_embedded(self) -> bool:
-        return not (self.grpc or self.urls)
+        return not (self.target.grpc or self.target.urls)
 
     @property
     def mix_name(self) -> str:
@@ -118,30 +104,6 @@ class Settings:
     def num_processes(self) -> int:
         return self.processes or default_processes()
 
-    @property
-    def load_options(self) -> LoadOptions:
-        return LoadOptions(
-            self.seconds,
-            self.requests,
-            self.warm_up_seconds,
-            self.tail_seconds,
-            self.burstiness,
-            self.max_concurrency,
-            self.timeout,
-        )
-
-    def target(self, embedded: str | None) -> TargetSpec:
-        """embedded: HOST:PORT of the cluster that was started for this run."""
-        paths = (self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
-        return TargetSpec(
-            embedded or self.grpc or "",
-            self.urls,
-            self.endpoint,
-            self.model_name or "",
-            self.salt,
-            *(None if path is None else str(path) for path in paths),
-        )
-
     def workload(self, served: Served) -> Workload:
         """Raises UsageError."""
         prompts, outputs = self.prompt_tokens, self.output_tokens
@@ -162,8 +124,8 @@ class Settings:
         """What a reader of the results must know, by vLLM's names where it has them."""
         workload = self.workload(served)
         return {
-            "backend": "openai" if self.urls else "tandem",
-            "endpoint_type": self.endpoint if self.urls else "grpc",
+            "backend": "openai" if self.target.urls else "tandem",
+            "endpoint_type": self.target.endpoint if self.target.urls else "grpc",
             "model_id": served.model,
             "mix": self.mix_name,
             "prompt_tokens": str(workload.prompts),
@@ -176,5 +138,5 @@ class Settings:
             "seed": self.seed,
             "slo": dataclasses.asdict(self.slo),
             "processes": self.num_processes,
-            "max_concurrency": self.max_concurrency,
+            "max_concurrency": self.load.max_concurrency,
         }

@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -130,7 +131,7 @@ async def run_part(order: Order, tell: Tell) -> PartOutcome:
     """In this process, which may open as many files as the system lets it: each HTTP request takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    async with open_target(order.target) as target:
+    async with aclosing(open_target(order.target)) as target:
         return await OpenLoop(order.part, target, tell).run()
 
 

@@ -5,8 +5,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tandem.cache.extras import install
 from tandem.cluster.client.client import AsyncClient
@@ -51,14 +50,9 @@ class RoundRobin:
     async def stream(self, messages: Sequence[Message], running: Running, timeout: float) -> None:
         await next(self._turns).stream(messages, running, timeout)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         for target in self._targets:
-            await target.__aexit__(kind, error, trace)
+            await target.aclose()
 
 
 class GrpcTarget:
@@ -93,11 +87,6 @@ class GrpcTarget:
         finally:
             await updates.aclose()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         for client in self._clients:
             await client.close()

@@ -4,8 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tandem.cluster.tools.bench.event_streams import HttpConnections
 from tandem.cluster.tools.bench.sessions import Message
@@ -66,12 +65,7 @@ class OpenAiTarget:
             raise Refused(f"not done within {timeout:g} s") from None
         answer.end()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         await self._connections.aclose()
 
 

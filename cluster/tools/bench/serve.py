@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -176,7 +177,7 @@ async def serve_bench(settings: Settings, embedded: str | None, show: Show) -> R
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     spec = settings.target if embedded is None else dataclasses.replace(settings.target, grpc=embedded)
-    async with open_target(spec) as target:
+    async with aclosing(open_target(spec)) as target:
         try:
             served = await target.served()
         except Refused as error:

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
 
 from tandem.cluster.tools.bench.sessions import Message
 from tandem.cluster.tools.bench.timeline import Running
@@ -25,7 +24,7 @@ class Served:
 
 
 class Target(Protocol):
-    """A server, to be used on one event loop, as an async context."""
+    """A server, to be used on one event loop and closed there."""
 
     async def served(self) -> Served:
         """Raises Refused, CallError."""
@@ -38,11 +37,7 @@ class Target(Protocol):
         """
         ...
 
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    async def aclose(self) -> None: ...
 
 
 @dataclass(frozen=True)

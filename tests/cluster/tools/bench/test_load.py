@@ -3,8 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -37,12 +36,7 @@ class Held:
         running.heard()
         running.output_tokens = 1
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         pass
 
 

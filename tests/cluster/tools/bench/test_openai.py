@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, Self
 
 import pytest
@@ -67,7 +68,7 @@ def asked(answer: Answer, count: int = 1, **options: Any) -> tuple[list[Running]
     async def ask() -> tuple[list[Running], int]:
         async with (
             Scripted(answer) as server,
-            open_target(TargetSpec(urls=(server.url,), model="m", **options)) as target,
+            aclosing(open_target(TargetSpec(urls=(server.url,), model="m", **options))) as target,
         ):
             told = []
             for _ in range(count):
@@ -175,7 +176,7 @@ def test_servers_of_one_model_share_the_requests() -> None:
 
     async def ask(model: str) -> Served:
         async with Scripted(models("a", "b")) as one, Scripted(models("b", "c", "d")) as other:
-            async with open_target(TargetSpec(urls=(one.url, other.url), model=model)) as target:
+            async with aclosing(open_target(TargetSpec(urls=(one.url, other.url), model=model))) as target:
                 served = await target.served()
             assert (one.connections, other.connections) == (1, 1)
             return served

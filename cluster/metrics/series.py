@@ -67,35 +67,5 @@ REJECTED = Counter(
     series=(*((GRPC, code) for code in GRPC_CODES), *((HTTP, str(code)) for code in HTTP_CODES)),
 )
 
-LAYOUT = CellLayout(
-    (
-        PROMPT_TOKENS,
-        GENERATION_TOKENS,
-        PREFIX_QUERIES,
-        PREFIX_HITS,
-        DRAFTED,
-        ACCEPTED,
-        PREEMPTIONS,
-        SUCCESS,
-        FIRST_TOKEN,
-        GAPS,
-        TOKEN_TIME,
-        TOTAL,
-        QUEUE,
-        INFERENCE,
-        PREFILL,
-        DECODE,
-        PROMPT_LENGTH,
-        OUTPUT_LENGTH,
-        MAX_TOKENS,
-        PUSHES,
-        PUSH_BYTES,
-        PUSH_SECONDS,
-        PREFILL_SECONDS,
-        LOCAL_PROMPTS,
-        RESERVATIONS,
-        MOVES,
-        REPLAYS,
-        REJECTED,
-    )
-)
+LAYOUT = CellLayout([one for one in [*globals().values()] if isinstance(one, Counter | Histogram)])
+"""All of the above, in their order."""

@@ -8,13 +8,13 @@ import json
 import logging
 import os
 import socket
-import struct
 import threading
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, Protocol
 
 from tandem.cluster.errors import TandemError
+from tandem.cluster.processes.forks.fork_orders import is_ours
 
 PROTOCOL = 1  # another number is refused by both sides
 LINE_BYTES = 1 << 16
@@ -109,7 +109,7 @@ class Offer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            if not of_this_user(connection):
+            if not is_ours(connection):
                 connection.close()
                 continue
             self._line = Line(connection)
@@ -154,9 +154,3 @@ class Offer:
 def socket_name(name: str) -> str:
     """The address of the offer of this user's cluster: an abstract one, which ends with its process."""
     return f"\0tandem/offer/{os.getuid()}/{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-
-
-def of_this_user(connection: socket.socket) -> bool:
-    """Whether the other end's process is this user's: abstract addresses have no permissions."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", found)[1] == os.getuid()

@@ -5,7 +5,8 @@ from typing import Any, Self
 
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ClusterNotRunning, StartFailed
-from tandem.cluster.supervision.offer import PROTOCOL, Line, of_this_user, socket_name
+from tandem.cluster.processes.forks.fork_orders import is_ours
+from tandem.cluster.supervision.offer import PROTOCOL, Line, socket_name
 
 HELLO_SECONDS = 10.0
 SCALE_SECONDS = 900.0
@@ -25,7 +26,7 @@ class Predecessor:
         self._line = Line(connection)
         try:
             connection.connect(socket_name(name))
-            if not of_this_user(connection):
+            if not is_ours(connection):
                 raise StartFailed(f"the offer of cluster {name!r} belongs to another user's process")
             hello = self._line.receive(HELLO_SECONDS)
         except TimeoutError:

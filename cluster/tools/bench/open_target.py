@@ -27,8 +27,6 @@ def open_target(spec: TargetSpec) -> Target:
         except ModuleNotFoundError as error:
             raise UsageError(f"--url needs {error.name}: {install('bench')}") from None
         return RoundRobin([OpenAiTarget(url, spec, token) for url in spec.urls])
-    if spec.endpoint == "chat":
-        raise UsageError("--endpoint is chat; it needs --url: over gRPC, prompts are token ids")
     return GrpcTarget(spec.grpc, ClientSecurity(token, spec.tls_ca, spec.tls_cert, spec.tls_key), spec.salt)
 
 

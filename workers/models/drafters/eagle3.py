@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
+from tandem.workers.checkpoint.stored import read_bytes
 from tandem.workers.kernels.choice import choose_layer_kernels
 from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
@@ -110,9 +111,7 @@ def _read_offsets(folder: Path, count: int) -> Tensor:
                 raise InvalidWeights(
                     f"{path}: tensor {OFFSETS} is {stored.dtype_name} {list(stored.shape)}; I64 [{count}] is accepted"
                 )
-            target = torch.empty(stored.num_bytes, dtype=torch.uint8)
-            file.read(stored.begin, target)
-            return target.view(torch.int64)
+            return read_bytes(file, stored.begin, stored.num_bytes).view(torch.int64)
     raise InvalidWeights(f"{folder} lacks {OFFSETS}, which a draft_vocab_size of {count} asks for")
 
 

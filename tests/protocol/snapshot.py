@@ -18,9 +18,11 @@ from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.step_growth import StepGrowth
 from tandem.cache.plan.layout import KVLayout
 from tandem.workers.counters import Counters
+from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import LocalPrompt
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult, SpeculativePrompt
 from tandem.workers.requests.prompt import Prompt
+from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.scheduling.step_meter import StepMeter
 from tandem.workers.scheduling.token_pace import TokenPace
 from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
@@ -112,12 +114,23 @@ def _reduce_growth(growth: StepGrowth) -> tuple[Any, ...]:
     return StepGrowth.load, growth._given
 
 
+def _reduce_engine(engine: Engine) -> tuple[Any, ...]:
+    state = {name: 0 if name == "_num_prompt_launches" else value for name, value in vars(engine).items()}
+    return copyreg.__newobj__, (Engine,), state  # type: ignore[attr-defined]
+
+
+def _logits(on_device: Tensor) -> PromptLogits:
+    return PromptLogits(0, on_device)
+
+
 _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Counters: lambda _: (Counters, ()),
     KVLayout: lambda _: (_layout, ()),
     Future: _reduce_future,
     PromptSpec: _reduce_spec,
     PageAllocator: _reduce_allocator,
+    Engine: _reduce_engine,
+    PromptLogits: lambda logits: (_logits, (logits.on_device,)),
     PageLookUp: _reduce_look_up,
     StepGrowth: _reduce_growth,
     np.ndarray: _reduce_array,

@@ -3,8 +3,6 @@
 import time
 from typing import Protocol
 
-from torch import Tensor
-
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.decode_request import DecodeRequest, LocalPrompt
 from tandem.workers.requests.first_token import FirstToken
@@ -64,7 +62,7 @@ class LocalPrompts:
         self._queue.withdraw(prompt)
         return True
 
-    def post(self, prompt: LocalPrompt, token: Tensor) -> None:
+    def post(self, prompt: LocalPrompt, row: int) -> None:
         """No peer awaits it."""
 
     def finish(self, prompt: LocalPrompt, first: FirstToken) -> None:

@@ -10,16 +10,19 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
+from tandem.transfer.completion import pack_payload
 from tandem.transfer.recall import Recall, RecallDesk, RecallInbox, num_request_rows
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
 from tandem.workers.engine.peers import Peers
+from tandem.workers.requests.post import Post
 from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples
-from tandem.workers.sampling.prompt_logprobs import Scored
+from tandem.workers.sampling.prompt_logits import PromptLogits
+from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.scheduling.batch import DecodeStep
@@ -41,6 +44,7 @@ class Engine:
         self._transport = transport
         self._recalls = RecallDesk(transport)
         self._recalled = RecallInbox(transport)
+        self._num_prompt_launches = 0
         self.layout = cache.layout
         self.max_sequence_length = cache.max_sequence_length
         rows = num_request_rows(transport)
@@ -141,21 +145,34 @@ class Engine:
         assert self._runner.next_drafts is not None, "capabilities are asked first"
         self._runner.next_drafts.remember(contexts)
 
-    def compute(self, prompts: PromptChunks, *, push: bool) -> Tensor:
+    def compute(self, prompts: PromptChunks, *, push: bool) -> PromptLogits:
         """See ModelRunner.prompts."""
-        return self._runner.prompts(*prompts, push=push)
+        return self._named(self._runner.prompts(*prompts, push=push))
 
-    def score(self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool) -> Tensor:
+    def score(
+        self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool
+    ) -> tuple[PromptLogits, Sequence[PackedLogprobs]]:
         """See ModelRunner.scored_prompts."""
-        return self._runner.scored_prompts(prompts, scored, push=push)
+        logits, found = self._runner.scored_prompts(prompts, scored, push=push)
+        return self._named(logits), found
 
-    def step_with_prompts(self, step: DecodeStep, prompts: PromptChunks) -> tuple[PendingSamples, Tensor]:
+    def step_with_prompts(self, step: DecodeStep, prompts: PromptChunks) -> tuple[PendingSamples, PromptLogits]:
         """See ModelRunner.step_with_prompts; takes_prompts() is asked first."""
-        return self._runner.step_with_prompts(step.sequence_ids, StepInputs(*step[1:]), prompts)
+        pending, logits = self._runner.step_with_prompts(step.sequence_ids, StepInputs(*step[1:]), prompts)
+        return pending, self._named(logits)
 
-    def sample(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> tuple[Tensor, PendingSamples]:
-        """See ModelRunner.sample_async."""
-        return self._runner.sample_async(logits, sampling, positions)
+    def sample(
+        self, logits: PromptLogits, sampling: SampleBatch, positions: Int64Array, posts: Sequence[Post]
+    ) -> PendingSamples:
+        """Samples a token for each row of the logits, see ModelRunner.sample_async. Then it posts them, in order: each
+        signal comes behind all writes to its PE that were launched before. Raises PeerGone."""
+        tokens, pending = self._runner.sample_async(logits.on_device, sampling, positions)
+        for post in posts:
+            payload = tokens[post.row]
+            if post.digest is not None:
+                payload = pack_payload(int(payload), self.digest(*post.digest))
+            self._transport.post(post.pe, post.mailbox_row, post.signal, payload)
+        return pending
 
     def drain(self) -> None:
         """See ModelRunner.drain."""
@@ -167,13 +184,9 @@ class Engine:
         """See PagedKVCache.mark_send."""
         self._cache.mark_send(sequence, begin, position_map, target_pe)
 
-    def send_cached(self, sequence: int) -> None:
+    def push(self, sequence: int) -> None:
         """See PagedKVCache.send_cached."""
         self._cache.send_cached(sequence)
-
-    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
-        """See Transport.post."""
-        self._transport.post(pe, row, signal, payload)
 
     def recall(self, recall: Recall) -> None:
         """Asks a writer to stop; see RecallDesk.ask."""
@@ -265,3 +278,7 @@ class Engine:
     def silent_seconds(self) -> float:
         """See Transport.silent_seconds."""
         return self._transport.silent_seconds
+
+    def _named(self, logits: Tensor) -> PromptLogits:
+        self._num_prompt_launches += 1
+        return PromptLogits(self._num_prompt_launches, logits)

@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from torch import Tensor
-
 from tandem.cache.plan.position_map import PositionMap
-from tandem.transfer.completion import pack_payload, pack_signal
+from tandem.transfer.completion import pack_signal
 from tandem.transfer.errors import TransportError
 from tandem.transfer.recall import Recall
 from tandem.workers.config import LoopSettings
@@ -26,6 +24,7 @@ from tandem.workers.handoff.ended_requests import EndedRequests
 from tandem.workers.handoff.grants import Grants, signal_of
 from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.requests.post import DigestRange, Post
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
@@ -128,24 +127,15 @@ class Handoff:
             self._stop_expired(stop)
             self.settle()
 
-    def post(self, request: PrefillRequest, token: Tensor) -> None:
-        """The completion signal, behind all writes for the request. It carries the first token.
-
-        token: int64 [], on the device. The host waits for it only where a digest goes along.
-        """
-        reservation, payload = request.reservation, token
+    def post(self, request: PrefillRequest, row: int) -> Post:
+        """The completion signal, which carries the first token."""
+        reservation, digest = request.reservation, None
         if self._verify:
             slides = None if reservation.wire_map is None else reservation.wire_map.sliding
             window = None if slides is None else (slides.window, slides.sink)
-            begin, end = reservation.matched_tokens, request.num_tokens
-            digest = self._engine.digest(request.sequence_id, begin, end, window)
-            payload = pack_payload(int(token), digest)
-        self._engine.post(
-            reservation.target_pe,
-            reservation.signal_slot,
-            pack_signal(reservation.generation, request.position_map.num_tokens),
-            payload,
-        )
+            digest = DigestRange(request.sequence_id, reservation.matched_tokens, request.num_tokens, window)
+        signal = pack_signal(reservation.generation, request.position_map.num_tokens)
+        return Post(row, reservation.target_pe, reservation.signal_slot, signal, digest)
 
     def finish(self, request: PrefillRequest, first: FirstToken) -> None:
         """See Destination: the caller hears of it once all is quiet."""

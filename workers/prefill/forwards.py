@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from tandem.workers.engine.engine import Engine
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.encoder_prompts import PromptChunks
+from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.prompt_logprobs import Scored
 from tandem.workers.scheduling.batch import Chunk
 
-PromptForward = Callable[[PromptChunks], Tensor]
+PromptForward = Callable[[PromptChunks], PromptLogits]
 """Computes chunks that nothing is pushed with; see Engine.compute for the logits."""
 
 
@@ -36,9 +35,9 @@ class PromptForwards:
 
     def launch(
         self, chunks: Sequence[Chunk], *, alone: bool, forward: PromptForward | None = None
-    ) -> tuple[list[Prompt], Tensor]:
+    ) -> tuple[list[Prompt], PromptLogits]:
         """Computes, or at least launches, one chunk of each prompt, and sends what has a receiver; those that have come
-        to their end, and their logits [n, vocab]. alone: no other prompt runs or waits. forward: that of a decode step,
+        to their end, and their logits. alone: no other prompt runs or waits. forward: that of a decode step,
         which takes the chunks, too; None: one of their own."""
         prompts = [prompt for prompt, _ in chunks]
         requests = [prompt for prompt in prompts if isinstance(prompt, PrefillRequest)]
@@ -56,9 +55,11 @@ class PromptForwards:
             [prompt.num_tokens for prompt in prompts],
         )
         if any(prompt.gatherer for prompt in prompts):  # beside a decode step it has a forward of its own
-            logits = self._engine.score(
-                packed, [_scored(*chunk) for chunk in chunks], push=bool(requests) and not by_pages
-            )
+            scored = [_scored(*chunk) for chunk in chunks]
+            logits, found = self._engine.score(packed, scored, push=bool(requests) and not by_pages)
+            gatherers = (prompt.gatherer for prompt in prompts if prompt.gatherer is not None)
+            for gatherer, logprobs in zip(gatherers, found, strict=True):
+                gatherer.add(logprobs)
         elif forward is None:
             logits = self._engine.compute(packed, push=bool(requests) and not by_pages)
         else:
@@ -84,7 +85,7 @@ class PromptForwards:
     def _send(self, request: PrefillRequest) -> None:
         """What is launched and not sent."""
         seconds_before = self._meter.seconds
-        self._engine.send_cached(request.sequence_id)
+        self._engine.push(request.sequence_id)
         self._count_pushed([request], self._meter.seconds - seconds_before)
 
     def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
@@ -101,4 +102,5 @@ def _scored(prompt: Prompt, length: int) -> Scored | None:
     """What a chunk of so many tokens predicts of its prompt."""
     if prompt.gatherer is None:
         return None
-    return Scored(prompt.gatherer, prompt.token_ids[prompt.computed + 1 : prompt.computed + 1 + length])
+    targets = prompt.token_ids[prompt.computed + 1 : prompt.computed + 1 + length]
+    return Scored(targets, prompt.gatherer.num_top)

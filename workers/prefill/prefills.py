@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.errors import PeerGone
@@ -30,6 +29,7 @@ from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
+from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -290,7 +290,7 @@ class Prefills:
             self._forwards.send_launched(prompt)
             self._finish([prompt], prompt.logits, beside)
 
-    def _finish(self, prompts: Sequence[Prompt], logits: Tensor, beside: bool) -> None:
+    def _finish(self, prompts: Sequence[Prompt], logits: PromptLogits, beside: bool) -> None:
         """Samples the first tokens of prompts of which all is computed and sent.
 
         The signals are queued behind the sampling. The host waits for it where the worker has nothing else to do.
@@ -298,16 +298,16 @@ class Prefills:
         if self._sharing:  # while the device computes: a reader of these pages is launched after it
             for prompt in (prompt for prompt in prompts if prompt.shares):
                 self._engine.publish(prompt.sequence_id, prompt.token_ids, prompt.spec.salt)
-        tokens, pending = self._engine.sample(
+        posts = [prompt.destination.post(prompt, row) for row, prompt in enumerate(prompts)]
+        pending = self._engine.sample(
             logits,
             SampleBatch.from_params(
                 [prompt.params for prompt in prompts],
                 [prompt.logit_rules(self._eos_token_ids) for prompt in prompts],
             ),
             np.array([prompt.num_tokens for prompt in prompts], np.int64),
+            [post for post in posts if post is not None],
         )
-        for row, prompt in enumerate(prompts):
-            prompt.destination.post(prompt, tokens[row])
         for prompt in prompts:
             self._scheduler.remove(prompt)
         self._sampling.append(Sampling(prompts, pending))

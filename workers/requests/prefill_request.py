@@ -4,11 +4,10 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prompt import Prompt
+from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.prompt_spec import PromptSpec
@@ -46,7 +45,7 @@ class SpeculativePrompt:
     lease: Lease
     cached_tokens: int = 0  # found in the prefix index
     computed: int = 0  # positions whose KV is stored once the forward is done; 0 before its launch
-    logits: Tensor | None = None  # [1, vocab], behind the last token, where the forward reaches so far
+    logits: PromptLogits | None = None  # behind the last token, where the forward reaches so far
     first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
     started: float = field(default_factory=time.perf_counter)
 

@@ -4,14 +4,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.requests.post import Post
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.logit_rules import LogitRules
+from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.wire.prompt_spec import PromptSpec
@@ -25,8 +25,8 @@ class Destination(Protocol[OfKind]):
     A prompt that leaves its forwards ends in finish() or in fail(), unless its destination has withdrawn it.
     """
 
-    def post(self, prompt: OfKind, token: Tensor, /) -> None:
-        """All of the prompt is launched, and `token`, int64 [] on the device, is sampled behind it."""
+    def post(self, prompt: OfKind, row: int, /) -> Post | None:
+        """Whom the first token is to be posted to, which is sampled as this row; None: to nobody."""
         ...
 
     def finish(self, prompt: OfKind, first: FirstToken, /) -> None:
@@ -51,7 +51,7 @@ class Prompt:
     gatherer: PromptLogprobs | None = field(default=None, kw_only=True)  # where the request asks for them
     computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
     cached_tokens: int = field(default=0, kw_only=True)  # found in the prefix index
-    logits: Tensor | None = field(default=None, kw_only=True)  # [1, vocab], where all was launched speculatively
+    logits: PromptLogits | None = field(default=None, kw_only=True)  # where all was launched speculatively
     left: bool = field(default=False, kw_only=True)  # no forward has it any more, and nobody wants its first token
     arrived: float = field(default_factory=time.perf_counter, kw_only=True)
     started: float = field(default=0.0, kw_only=True)

@@ -37,7 +37,7 @@ from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.runner.stream_mark import mark_stream
 from tandem.workers.runner.verify_rows import VerifyRows
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
-from tandem.workers.sampling.prompt_logprobs import Scored, logprobs_of_targets
+from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored, logprobs_of_targets
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -285,8 +285,11 @@ class ModelRunner:
         return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
 
     @torch.inference_mode()
-    def scored_prompts(self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool) -> Tensor:
-        """prompts(), eagerly. scored[i]: whose log-probabilities are wanted behind chunk i; None for nobody's."""
+    def scored_prompts(
+        self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool
+    ) -> tuple[Tensor, list[PackedLogprobs]]:
+        """prompts(), eagerly. scored[i]: whose log-probabilities are wanted behind chunk i; None for nobody's. They
+        come in this order, with copies that are queued."""
         appends, last_rows = self._ends(prompts)
         begins = np.cumsum(appends) - appends
         wanted = [one for one in scored if one is not None]
@@ -298,10 +301,11 @@ class ModelRunner:
         self._cache.commit(forward)
         parts = hidden.split([*(len(one) for one in rows), len(last_rows)])
         model, vocab_size = self._model, self._model.config.vocab_size
-        for one, part, tokens in zip(wanted, parts[:-1], targets, strict=True):
-            num_top = one.gatherer.num_top
-            one.gatherer.add(logprobs_of_targets(part, model.logits, tokens, num_top, vocab_size))
-        return model.logits(parts[-1])
+        found = [
+            logprobs_of_targets(part, model.logits, tokens, one.num_top, vocab_size)
+            for one, part, tokens in zip(wanted, parts[:-1], targets, strict=True)
+        ]
+        return model.logits(parts[-1]), found
 
     def _ends(self, prompts: PromptChunks) -> tuple[Int64Array, Int64Array]:
         """Tokens of each chunk, and the rows of the last tokens of prompts that end with theirs. int64."""

@@ -16,7 +16,8 @@ NUMBERS_A_PIECE = 1024  # log-probabilities that travel in one message
 
 
 class PackedLogprobs(NamedTuple):
-    """Of n consecutive prompt tokens: natural logarithms, of the raw distribution."""
+    """Of n consecutive prompt tokens: natural logarithms, of the raw distribution. They are there once the device is
+    past what was launched before."""
 
     logprobs: NDArray[np.float32]  # [n], each token's own
     top_ids: NDArray[np.int32]  # [n, k], best first
@@ -35,8 +36,7 @@ Deliver = Callable[[Sequence[PackedLogprobs]], None]
 class PromptLogprobs:
     """Gathers those of one prompt, chunk by chunk. Owned by the step thread.
 
-    Copies to the host are queued behind each chunk's forward. They are there once the first token is, which is sampled
-    behind them.
+    Its copies are there once the first token is, which is sampled behind them.
     """
 
     def __init__(self, num_top: int, deliver: Deliver) -> None:
@@ -45,10 +45,9 @@ class PromptLogprobs:
         self._chunks: list[PackedLogprobs] = []
         self.num_top = num_top
 
-    def add(self, chunk: tuple[Tensor, Tensor, Tensor]) -> None:
-        """The next tokens' values, as logprobs_of_targets() gives them."""
-        chosen, top_ids, top_logprobs = map(to_host, chunk)
-        self._chunks.append(PackedLogprobs(chosen.numpy(), top_ids.numpy(), top_logprobs.numpy()))
+    def add(self, chunk: PackedLogprobs) -> None:
+        """The next tokens' values. Their copies may still be under way."""
+        self._chunks.append(chunk)
 
     def deliver(self) -> None:
         """The device is past all forwards of the prompt. Used once."""
@@ -57,15 +56,16 @@ class PromptLogprobs:
 
 
 class Scored(NamedTuple):
-    """Prompt tokens whose log-probabilities are wanted: those that follow the first rows of a chunk."""
+    """Prompt tokens whose log-probabilities are wanted, int64 [n]: those that follow the first rows of a chunk.
+    num_top: so many of the likeliest tokens at each place are wanted, too."""
 
-    gatherer: PromptLogprobs
     targets: Int64Array
+    num_top: int
 
 
 def logprobs_of_targets(
     hidden: Tensor, logits_of: Callable[[Tensor], Tensor], targets: Tensor, num_top: int, vocab_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> PackedLogprobs:
     """For targets int64 [n], which follow the rows of hidden [n, hidden]: their log-probabilities, float32 [n], and ids
     and log-probabilities of the num_top likeliest tokens, int32 and float32 [n, num_top], best first.
 
@@ -83,4 +83,4 @@ def logprobs_of_targets(
         if num_top:
             best, ids = logits.topk(num_top, dim=-1)
             top_logprobs[part], top_ids[part] = best - total, ids
-    return chosen, top_ids, top_logprobs
+    return PackedLogprobs(to_host(chosen).numpy(), to_host(top_ids).numpy(), to_host(top_logprobs).numpy())

@@ -1,10 +1,9 @@
 """One forward for the decode rows and the prompt chunks of a batch: it reads the weights once."""
 
-from torch import Tensor
-
 from tandem.workers.engine.engine import Engine
 from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.scheduling.batch import DecodeStep, StepBatch
 
 
@@ -20,7 +19,7 @@ class JointForward:
         self._pending: PendingSamples | None = None
         self._error: Exception | None = None
 
-    def __call__(self, chunks: PromptChunks) -> Tensor:
+    def __call__(self, chunks: PromptChunks) -> PromptLogits:
         """Logits as Engine.compute gives them."""
         try:
             self._pending, logits = self._engine.step_with_prompts(self._step, chunks)

@@ -28,17 +28,18 @@ def test_slices_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPa
     expected = (hidden @ head).log_softmax(-1)
     best = expected.topk(min(num_top, VOCABULARY), dim=-1)
     assert largest == min(rows, 20)
-    torch.testing.assert_close(chosen, expected.gather(1, targets[:, None])[:, 0])
-    torch.testing.assert_close(values, best.values)
+    torch.testing.assert_close(torch.from_numpy(chosen), expected.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(torch.from_numpy(values), best.values)
     assert ids.tolist() == best.indices.tolist()
 
 
 def test_messages_are_bounded_and_in_order() -> None:
     delivered: list[PackedLogprobs] = []
     gatherer = PromptLogprobs(20, delivered.extend)
-    chunks = [torch.arange(begin, end, dtype=torch.float32) for begin, end in ((0, 1), (1, 1), (1, 130), (130, 200))]
+    chunks = [np.arange(begin, end, dtype=np.float32) for begin, end in ((0, 1), (1, 1), (1, 130), (130, 200))]
     for chunk in chunks:
-        gatherer.add((chunk, torch.zeros(len(chunk), 20, dtype=torch.int32), torch.zeros(len(chunk), 20)))
+        zeros = np.zeros((chunk.size, 20))
+        gatherer.add(PackedLogprobs(chunk, zeros.astype(np.int32), zeros.astype(np.float32)))
     assert not delivered
     gatherer.deliver()
     assert np.concatenate([piece.logprobs for piece in delivered]).tolist() == list(range(200))

@@ -1,0 +1,13 @@
+"""What a launch of prompts leaves behind, until first tokens are sampled from it."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLogits:
+    """Names the logits behind the prompts that ended in one launch, a row for each, in their order."""
+
+    number: int  # of the launch, among those with prompts
+    on_device: Tensor = field(repr=False)  # [n, vocab]; nobody but the engine reads it

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
-from tandem.workers.sampling.guided import Grammars, Guided
+from tandem.workers.sampling.guided import Constraint, Grammars, Guided, masks_of
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ END = 1  # the end token of the small tokenizer that masks are made of
 FEW = 8  # rows with rules beside others
 ALL_LIMIT, FEW_LIMIT = 1.2, 1.02
 
-MakeRules = Callable[[int], LogitRules]
+MakeRules = Callable[[int], tuple[LogitRules, Constraint | None]]
 
 
 class RulesBench(Bench):
@@ -50,20 +50,25 @@ class RulesBench(Bench):
             self.cache.add_sequence(sequence)
             self.cache.prepare_receive(sequence, context)
             self.cache.finish_receive(sequence)
-        rules = [make_rules(context) if make_rules and row < ruled else None for row in range(rows)]
+        made = [make_rules(context) if make_rules and row < ruled else (None, None) for row in range(rows)]
+        rules, constraints = [one for one, _ in made], [one for _, one in made]
         sampling = SampleBatch.from_params([PLAIN if one is None else one.params for one in rules], rules)
-        grammars = [(row, one.constraint) for row, one in enumerate(rules) if one is not None and one.constraint]
+        grammars = [(row, one) for row, one in enumerate(constraints) if one is not None]
         tokens = np.ones(rows, np.int64)
         began = 0.0
         flight = self.runner.step(ids, tokens, np.full(rows, -1), sampling, stored)
         for step in range(1, WARM_STEPS + STEPS + 1):
             if step == WARM_STEPS:
                 began = time.perf_counter()
+            if grammars:
+                self.runner.mask(masks_of(constraints))
             following = self.runner.step(ids, tokens, np.arange(rows), sampling, stored + step)
             sampled = flight.wait().token_ids
             for row, constraint in grammars:
                 constraint.follow([int(sampled[row])])
             flight = following
+        if grammars:
+            self.runner.mask(masks_of(constraints))
         seconds = (time.perf_counter() - began) / (STEPS + 1)
         flight.wait()
         torch.cuda.synchronize()
@@ -75,9 +80,9 @@ class RulesBench(Bench):
         return seconds
 
 
-def penalised(context: int) -> LogitRules:
+def penalised(context: int) -> tuple[LogitRules, None]:
     prompt = np.random.default_rng(0).integers(0, 150_000, context)
-    return LogitRules(PENALTIES, frozenset((END,)), prompt, 0, context)
+    return LogitRules(PENALTIES, frozenset((END,)), prompt, 0, context), None
 
 
 def main() -> None:
@@ -95,10 +100,10 @@ def main() -> None:
         bench = RulesBench(options.model, most, most * (options.context + 2 * STEPS) + MAX_LENGTH)
         grammars = Grammars(Path(folder) / "tokenizer", bench.config.vocab_size, (END,))
 
-        def guided(context: int) -> LogitRules:
+        def guided(context: int) -> tuple[LogitRules, Constraint]:
             """Its one row follows SCHEMA."""
             constraint = grammars.constraint(Guided("json_schema", (SCHEMA,)))
-            return LogitRules(PLAIN, frozenset((END,)), np.ones(context, np.int64), 0, context, constraint)
+            return LogitRules(PLAIN, frozenset((END,)), np.ones(context, np.int64), 0, context, guided=True), constraint
 
         result: dict[str, dict[str, float]] = {}
         targets = []

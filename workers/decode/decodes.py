@@ -8,6 +8,7 @@ import numpy as np
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import OutOfPages
 from tandem.workers.config import LoopSettings
+from tandem.workers.decode.guide_masks import GuideMasks
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
 from tandem.workers.decode.published_prefixes import PublishedPrefixes
@@ -85,6 +86,7 @@ class Decodes:
         self._prompt_tokens = 0  # launched since the last step
         self._speculation = speculation
         self._steps = StepsInFlight(engine)
+        self._masks = GuideMasks(engine)
         self._unpublished: list[DecodeRequest] = []
         self.decoded_tokens = 0  # so far
 
@@ -220,16 +222,23 @@ class Decodes:
             poll = IDLE_POLL_SECONDS if self._engine.capabilities.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
+            self._masks.settle()
             alone, behind = step is not None and forward is None, steps.behind
+            if step is not None and behind is None:
+                step = self._masks.known(step, self._rows.requests)
             if self.is_verifying:
                 following = self._speculation.follow(self._rows) if alone else None
                 if following is not None:
                     following.prompt_tokens = self._take_prompt_tokens()
                 steps.launched(following, overlaps=True)
-            elif alone and (drafts := self._speculation.propose(self._rows.requests, known=behind is None)):
+            elif (
+                step is not None
+                and alone
+                and (drafts := self._speculation.propose(self._rows.requests, known=behind is None))
+            ):
                 if behind is None:
                     beside = self._take_prompt_tokens()
-                    steps.reading = self._speculation.launch(self._rows, drafts, beside)
+                    steps.reading = self._speculation.launch(self._rows, step, drafts, beside)
                     if not beside:  # else the next launch would wait until the prompts are done
                         steps.behind = self._speculation.follow(self._rows)
                 else:
@@ -308,7 +317,9 @@ class Decodes:
         return reason
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
-        return self._rows.launched(step, pending, self._take_prompt_tokens())
+        in_flight = self._rows.launched(step, pending, self._take_prompt_tokens())
+        self._masks.launched(step, in_flight.requests)
+        return in_flight
 
     def _take_prompt_tokens(self) -> int:
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
@@ -364,6 +375,7 @@ class Decodes:
         except Exception:
             log.exception("the step in flight failed, too")
         self._steps.drop()
+        self._masks.drop()
         self._rows.leave(requests)
         for request in requests:
             request.output.clear()

@@ -8,7 +8,7 @@ from tandem.cache.digest import digest_kv
 from tandem.cache.operations.holdings import PageCounts, Room, SequenceState
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.pages.prefix_log import PrefixChanges
-from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.completion import pack_payload
 from tandem.transfer.recall import Recall, RecallDesk, RecallInbox, num_request_rows
@@ -173,6 +173,10 @@ class Engine:
                 payload = pack_payload(int(payload), self.digest(*post.digest))
             self._transport.post(post.pe, post.mailbox_row, post.signal, payload)
         return pending
+
+    def mask(self, masks: Int32Array) -> None:
+        """The masks of the step that was launched last without them; see SampleBatch.masks. It is sampled now."""
+        self._runner.mask(masks)
 
     def drain(self) -> None:
         """See ModelRunner.drain."""

@@ -301,10 +301,7 @@ class Prefills:
         posts = [prompt.destination.post(prompt, row) for row, prompt in enumerate(prompts)]
         pending = self._engine.sample(
             logits,
-            SampleBatch.from_params(
-                [prompt.params for prompt in prompts],
-                [prompt.logit_rules(self._eos_token_ids) for prompt in prompts],
-            ),
+            self._parameters(prompts),
             np.array([prompt.num_tokens for prompt in prompts], np.int64),
             [post for post in posts if post is not None],
         )
@@ -314,6 +311,12 @@ class Prefills:
         if not beside:
             self._await_samples()
             self._handoff.await_quiet(prompts)
+
+    def _parameters(self, prompts: Sequence[Prompt]) -> SampleBatch:
+        """Of their first tokens; waits for masks."""
+        rules = [prompt.logit_rules(self._eos_token_ids) for prompt in prompts]
+        sampling = SampleBatch.from_params([prompt.params for prompt in prompts], rules)
+        return sampling.masked(prompt.constraint for prompt in prompts)
 
     def _await_samples(self) -> None:
         """Waits for the device, and all first tokens are taken."""

@@ -60,7 +60,9 @@ class DecodeRequest:
         num_output = prompt.num_output + len(self.output)
         if self.constraint is not None:
             self.constraint.follow(context[context.size - num_output + self.constraint.consumed :].tolist())
-        return LogitRules(self.params, self.rule.stop_ids, context, num_output, len(prompt), self.constraint)
+        return LogitRules(
+            self.params, self.rule.stop_ids, context, num_output, len(prompt), self.constraint is not None
+        )
 
     @property
     def is_local(self) -> bool:

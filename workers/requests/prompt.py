@@ -82,7 +82,8 @@ class Prompt:
         stop_ids = FinishRule.of(self.params, eos_token_ids).stop_ids
         # The encoder's tokens are nothing that the decoder has said.
         context = self.token_ids[self.spec.encoder.border :]
-        return LogitRules(self.params, stop_ids, context, self.spec.num_output, self.num_tokens, self.constraint)
+        guided = self.constraint is not None
+        return LogitRules(self.params, stop_ids, context, self.spec.num_output, self.num_tokens, guided)
 
     def begin_output(self) -> None:
         """The mask of the first token is computed while the prompt is."""

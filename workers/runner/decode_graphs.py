@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.attention.begun_forward import Forward
@@ -13,7 +12,7 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.drafters.head import HeadedDecoder
@@ -32,7 +31,6 @@ from tandem.workers.runner.step_inputs import (
     unpack_inputs,
     unpack_sampling,
 )
-from tandem.workers.sampling.logit_rules import has_constraint
 from tandem.workers.sampling.pending_samples import CopiedSamples, LateSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox
 from tandem.workers.sampling.sample_batch import NO_LOGPROBS, SampleBatch
@@ -72,7 +70,7 @@ class DecodeGraphs:
         self._posts = PostBox(largest, model.device)
         self._last = torch.zeros(largest, dtype=torch.int64, device=model.device)  # what the last step sampled
         self._foreseen: Forward | None = None
-        self._late: LateSamples | None = None  # of the last step
+        self._late: LateSamples | None = None  # of the last step, while its masks are to come
         self._mixed: MixedGraphs | None = None
         self.outputs: Tensor | None = None  # what the head of a HeadedDecoder gave in the last step
         buffers = plain, sharing, sliding
@@ -126,7 +124,7 @@ class DecodeGraphs:
         the other arrays have an element a token. scratch: see Batch. follows: see ModelRunner.verify. alone: without
         what drafts, if the model has it."""
         rows = tokens.size
-        self._sample_late()
+        assert self._late is None, "mask() comes first"
         self._foreseen = None  # its buffers are filled with something else
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, None if follows else positions)
@@ -180,7 +178,7 @@ class DecodeGraphs:
         """
         assert self._mixed is not None, "takes_prompts() is asked first"
         rows = len(sequence_ids)
-        self._sample_late()
+        assert self._late is None, "mask() comes first"
         self._foreseen = None
         step_buffers, prompt_buffers = self._mixed.choose(rows, token_ids.size)
         ticket = self._posts.next_ticket()
@@ -207,14 +205,13 @@ class DecodeGraphs:
     def _pending(self, ticket: int, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
         if sampling.rules is None:
             return self._posted(ticket, logits, sampling)
-        rules = sampling.rules
 
-        def sample() -> PendingSamples:
-            self._sample_behind(ticket, logits, sampling, rules, positions)
+        def sample(masks: Int32Array | None) -> PendingSamples:
+            self._sample_behind(ticket, logits, sampling, masks, positions)
             return self._posted(ticket, logits, sampling)
 
-        if not has_constraint(rules):
-            return sample()
+        if not sampling.lacks_masks:
+            return sample(sampling.masks)
         self._late = late = LateSamples(sample)
         return late
 
@@ -223,11 +220,11 @@ class DecodeGraphs:
         logprobs = logprobs_of(logits, self._last[:rows], sampling.num_logprobs)
         return self._posts.expect(ticket, rows) if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 
-    def _sample_late(self) -> None:
-        """Samples of the step before, which wait for the tokens before them: these have been delivered by now."""
+    def mask(self, masks: Int32Array) -> None:
+        """See ModelRunner.mask."""
         late, self._late = self._late, None
-        if late is not None:
-            late.launch()
+        assert late is not None, "the last step waits for no masks"
+        late.launch(masks)
 
     def forget(self) -> None:
         """The samples of the last step are not wanted."""
@@ -239,12 +236,13 @@ class DecodeGraphs:
         ticket: int,
         logits: Tensor,
         sampling: SampleBatch,
-        rules: NDArray[np.object_],
+        masks: Int32Array | None,
         positions: Int64Array,
     ) -> None:
         """Samples a step behind its graph, which has sampled the best tokens for nothing (decision 0074)."""
         tickets, parameters = unpack_sampling(upload(pack_sampling(ticket, sampling, positions), logits.device))
-        processed = self._processor.process(logits, rules, positions)
+        assert sampling.rules is not None
+        processed = self._processor.process(logits, sampling.rules, positions, masks)
         self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
         self._processor.count(processed, self._last)
 

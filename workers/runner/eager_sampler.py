@@ -31,7 +31,7 @@ class EagerSampler:
     def sample(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
         """A token for each row of logits [n, vocab], which are of 16 bits or float32; positions [n]: its index in its
         sequence. It depends on the row's logits, parameters, seed and position; with LogitRules also on the tokens
-        before it."""
+        before it. Masks of guided rows are there."""
         rows = logits.shape[0]
         if rows > self._last.shape[0]:
             if self._device.type == "cuda":
@@ -43,7 +43,7 @@ class EagerSampler:
         if sampling.rules is None:
             self._sampler.sample(logits, parameters, self._last, tickets, self._posts.words)
         else:
-            processed = self._processor.process(logits, sampling.rules, positions)
+            processed = self._processor.process(logits, sampling.rules, positions, sampling.masks)
             self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
             self._processor.count(processed, self._last)
         posted = self._posts.expect(ticket, rows)

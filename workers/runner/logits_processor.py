@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.upload import upload
-from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.workers.kernels.base import RuleTables
 from tandem.workers.kernels.choice import choose_logits_kernels
 from tandem.workers.sampling.logit_rules import RECORD, LogitRules
@@ -42,15 +42,19 @@ class LogitsProcessor:
         self._slots_before = np.zeros(0, np.int64)
 
     @torch.inference_mode()
-    def process(self, logits: Tensor, rules: NDArray[np.object_], positions: Int64Array) -> ProcessedLogits:
-        """logits [n, vocab], on the device. rules, positions: [n], of the SampleBatch and its tokens."""
+    def process(
+        self, logits: Tensor, rules: NDArray[np.object_], positions: Int64Array, masks: Int32Array | None = None
+    ) -> ProcessedLogits:
+        """logits [n, vocab], on the device. rules, positions: [n], of the SampleBatch and its tokens. masks: those of
+        the SampleBatch, where rows are guided."""
         if rules is not self._rules_before:
             slots = [NO_SLOT if one is None else self._slot(one, logits.shape[1]) for one in rules]
             self._rules_before, self._slots_before = rules, np.array(slots, np.int64)
         tables = self._tables
         assert tables is not None, "some row has rules"
         on_device, where = upload([self._slots_before, positions], self._device)
-        self._take_masks(rules, tables)
+        if masks is not None:
+            self._take_masks(rules, masks, tables)
         return ProcessedLogits(self._kernels.process(logits, on_device, where, tables), on_device)
 
     @torch.inference_mode()
@@ -59,14 +63,11 @@ class LogitsProcessor:
         assert self._tables is not None
         self._kernels.count(processed.slots, tokens, self._tables)
 
-    def _take_masks(self, rules: NDArray[np.object_], tables: RuleTables) -> None:
-        """Those of grammars, for which it waits."""
-        guided = [one for one in rules if one is not None and one.constraint is not None]
-        if not guided:
-            return
-        masks = np.concatenate([one.constraint.mask() for one in guided])
-        slots, words = upload([np.array([self._slots[one] for one in guided]), masks], self._device)
-        tables.allowed.index_copy_(0, slots, words.view(len(guided), -1))
+    def _take_masks(self, rules: NDArray[np.object_], masks: Int32Array, tables: RuleTables) -> None:
+        """In place of what the guided rows allowed before."""
+        guided = np.array([self._slots[one] for one in rules if one is not None and one.guided])
+        slots, words = upload([guided, masks.reshape(-1)], self._device)
+        tables.allowed.index_copy_(0, slots, words.view(guided.size, -1))
 
     def _slot(self, rules: LogitRules, vocab: int) -> int:
         slot = self._slots.get(rules)

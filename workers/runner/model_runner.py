@@ -12,7 +12,7 @@ from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.base import Limits
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
 from tandem.workers.models.drafters.head import HeadedDecoder
@@ -161,7 +161,7 @@ class ModelRunner:
 
         Arrays are int64 [n]. sources[i]: the row of the step before that samples the input of row i, or -1 where it is
         tokens[i], as it must be unless overlaps. positions: as for sample(). alone: a graph may leave out what drafts,
-        whose KV then lacks these positions: of no sequence a draft is wanted any more.
+        whose KV then lacks these positions: of no sequence a draft is wanted any more. Masks may come later: mask().
         """
         if self._graphs is not None:
             pending = self._graphs.step(sequence_ids, tokens, sources, sampling, positions, alone=alone)
@@ -192,8 +192,7 @@ class ModelRunner:
         if rows is None or not rows.are_of(appends, sampling):
             self._verify_rows = rows = VerifyRows(appends, sampling)
         token_ids, each = np.concatenate(tokens), positions[rows.rows] + rows.offsets
-        graphs = self._verify_graphs
-        if graphs is not None and token_ids.size <= graphs.largest:
+        if (graphs := self._verify_graphs) is not None and token_ids.size <= graphs.largest:
             sources = rows.followers if follows else rows.sources
             pending = graphs.step(sequence_ids, token_ids, sources, rows.sampling, each, appends, follows=follows)
             self._note(graphs.outputs, sequence_ids, positions, appends)
@@ -249,6 +248,11 @@ class ModelRunner:
             self._note(self._graphs.outputs, sequence_ids, self._foreseen_positions)
         return pending
 
+    def mask(self, masks: Int32Array) -> None:
+        """Those that the last step() was launched without. Until they come it samples nothing, and no step follows."""
+        assert self._graphs is not None, "eager steps are launched with their masks"
+        self._graphs.mask(masks)
+
     def mark(self) -> Callable[[], bool] | None:
         """Says whether all that was launched so far is done; None where nothing is under way.
 
@@ -257,8 +261,7 @@ class ModelRunner:
         return mark_stream(self._model.device)
 
     def drain(self) -> None:
-        """Waits until nothing that was launched is under way; raises what the device reports. The last step's samples
-        may be lost."""
+        """Waits for all that was launched; raises what the device reports. The last step's samples may be lost."""
         if self._graphs is not None:
             self._graphs.forget()
         if self._model.device.type == "cuda":

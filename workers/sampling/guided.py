@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -275,6 +275,11 @@ class Constraint:
         only = np.zeros_like(mask)
         only[token // 32] = np.array(1 << token % 32, np.uint32).view(np.int32)
         return only if (mask & only).any() else mask
+
+
+def masks_of(constraints: Iterable[Constraint | None]) -> Int32Array:
+    """[g, ⌈vocab/32⌉]: the masks of the rows that have a constraint, at least one, in their order. Waits for them."""
+    return np.stack([one.mask() for one in constraints if one is not None])
 
 
 def _in_words(error: str) -> str:

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -59,7 +58,7 @@ class LogitRules:
     context: Int64Array  # [n]: prompt, and output so far
     num_output: int  # how many of them, at the end, are output
     first_output: int  # the position of the output token that min_tokens counts first
-    constraint: Constraint | None = None  # gives the `allowed` of each step
+    guided: bool = False  # whether each step comes with the row's `allowed`: see SampleBatch.masks
 
     def seen(self) -> tuple[Int64Array, NDArray[np.int16]]:
         """Tokens of the context, each once, and their entries of `seen`."""
@@ -98,8 +97,3 @@ class LogitRules:
         latest = self.context[self.context.size - min(self.num_output, NUM_LATEST) :]
         record[LATEST + NUM_LATEST - latest.size : LATEST + NUM_LATEST] = latest
         return record
-
-
-def has_constraint(rules: NDArray[np.object_]) -> bool:
-    """Whether a row follows a grammar: its mask takes the token before."""
-    return any(one is not None and one.constraint is not None for one in rules)

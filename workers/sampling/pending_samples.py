@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.plan.arrays import Int32Array
 from tandem.workers.sampling.token_logprobs import Logprobs, TokenLogprobs, split_logprobs
 
 
@@ -33,23 +34,22 @@ class PendingSamples(Protocol):
 
 
 class LateSamples:
-    """Samples of a step whose sampling is launched behind the step, once what it takes is known."""
+    """Samples of a step whose sampling is launched behind the step, once the masks of its rows are known."""
 
-    def __init__(self, launch: Callable[[], PendingSamples]) -> None:
+    def __init__(self, launch: Callable[[Int32Array], PendingSamples]) -> None:
         self._launch = launch
         self._launched: PendingSamples | None = None
 
-    def launch(self) -> PendingSamples:
-        """Idempotent. Until it is called the device samples nothing."""
-        if self._launched is None:
-            self._launched = self._launch()
-        return self._launched
+    def launch(self, masks: Int32Array) -> None:
+        """Called once. Before it the device samples nothing."""
+        self._launched = self._launch(masks)
 
     def is_done(self) -> bool:
-        return self.launch().is_done()
+        return self._launched is not None and self._launched.is_done()
 
     def wait(self) -> Samples:
-        return self.launch().wait()
+        assert self._launched is not None, "the step's masks come first"
+        return self._launched.wait()
 
 
 class CopiedSamples:

@@ -92,11 +92,11 @@ class Speculation:
         alone = has_model and (self._drafter is None or self._policy.gives_up(rows.requests))
         return self._engine.step(step, alone=alone)
 
-    def launch(self, rows: DecodeRows, drafts: Sequence[Int64Array], prompt_tokens: int) -> Verification:
-        """A verify step of all rows, whose last tokens are known; draft i is of row i. prompt_tokens: see
-        StepInFlight."""
-        step = rows.next_step()
-        assert step is not None, "drafts are of rows"
+    def launch(
+        self, rows: DecodeRows, step: DecodeStep, drafts: Sequence[Int64Array], prompt_tokens: int
+    ) -> Verification:
+        """A verify step of all rows, whose last tokens are known; draft i is of row i. step: the plain one that it
+        replaces. prompt_tokens: see StepInFlight."""
         self._policy.launched(verifies=True)
         parts = [part for index, draft in enumerate(drafts) for part in (step.tokens[index : index + 1], draft)]
         ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()

@@ -49,10 +49,10 @@ def draw(grammars: Grammars, guided: Guided, seed: int, again_at: int) -> list[i
         if constraint is None or len(output) == again_at:
             constraint = grammars.constraint(guided)
             constraint.follow(output)
-            rules = LogitRules(params, frozenset((EOS,)), np.array([5, *output]), len(output), 1, constraint)
+            rules = LogitRules(params, frozenset((EOS,)), np.array([5, *output]), len(output), 1, guided=True)
             batch = SampleBatch.from_params([params], [rules])
         logits = torch.from_numpy(rng.normal(0, 2, (1, VOCAB)).astype(np.float32))
-        token = int(sampler.sample(logits, batch, np.array([1 + len(output)])).wait().token_ids[0])
+        token = int(sampler.sample(logits, batch.masked([constraint]), np.array([1 + len(output)])).wait().token_ids[0])
         assert constraint.error is None
         constraint.follow((token,))
         output.append(token)

@@ -1,0 +1,139 @@
+"""Rows that follow grammars beside rows that do not, in the loop of a decode worker, with a real model."""
+
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.errors import ForwardFailed
+from tandem.workers.requests.token_stream import TokenStream
+from tandem.workers.sampling.guided import Constraint, Grammars, Guided
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.cache.table_kernels import TableKernels
+from tests.support.oracle import random_prompt
+from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_specs import spec_of
+from tests.workers.loop_pair import DECODE, NO_SPECULATION, PREFILL, LoopPair
+
+VOCAB, EOS, OUTPUT = 512, 1, 24
+GUIDES = [
+    Guided("regex", ("(ab|c)*",)),
+    None,
+    Guided("json_schema", ('{"type": "array", "items": {"type": "integer"}}',)),
+    None,
+    Guided("choice", ("yes", "no", "yes, and then some")),
+]
+NGRAM = SpeculationSettings("ngram", 4, 24, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guided") / "model"
+    make_checkpoint(folder, arch="qwen3", size="tiny", seed=1)
+    return folder
+
+
+class GuidedPair(LoopPair):
+    """writer: PE whose worker computes the prompts. late: steps that were launched without their masks."""
+
+    def __init__(self, folder: Path, *, captured: bool, writer: int, speculation: SpeculationSettings) -> None:
+        super().__init__(folder, num_pages=120, speculation=speculation, kernels=TableKernels)
+        self._grammars = Grammars(folder, VOCAB, (EOS,))
+        self._writer = writer
+        self.late = 0
+        runner = self.runners[DECODE]
+        if captured:
+            runner.capture_steps(8, run_in_place)
+            runner.capture_prompts(128, run_in_place)
+            runner.capture_steps_with_prompts(run_in_place)
+        if captured and speculation.tokens:
+            runner.capture_verification(speculation.max_step_tokens, run_in_place, speculation.max_ngram)
+        mask = runner.mask
+
+        def counted(masks: Any) -> None:
+            self.late += 1
+            mask(masks)
+
+        cast(Any, runner).mask = counted
+
+    def begin(self, name: str, number: int, constraint: Constraint | None = None) -> None:
+        prompt = random_prompt(5 + 3 * number, number) * 2
+        guided = GUIDES[number % len(GUIDES)]
+        params = SamplingParams(max_tokens=OUTPUT, temperature=number % 2 * 0.5, seed=number, guided=guided)
+        reservation = self.decode.prepare(name, spec_of(prompt), OUTPUT, self._writer)
+        if guided is not None and constraint is None:
+            constraint = self._grammars.constraint(guided)
+        if self._writer == PREFILL:
+            first = None if guided is None else self._grammars.constraint(guided)
+            self.prefill.submit(name, spec_of(prompt), params, reservation, first)
+        stream = self._streams[name] = TokenStream()
+        self.decode.start(name, reservation.reservation_id, params, stream, 0, constraint)
+        self.run_prefill()
+
+    def all_tokens(self) -> dict[str, list[int]]:
+        """Requests come while others are decoded."""
+        draws = random.Random(3)
+        for number in range(10):
+            self.begin(f"r{number}", number)
+            for _ in range(draws.randint(0, 5)):
+                self.step_decode()
+        self.finish_all()
+        self._grammars.close()
+        return {name: self.tokens(name) for name in self._streams}
+
+    def finish_all(self) -> None:
+        for _ in range(5000):
+            if all(self.ended(name) for name in self._streams):
+                return
+            self.step_decode()
+        raise AssertionError("the decode loop does not come to an end")
+
+
+@pytest.mark.parametrize("writer", [PREFILL, DECODE])
+@pytest.mark.parametrize("speculation", [NO_SPECULATION, NGRAM], ids=["plain", "drafts"])
+def test_tokens_in_graphs_are_those_of_eager_steps(folder: Path, writer: int, speculation: SpeculationSettings) -> None:
+    eager = GuidedPair(folder, captured=False, writer=writer, speculation=NO_SPECULATION)
+    ours = GuidedPair(folder, captured=True, writer=writer, speculation=speculation)
+    tokens = ours.all_tokens()
+    assert tokens == eager.all_tokens()
+    assert all(tokens.values())
+    assert ours.late > 5
+    assert eager.late == 0
+    ours.assert_free()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "in graphs"])
+def test_a_mask_that_fails_ends_its_request_alone(
+    folder: Path, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = GuidedPair(folder, captured=captured, writer=PREFILL, speculation=NO_SPECULATION)
+    guided = GUIDES[2]
+    assert guided is not None
+    constraint, masks = pair._grammars.constraint(guided), 0
+    own = constraint._next_mask
+
+    def failing(tokens: list[int]) -> Any:
+        nonlocal masks
+        masks += 1
+        if masks == 5:
+            raise RuntimeError("no mask")
+        return own(tokens)
+
+    monkeypatch.setattr(constraint, "_next_mask", failing)
+    pair.begin("plain", 1)
+    pair.begin("fails", 2, constraint)
+    pair.begin("holds", 7)
+    pair.finish_all()
+    error = pair.ended("fails")
+    assert isinstance(error, ForwardFailed)
+    assert str(error) == "a mask could not be computed: no mask"
+    assert len(pair.tokens("fails")) == 4
+    expected = GuidedPair(folder, captured=False, writer=PREFILL, speculation=NO_SPECULATION)
+    for name, number in (("plain", 1), ("holds", 7)):
+        expected.begin(name, number)
+    expected.finish_all()
+    assert all(pair.tokens(name) == expected.tokens(name) for name in ("plain", "holds"))
+    pair.assert_free()

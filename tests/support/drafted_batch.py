@@ -13,6 +13,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.counters import Counters
 from tandem.workers.engine.capabilities import Capabilities
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.step import Launched
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.sampling.finish import FinishReason
@@ -96,8 +97,7 @@ class DraftedBatch:
 def speculation_of(most: int, max_step_tokens: int, *, follows: bool = False, computes: bool = False) -> Speculation:
     """follows: the device looks drafts up, so that a verify step costs less. computes: the drafter is a model."""
     engine = SimpleNamespace(
-        verify=lambda step, tokens: None,
-        step=lambda step, alone=False: alone,
+        launch=lambda step: Launched(cast(Any, step.alone)),
         take_back=lambda surplus, is_last: None,
         capabilities=Capabilities(True, computes, 1 << 20 if follows else 0, follows and not computes),
     )

@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Callable
 
-import numpy as np
-
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import OutOfPages
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.guide_masks import GuideMasks
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
+from tandem.workers.decode.prepared_row import PreparedRow
 from tandem.workers.decode.published_prefixes import PublishedPrefixes
 from tandem.workers.decode.steps_in_flight import LaunchedStep, StepsInFlight
 from tandem.workers.engine.engine import Engine
@@ -27,7 +26,6 @@ from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
-from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.decode_rows import StepInFlight
@@ -87,6 +85,7 @@ class Decodes:
         self._speculation = speculation
         self._steps = StepsInFlight(engine)
         self._masks = GuideMasks(engine)
+        self._prepared = PreparedRow(engine)
         self._unpublished: list[DecodeRequest] = []
         self.decoded_tokens = 0  # so far
 
@@ -123,9 +122,8 @@ class Decodes:
             return
         self._awaiting.append(request)
         alone = len(self._reservations) == 1  # so there is time
-        if alone and self._engine.capabilities.overlaps and not params.changes_logits:
-            first = np.array([len(request.prompt) + 1])
-            self._engine.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
+        if alone:
+            self._prepared.prepare(request)
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
@@ -295,10 +293,11 @@ class Decodes:
         pending = None
         if len(requests) == 1 and not len(self._rows) and self._steps.behind is None:
             try:
-                pending = self._engine.step_foreseen((requests[0].sequence_id,), np.array(requests[0].output, np.int64))
+                pending = self._prepared.launch(requests[0])
             except Exception as error:
                 self._fail_all(error)
                 return
+        self._prepared.drop()
         self._rows.join(requests)
         if pending is not None:
             step = self._rows.next_step()

@@ -16,13 +16,12 @@ from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
 from tandem.workers.engine.peers import Peers
+from tandem.workers.engine.step import DraftsFailed, Launched, Step, StepDrafts
 from tandem.workers.requests.post import Post
-from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.prompt_logits import PromptLogits
-from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.scheduling.batch import DecodeStep
@@ -103,25 +102,23 @@ class Engine:
 
     # Actions: forwards
 
-    def step(self, step: DecodeStep, *, alone: bool = False) -> PendingSamples:
-        """See ModelRunner.step."""
-        return self._runner.step(*step, alone=alone)
+    def launch(self, step: Step) -> Launched:
+        """Launches one forward, with eager kernels computes it. Raises DraftsFailed."""
+        rows = step.rows
+        if rows is None:
+            return self._launch_prompts(step)
+        if step.chunks is not None:
+            pending, logits = self._runner.step_with_prompts(rows.sequence_ids, StepInputs(*rows[1:]), step.chunks)
+            return Launched(pending, None, self._named(logits))
+        if step.drafts is not None:
+            return self._launch_drafts(rows, step.drafts)
+        if step.foreseen:
+            return Launched(self._runner.step_foreseen(rows.sequence_ids, rows.tokens))
+        return Launched(self._runner.step(*rows, alone=step.alone))
 
-    def foresee(self, sequences: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
-        """They are being received, and will be stepped next, with tokens not known yet. May be dropped."""
-        self._runner.foresee(sequences, sampling, positions)
-
-    def step_foreseen(self, sequences: tuple[int, ...], tokens: Int64Array) -> PendingSamples | None:
-        """See ModelRunner.step_foreseen."""
-        return self._runner.step_foreseen(sequences, tokens)
-
-    def verify(self, step: DecodeStep, tokens: Sequence[Int64Array]) -> PendingSamples:
-        """A step in which sequence i has the inputs tokens[i]; see ModelRunner.verify."""
-        return self._runner.verify(step.sequence_ids, tokens, step.sampling, step.positions)
-
-    def verify_next(self, step: DecodeStep, tokens: Sequence[Int64Array], positions: Int64Array) -> PendingSamples:
-        """verify() behind a verify step that is not read; see ModelRunner.verify, `follows`."""
-        return self._runner.verify(step.sequence_ids, tokens, step.sampling, positions, follows=True)
+    def prepare(self, rows: DecodeStep) -> None:
+        """They are being received, and will be launched next, with tokens not known yet. May be dropped."""
+        self._runner.foresee(rows.sequence_ids, rows.sampling, rows.positions)
 
     def draft(
         self,
@@ -134,32 +131,6 @@ class Engine:
         """See Drafts.draft, where capabilities.drafts."""
         assert self._runner.drafts is not None, "capabilities are asked first"
         return self._runner.drafts.draft(sequences, tokens, counts, sampling, positions)
-
-    def draft_behind(self, step: DecodeStep, counts: Int64Array) -> PendingSamples | None:
-        """See Drafts.draft_behind, where capabilities.drafts."""
-        assert self._runner.drafts is not None, "capabilities are asked first"
-        return self._runner.drafts.draft_behind(step.sequence_ids, counts, step.sampling)
-
-    def remember(self, contexts: Sequence[Int64Array]) -> None:
-        """See NextDrafts.remember, where capabilities.looks_up."""
-        assert self._runner.next_drafts is not None, "capabilities are asked first"
-        self._runner.next_drafts.remember(contexts)
-
-    def compute(self, prompts: PromptChunks, *, push: bool) -> PromptLogits:
-        """See ModelRunner.prompts."""
-        return self._named(self._runner.prompts(*prompts, push=push))
-
-    def score(
-        self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool
-    ) -> tuple[PromptLogits, Sequence[PackedLogprobs]]:
-        """See ModelRunner.scored_prompts."""
-        logits, found = self._runner.scored_prompts(prompts, scored, push=push)
-        return self._named(logits), found
-
-    def step_with_prompts(self, step: DecodeStep, prompts: PromptChunks) -> tuple[PendingSamples, PromptLogits]:
-        """See ModelRunner.step_with_prompts; takes_prompts() is asked first."""
-        pending, logits = self._runner.step_with_prompts(step.sequence_ids, StepInputs(*step[1:]), prompts)
-        return pending, self._named(logits)
 
     def sample(
         self, logits: PromptLogits, sampling: SampleBatch, positions: Int64Array, posts: Sequence[Post]
@@ -213,12 +184,11 @@ class Engine:
         most, looks_up = (0, False) if following is None else (following.num_sequences, following.looks_up)
         return Capabilities(self._runner.overlaps, self._runner.drafts is not None, most, looks_up)
 
-    def takes_prompts(self, sequences: Sequence[int], num_sequences: int, num_tokens: int) -> bool:
-        """See ModelRunner.takes_prompts."""
-        return self._runner.takes_prompts(sequences, num_sequences, num_tokens)
-
-    def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
-        """See ModelRunner.has_prompt_graph."""
+    def takes(self, num_sequences: int, num_tokens: int, rows: Sequence[int] = ()) -> bool:
+        """Whether one launch computes these rows and so many tokens of prompts. Without rows: whether a graph computes
+        the prompts, with which nothing can be pushed."""
+        if len(rows):
+            return self._runner.takes_prompts(rows, num_sequences, num_tokens)
         return self._runner.has_prompt_graph(num_sequences, num_tokens)
 
     def room(self, num_tokens: int, longest_append: int, encoder_len: int = 0) -> Room:
@@ -282,6 +252,30 @@ class Engine:
     def silent_seconds(self) -> float:
         """See Transport.silent_seconds."""
         return self._transport.silent_seconds
+
+    def _launch_prompts(self, step: Step) -> Launched:
+        assert step.chunks is not None, "a step has rows or chunks"
+        if not step.scored:
+            return Launched(prompts=self._named(self._runner.prompts(*step.chunks, push=step.push)))
+        logits, scored = self._runner.scored_prompts(step.chunks, step.scored, push=step.push)
+        return Launched(prompts=self._named(logits), scored=scored)
+
+    def _launch_drafts(self, rows: DecodeStep, drafts: StepDrafts) -> Launched:
+        runner, drafting = self._runner, None
+        if drafts.sizes is not None:
+            assert runner.drafts is not None, "capabilities are asked first"
+            try:
+                drafting = runner.drafts.draft_behind(rows.sequence_ids, drafts.sizes, rows.sampling)
+            except Exception as error:
+                raise DraftsFailed("drafts could not be launched") from error
+            if drafting is None:
+                return Launched()
+        elif drafts.contexts:
+            assert runner.next_drafts is not None, "capabilities are asked first"
+            runner.next_drafts.remember(drafts.contexts)
+        ids, tokens, sampling, positions = rows.sequence_ids, drafts.tokens, rows.sampling, rows.positions
+        pending = runner.verify(ids, tokens, sampling, positions, follows=drafts.follows)
+        return Launched(pending, drafting)
 
     def _named(self, logits: Tensor) -> PromptLogits:
         self._num_prompt_launches += 1

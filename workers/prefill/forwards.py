@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.step import Step
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.requests.prompt import Prompt
@@ -12,7 +13,7 @@ from tandem.workers.sampling.prompt_logprobs import Scored
 from tandem.workers.scheduling.batch import Chunk
 
 PromptForward = Callable[[PromptChunks], PromptLogits]
-"""Computes chunks that nothing is pushed with; see Engine.compute for the logits."""
+"""Computes chunks that nothing is pushed with. Gives the logits of those that end their prompts."""
 
 
 class PromptForwards:
@@ -42,7 +43,7 @@ class PromptForwards:
         prompts = [prompt for prompt, _ in chunks]
         requests = [prompt for prompt in prompts if isinstance(prompt, PrefillRequest)]
         num_tokens = sum(length for _, length in chunks)
-        by_pages = alone or forward is not None or self._engine.has_prompt_graph(len(chunks), num_tokens)
+        by_pages = alone or forward is not None or self._engine.takes(len(chunks), num_tokens)
         begun = [request for request in requests if request.computed and not request.marked]
         for request in requests:
             self._mark(request)
@@ -54,14 +55,8 @@ class PromptForwards:
             [prompt.token_ids[prompt.computed : prompt.computed + length] for prompt, length in chunks],
             [prompt.num_tokens for prompt in prompts],
         )
-        if any(prompt.gatherer for prompt in prompts):  # beside a decode step it has a forward of its own
-            scored = [_scored(*chunk) for chunk in chunks]
-            logits, found = self._engine.score(packed, scored, push=bool(requests) and not by_pages)
-            gatherers = (prompt.gatherer for prompt in prompts if prompt.gatherer is not None)
-            for gatherer, logprobs in zip(gatherers, found, strict=True):
-                gatherer.add(logprobs)
-        elif forward is None:
-            logits = self._engine.compute(packed, push=bool(requests) and not by_pages)
+        if forward is None or any(prompt.gatherer for prompt in prompts):  # which have a forward of their own
+            logits = self._compute(chunks, packed, push=bool(requests) and not by_pages)
         else:
             logits = forward(packed)
         self.computed_tokens += num_tokens
@@ -71,6 +66,15 @@ class PromptForwards:
         for request in requests if by_pages else ():
             self._send(request)
         return [prompt for prompt in prompts if prompt.computed == prompt.num_tokens], logits
+
+    def _compute(self, chunks: Sequence[Chunk], packed: PromptChunks, *, push: bool) -> PromptLogits:
+        gatherers = [prompt.gatherer for prompt, _ in chunks if prompt.gatherer is not None]
+        scored = [_scored(*chunk) for chunk in chunks] if gatherers else ()
+        launched = self._engine.launch(Step(chunks=packed, scored=scored, push=push))
+        for gatherer, logprobs in zip(gatherers, launched.scored, strict=True):
+            gatherer.add(logprobs)
+        assert launched.prompts is not None, "the step had chunks"
+        return launched.prompts
 
     def send_launched(self, request: PrefillRequest) -> None:
         """Sends a prompt that was launched as a whole before its receiver was known."""

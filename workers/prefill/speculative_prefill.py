@@ -8,6 +8,7 @@ import numpy as np
 from tandem.workers.config import LoopSettings
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.step import Step
 from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.logs import of_requests
 from tandem.workers.requests.first_token import FirstToken
@@ -103,7 +104,8 @@ class SpeculativePrefill:
         whole = len(prompt.spec)
         end = min(whole, prompt.cached_tokens + self._max_batch_tokens)
         tokens = prompt.spec.token_ids[prompt.cached_tokens : end]
-        logits = self._engine.compute(PromptChunks([prompt.sequence_id], [tokens], [whole]), push=False)
+        chunks = PromptChunks([prompt.sequence_id], [tokens], [whole])
+        logits = self._engine.launch(Step(chunks=chunks)).prompts
         prompt.computed = end
         self.computed_tokens += len(tokens)
         if end == whole:

@@ -9,6 +9,7 @@ import numpy as np
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.counters import Counters
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.step import DraftsFailed, Step, StepDrafts
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.sampling.pending_samples import PendingSamples
@@ -90,7 +91,9 @@ class Speculation:
         """Launches a plain step of all rows."""
         has_model = self._engine.capabilities.drafts
         alone = has_model and (self._drafter is None or self._policy.gives_up(rows.requests))
-        return self._engine.step(step, alone=alone)
+        pending = self._engine.launch(Step(step, alone=alone)).rows
+        assert pending is not None, "the step has rows"
+        return pending
 
     def launch(
         self, rows: DecodeRows, step: DecodeStep, drafts: Sequence[Int64Array], prompt_tokens: int
@@ -102,7 +105,8 @@ class Speculation:
         ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()
         tokens = np.concatenate(parts)
         inputs = [tokens[begin:end] for begin, end in pairwise([0, *ends])]
-        pending = self._engine.verify(step, inputs)
+        pending = self._engine.launch(Step(step, StepDrafts(inputs))).rows
+        assert pending is not None, "the step has rows"
         sizes = [draft.size for draft in drafts]
         self._found = True
         self._last = Verification(
@@ -124,26 +128,27 @@ class Speculation:
         counts = self._policy.sizes(rows.requests, ends)
         if not counts:
             return None
-        sizes, drafting = [counts.get(index, 0) for index in range(len(rows))], None
-        if not self._engine.capabilities.looks_up:
-            drafting = self._draft_behind(step, np.array(sizes))
-            if drafting is None:
-                return None
-        elif before.drafts is not None:
-            self._engine.remember([self._policy.of(request).context() for request in rows.requests])
-        self._policy.launched(verifies=True)
-        unknown = [np.zeros(size + 1, np.int64) for size in sizes]
+        sizes = [counts.get(index, 0) for index in range(len(rows))]
         positions = step.positions + np.array(before.sizes) + 1
-        pending = self._engine.verify_next(step, unknown, positions)
-        self._last = Verification(rows.requests, sizes, None, pending, drafting, verifier=self, rows=rows)
-        return self._last
-
-    def _draft_behind(self, step: DecodeStep, sizes: Int64Array) -> PendingSamples | None:
         try:
-            return self._engine.draft_behind(step, sizes)
-        except Exception:
+            launched = self._engine.launch(Step(step._replace(positions=positions), self._following(before, sizes)))
+        except DraftsFailed:
             self._leave_drafter()
             return None
+        if launched.rows is None:
+            return None
+        self._policy.launched(verifies=True)
+        self._last = Verification(rows.requests, sizes, None, launched.rows, launched.drafts, verifier=self, rows=rows)
+        return self._last
+
+    def _following(self, before: Verification, sizes: Sequence[int]) -> StepDrafts:
+        """Drafts of these sizes behind a verify step that is not read yet; the device has their tokens."""
+        unknown = [np.zeros(size + 1, np.int64) for size in sizes]
+        if not self._engine.capabilities.looks_up:
+            return StepDrafts(unknown, True, np.array(sizes))
+        known = before.drafts is not None
+        contexts = [self._policy.of(request).context() for request in before.requests] if known else ()
+        return StepDrafts(unknown, True, contexts=contexts)
 
     def recall(self, step: Verification) -> None:
         """Finds out what the device had as drafts, for a step that followed one which is read by now. In place of what

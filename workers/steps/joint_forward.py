@@ -1,6 +1,7 @@
 """One forward for the decode rows and the prompt chunks of a batch: it reads the weights once."""
 
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.step import Step
 from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.prompt_logits import PromptLogits
@@ -20,20 +21,23 @@ class JointForward:
         self._error: Exception | None = None
 
     def __call__(self, chunks: PromptChunks) -> PromptLogits:
-        """Logits as Engine.compute gives them."""
+        """See PromptForward."""
         try:
-            self._pending, logits = self._engine.step_with_prompts(self._step, chunks)
+            launched = self._engine.launch(Step(self._step, chunks=chunks))
         except Exception as error:
             self._error = error
             raise
-        return logits
+        self._pending = launched.rows
+        assert launched.prompts is not None, "the step had chunks"
+        return launched.prompts
 
     def samples(self) -> PendingSamples:
         """Those of the decode step. Raises what the forward raised."""
         if self._error is not None:
             raise self._error
         if self._pending is None:
-            return self._engine.step(self._step)
+            self._pending = self._engine.launch(Step(self._step)).rows
+        assert self._pending is not None, "the step has rows"
         return self._pending
 
 
@@ -41,4 +45,4 @@ def is_joint(engine: Engine, batch: StepBatch) -> bool:
     """Whether the batch has rows and chunks, and one forward can compute both."""
     if batch.decodes is None or not batch.chunks or any(chunk.request.gatherer for chunk in batch.chunks):
         return False
-    return engine.takes_prompts(batch.decodes.sequence_ids, len(batch.chunks), batch.prompt_tokens)
+    return engine.takes(len(batch.chunks), batch.prompt_tokens, batch.decodes.sequence_ids)

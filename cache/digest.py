@@ -48,7 +48,7 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: 
 def _group_numbers(layout: KVLayout) -> list[int]:
     """Of each group 0, or a number of its own where its layers stand in another, too."""
     more = count(1)
-    return [next(more) if group.beside or group.top_k is not None else 0 for group in layout.groups]
+    return [0 if group.kind.attended else next(more) for group in layout.groups]
 
 
 def _weigh(entries: Tensor, position: int, salt: int) -> Tensor:

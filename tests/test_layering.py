@@ -23,7 +23,7 @@ FLOORS = {
     "cache": (
         {"plan", "extras"},
         {"kernels"},
-        {"pages"},
+        {"kinds", "pages"},
         {"attention"},
         {"operations"},
         {"paged_cache"},

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from tandem.cache.plan.errors import InvalidArgument
 
 if TYPE_CHECKING:  # as in wire_map
+    from tandem.cache.plan.kind import LayerGroup
     from tandem.cache.plan.kv_scales import KVScales
-    from tandem.cache.plan.layout import KVLayout, LayerGroup
+    from tandem.cache.plan.layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
     ]
     pairs.append(("number of layer groups", len(own.groups), len(peer.groups)))
     for index, groups in enumerate(zip(own.groups, peer.groups, strict=False)):
-        for name in ("head_dim", "keeps", "latent_rank", "top_k", "beside", "planes", "dtype"):
-            mine, theirs = (getattr(group, name) for group in groups)
-            pairs.append((f"{name} of group {index}", mine, theirs))
+        kinds = [vars(group.kind) | {"kind": type(group.kind).__name__, "num_kv_heads": None} for group in groups]
+        for name in sorted(kinds[0] | kinds[1]):
+            pairs.append((f"{name} of group {index}", kinds[0].get(name), kinds[1].get(name)))
         pairs.append(
             (f"KV heads of group {index}, of all ranks,", _num_heads(own, groups[0]), _num_heads(peer, groups[1]))
         )
@@ -79,7 +80,7 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
 
 def _num_heads(layout: "KVLayout", group: "LayerGroup") -> int:
     """Of all ranks. Each rank holds all of a latent."""
-    return group.num_kv_heads * (layout.shard.size if group.latent_rank is None else 1)
+    return group.num_kv_heads * (1 if group.kind.whole_on_ranks else layout.shard.size)
 
 
 def _region(own: "KVLayout", peer: "KVLayout", group: int) -> Region:
@@ -102,7 +103,7 @@ def _region(own: "KVLayout", peer: "KVLayout", group: int) -> Region:
 
 def _common_heads(own: "KVLayout", peer: "KVLayout", group: int) -> tuple[slice, slice]:
     mine, theirs = (
-        0 if layout.groups[group].latent_rank is not None else layout.shard.rank * layout.groups[group].num_kv_heads
+        0 if layout.groups[group].kind.whole_on_ranks else layout.shard.rank * layout.groups[group].num_kv_heads
         for layout in (own, peer)
     )
     begin = max(mine, theirs)

@@ -14,11 +14,11 @@ from torch import Tensor
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.kernels.base import Compression, Extra, GroupPlan, IndexQuery
 from tandem.cache.kernels.torch.compressed import compress, mask_of, rotate_neighbours, sequence_slots
-from tandem.cache.kernels.torch.entries import TorchEntryKernels
+from tandem.cache.kernels.torch.entries import entries_at, places_of
 from tandem.cache.kernels.torch.index import SCORES_AT_ONCE, choose, score
-from tandem.cache.plan.attention_inputs import EntryInputs, check_tensor
+from tandem.cache.kinds.compressed import CompressedGroups
+from tandem.cache.kinds.tensors import check_tensor
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.layout import CompressedGroups
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
@@ -30,9 +30,13 @@ class _Group(NamedTuple):
     """One of the groups of CompressedGroups, and what was planned of it."""
 
     group: int
-    backend: TorchEntryKernels
-    inputs: EntryInputs
+    pool: Tensor
     plan: GroupPlan
+
+    @property
+    def width(self) -> int:
+        """Of an entry."""
+        return self.pool.shape[5]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,18 +85,17 @@ class CompressedForward:
             self._kinds[of] = self._plan(of, attended)
         kind, tokens = self._kinds[of], self.plans[attended].tokens
         assert tokens is not None  # not in graph buffers
-        inputs, made = kind.inputs.inputs, [one.inputs for one in kind.made]
-        check_compression(x, tokens.positions.size, kind.every, inputs.head_dim, made, inputs.device)
+        check_compression(x, tokens.positions.size, kind.every, kind.inputs.width, [one.pool for one in kind.made])
         store(of.inputs, layer, x.values.unsqueeze(1), x.gates.unsqueeze(1))
-        values, gates = (one.squeeze(1) for one in kind.inputs.backend.entries_at(places[0], kind.sources))
-        shape = (*kind.present.shape[:2], kind.inputs.inputs.head_dim)
+        values, gates = (one.squeeze(1) for one in entries_at(kind.inputs.pool, places[0], kind.sources))
+        shape = (*kind.present.shape[:2], kind.inputs.width)
         gates = gates.view(shape) + x.bias.tile(kind.present.shape[1] // kind.every, 1)
         values, gates = values.view(shape).masked_fill(~kind.present, 0), gates.masked_fill(~kind.present, -torch.inf)
         begin = 0
         for made, norm in zip(kind.made, x.norms, strict=True):
-            size = made.inputs.head_dim
+            size = made.width
             parts = [_series(one, begin, size, kind.every) for one in (values, gates)]
-            new = compress(parts[0], parts[1], norm, x.eps).to(made.inputs.dtype).unsqueeze(1)
+            new = compress(parts[0], parts[1], norm, x.eps).to(made.pool.dtype).unsqueeze(1)
             store(made.group, layer, rotate_neighbours(new, kind.starts), None)
             begin += size * (kind.present.shape[1] // kind.every)
         query = x.query
@@ -113,10 +116,10 @@ class CompressedForward:
         where, count = kind.places[0][sequence], kind.places[0][sequence].shape[1]
         visible = kind.visible[begin:end, None]
         seen = torch.arange(count, device=visible.device) < visible
-        backend = kind.made[0].backend
+        pool = kind.made[0].pool
         if query is None or of.top_k is None or count <= of.top_k:
-            return Extra(backend.entries_at(places[1], where)[0].squeeze(1), seen, begin)
-        keys = kind.made[1].backend.entries_at(places[2], kind.places[1][sequence])[0].squeeze(1)
+            return Extra(entries_at(pool, places[1], where)[0].squeeze(1), seen, begin)
+        keys = entries_at(kind.made[1].pool, places[2], kind.places[1][sequence])[0].squeeze(1)
         at_once, chosen = max(1, SCORES_AT_ONCE // (query.q.shape[1] * count)), []
         for first in range(begin, end, at_once):
             rows = slice(first, min(first + at_once, end))
@@ -124,12 +127,12 @@ class CompressedForward:
             chosen.append(choose(score(query.q[rows], query.weights[rows], keys, mask), of.top_k).long())
         if end - begin == 1:  # a decode reads what it has chosen alone
             only = chosen[0][chosen[0] >= 0]
-            entries = backend.entries_at(places[1], where[:, only])[0].squeeze(1)
+            entries = entries_at(pool, places[1], where[:, only])[0].squeeze(1)
             return Extra(entries, torch.ones(1, only.shape[0], dtype=torch.bool, device=seen.device), begin)
         positions = torch.cat(chosen)
         taken = torch.zeros(seen.shape[0], count + 1, dtype=torch.bool, device=seen.device)
         taken.scatter_(1, torch.where(positions < 0, count, positions), True)
-        return Extra(backend.entries_at(places[1], where)[0].squeeze(1), taken[:, :count], begin)
+        return Extra(entries_at(pool, places[1], where)[0].squeeze(1), taken[:, :count], begin)
 
     def _plan(self, of: CompressedGroups, attended: int) -> _Kind:
         inputs, entries = self._group(of.inputs), self._group(of.entries)
@@ -137,19 +140,19 @@ class CompressedForward:
         every, tokens, new = self.groups[of.entries].table.every, self.plans[attended].tokens, entries.plan.tokens
         assert tokens is not None
         assert new is not None
-        width, total = inputs.inputs.head_dim, sum(one.inputs.head_dim for one in made)
+        width, total = inputs.width, sum(one.width for one in made)
         count = every * (width // total)
         starts = new.positions.astype(np.int64) * every
         positions = (starts + every - count)[:, None] + np.arange(count)
         present = positions >= 0
         slots = _slots(inputs, new.owners, np.maximum(positions, 0))
-        device = self.groups[of.entries].inputs.device
+        device = inputs.pool.device
         rotations = self.rotations(torch.from_numpy(starts).to(device)) if starts.size else None
         return _Kind(
             every,
             inputs,
             made,
-            inputs.backend.places(slots.reshape(-1)),
+            places_of(inputs.pool, slots.reshape(-1)),
             torch.from_numpy(present).to(device).unsqueeze(2),
             None if rotations is None else rotations[attended],
             tuple([_places(one, one.plan.tables, i) for i in range(new.seq_lens.size)] for one in made),
@@ -157,18 +160,15 @@ class CompressedForward:
         )
 
     def _group(self, index: int) -> _Group:
-        group = self.groups[index]
-        assert isinstance(group.backend, TorchEntryKernels)
-        assert isinstance(group.inputs, EntryInputs)
-        return _Group(index, group.backend, group.inputs, self.plans[index])
+        return _Group(index, self.groups[index].site.pool, self.plans[index])
 
 
-def check_compression(
-    x: Compression, num_tokens: int, every: int, width: int, made: Sequence[EntryInputs], device: torch.device
-) -> None:
-    """InvalidArgument unless x fits its groups, but for inputs. width: of inputs. made: of entries, then of keys."""
+def check_compression(x: Compression, num_tokens: int, every: int, width: int, made: Sequence[Tensor]) -> None:
+    """InvalidArgument unless x fits its groups, but for inputs. width: of inputs. made: pools of entries, then of
+    keys."""
+    device = made[0].device
     check_tensor("compression.bias", x.bias, (every, width), torch.float32, device)
-    sizes = [one.head_dim for one in made]
+    sizes = [one.shape[5] for one in made]
     if [norm.shape for norm in x.norms] != [(size,) for size in sizes]:
         raise InvalidArgument(
             f"compression.norms have shapes {[tuple(norm.shape) for norm in x.norms]}; {sizes} are accepted"
@@ -192,7 +192,7 @@ def _series(x: Tensor, begin: int, size: int, every: int) -> Tensor:
 
 def _slots(group: _Group, owners: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """int64 [n, k]: where positions [n, k] of sequences owners [n] of the forward are in a group with an entry each."""
-    tables, tokens, size = group.plan.tables, group.plan.tokens, group.backend.pool.shape[4]
+    tables, tokens, size = group.plan.tables, group.plan.tokens, group.pool.shape[4]
     assert tokens is not None
     first = (tokens.seq_lens - tables.kv_lens).astype(np.int64)[owners][:, None]
     relative = np.maximum(positions - first, 0)
@@ -201,4 +201,4 @@ def _slots(group: _Group, owners: np.ndarray, positions: np.ndarray) -> np.ndarr
 
 
 def _places(group: _Group, tables: PageTables, sequence: int) -> Tensor:
-    return group.backend.places(sequence_slots(tables, sequence, group.backend.pool.shape[4]))
+    return places_of(group.pool, sequence_slots(tables, sequence, group.pool.shape[4]))

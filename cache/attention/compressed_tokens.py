@@ -13,14 +13,11 @@ from torch import Tensor
 
 from tandem.cache.attention.compressed import check_compression
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import Compression, DeviceTables, GroupPlan, SharedKV
+from tandem.cache.kernels.base import Compression, DeviceTables, Entries, GroupPlan, SharedKV
 from tandem.cache.kernels.compressed.choice import TokenKernels, choose_token_kernels
 from tandem.cache.kernels.compressed.tokens import NewTokens, TokenPages
-from tandem.cache.kernels.torch.compressed import TorchSharedKernels
-from tandem.cache.kernels.torch.entries import TorchEntryKernels
 from tandem.cache.kernels.upload import upload
-from tandem.cache.plan.attention_inputs import EntryInputs, SharedInputs
-from tandem.cache.plan.layout import CompressedGroups
+from tandem.cache.kinds.compressed import CompressedGroups
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import TokenLayout
 
@@ -75,7 +72,7 @@ class TokenForward:
         cls, groups: Sequence[GroupAttention], plans: Sequence[GroupPlan], tokens: TokenLayout, rotations: Rotate
     ) -> "TokenForward":
         """Of an eager forward without token trees."""
-        device, positions = groups[0].inputs.device, tokens.positions.astype(np.int64)
+        device, positions = groups[0].site.device, tokens.positions.astype(np.int64)
         preceding = (tokens.positions - tokens.positions[tokens.qo_indptr[tokens.owners]]).astype(np.int32)
         rates = sorted({group.table.every for group in groups} - {1})
         ends = [np.flatnonzero((positions + 1) % every == 0) for every in rates]
@@ -99,8 +96,7 @@ class TokenForward:
         attended: the layer's group with K and V. places: the layer's index there, and in the groups of `of`.
         """
         group, plan, kernels = self.groups[attended], self.plans[attended], self._kernels
-        assert isinstance(group.backend, TorchSharedKernels)
-        own, pool, rotation = self.tokens[attended], group.backend.pool, plan.rotation
+        own, pool, rotation = self.tokens[attended], group.site.pool, plan.rotation
         q, kv = kernels.rotate_and_append(pool, places[0], x.q, x.kv, rotation, own.slots)
         group.appended(plan, places[0], kv, None)
         entries = visible = chosen = None
@@ -113,11 +109,9 @@ class TokenForward:
                 query = kernels.rotate_queries(compression.query.q, rotation)
                 keys, weights = self._entries(of.keys, places[3])[0], compression.query.weights
                 chosen = kernels.choose_entries(keys, query, weights, visible, of.top_k, longest)
-        window, scale = (pool, places[0], own.pages), group.backend.scale
-        beside = (entries, visible, chosen)
-        return kernels.attend(
-            window, group.backend.window, *beside, q, self.positions, x.sinks, scale, rotation, longest
-        )
+        window, beside = (pool, places[0], own.pages), (entries, visible, chosen)
+        size, scale = group.kind.keeps.window, group.site.heads.scale_of(group.kind.head_dim)
+        return kernels.attend(window, size, *beside, q, self.positions, x.sinks, scale, rotation, longest)
 
     def _append(self, of: CompressedGroups, attended: int, places: tuple[int, int, int, int], x: Compression) -> None:
         inputs = self.tokens[of.inputs]
@@ -139,12 +133,10 @@ class TokenForward:
 
     def _check(self, of: CompressedGroups, x: Compression) -> None:
         made = [of.entries] if of.keys is None else [of.entries, of.keys]
-        inputs, *entries = (self.groups[one].inputs for one in (of.inputs, *made))
-        assert isinstance(inputs, EntryInputs)
-        inputs.check(self.positions.shape[0], x.values.unsqueeze(1), x.gates.unsqueeze(1))
-        kept = [one for one in entries if isinstance(one, EntryInputs)]
-        every = self.groups[of.entries].table.every
-        check_compression(x, self.positions.shape[0], every, inputs.head_dim, kept, inputs.device)
+        inputs, num_tokens = self.groups[of.inputs], self.positions.shape[0]
+        inputs.check(num_tokens, Entries(x.values.unsqueeze(1), x.gates.unsqueeze(1)))
+        every, width = self.groups[of.entries].table.every, inputs.kind.head_dim
+        check_compression(x, num_tokens, every, width, [self._pool(group) for group in made])
 
     def _entries(self, group: int, place: int) -> tuple[tuple[Tensor, int, TokenPages], int, int]:
         """What kernels read of a group of entries; how many positions each has; and the most of one sequence."""
@@ -155,18 +147,17 @@ class TokenForward:
         return (self._pool(group), place, self.tokens[group].pages), table.every, max(1, most)
 
     def _pool(self, group: int) -> Tensor:
-        backend = self.groups[group].backend
-        assert isinstance(backend, TorchEntryKernels)
-        return backend.pool
+        return self.groups[group].site.pool
 
 
-def has_shared_planes(groups: Sequence[GroupAttention]) -> bool:
-    return any(isinstance(group.inputs, SharedInputs) for group in groups)
+def has_by_token(groups: Sequence[GroupAttention]) -> bool:
+    """Whether forwards in graph buffers, and on a GPU, are by token."""
+    return any(group.kind.by_token for group in groups)
 
 
 def takes_by_token(groups: Sequence[GroupAttention], tokens: TokenLayout) -> bool:
-    """Whether an eager forward is one by token: on a GPU, of K and V in one plane, but for nodes of trees."""
-    return has_shared_planes(groups) and groups[0].inputs.device.type == "cuda" and tokens.trees is None
+    """Whether an eager forward is one by token: on a GPU, but for nodes of trees."""
+    return has_by_token(groups) and groups[0].site.device.type == "cuda" and tokens.trees is None
 
 
 def _of_step(group: GroupAttention, tables: DeviceTables, positions: Tensor) -> GroupTokens:

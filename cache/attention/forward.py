@@ -22,13 +22,15 @@ from tandem.cache.kernels.base import (
     SharedKV,
     StepPages,
 )
+from tandem.cache.kinds.compressed import CompressedGroups, compressed_groups
+from tandem.cache.kinds.index import index_keys
+from tandem.cache.kinds.kind import kind_of
 from tandem.cache.pages.sequence_table import Standing
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
-from tandem.cache.plan.layout import CompressedGroups, KVLayout
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.tables import TokenLayout
 from tandem.cache.plan.temperature import Temperature
 
@@ -56,11 +58,11 @@ class LayerIndex(NamedTuple):
         beside = {
             index: {layer: place for place, layer in enumerate(group.layers)}
             for index, group in enumerate(layout.groups)
-            if group.beside
+            if kind_of(group).takes is Entries
         }
         given = (layer for group in layout.groups if group.keeps.given for layer in group.layers)
-        places = (layout.layer_index, dict(layout.readers), layout.index_keys, beside)
-        return cls(*places, frozenset(given), layout.compressed)
+        places = (layout.layer_index, dict(layout.readers), index_keys(layout), beside)
+        return cls(*places, frozenset(given), compressed_groups(layout))
 
 
 class Batch(NamedTuple):
@@ -136,17 +138,20 @@ class Attention:
         sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss). norm: of
         q and k, before they are rotated.
         """
+        return self.run(layer, QKV(q, k, v, sinks, norm))
+
+    def run(self, layer: int, x: Any) -> Tensor:
+        """As attend(), of a layer of any kind that needs no call of its own. x: see ServedKind.takes."""
         group, plan, index = self._find(layer)
-        if not isinstance(group.inputs, AttentionInputs):
-            shared = isinstance(group.inputs, SharedInputs)
-            kept, serves = ("K and V in one plane", "attend_shared") if shared else ("latents", "attend_latents")
-            raise InvalidArgument(f"layer is {layer}, which keeps {kept}; {serves}() serves it")
+        kind = group.kind
+        if type(x) is not kind.takes:
+            raise InvalidArgument(f"layer is {layer}, which keeps {kind.holds}; {kind.serves}() serves it")
         if layer in self.layers.readers:
             of = self.layers.readers[layer]
             raise InvalidArgument(f"layer is {layer}, which reads layer {of} and stores nothing; read() serves it")
         self._check_side(layer, stores_given=False)
-        group.inputs.check(plan.num_tokens, q, k, v, sinks)
-        output = group.run(plan, index, QKV(q, k, v, sinks, norm))
+        kind.check_inputs(plan.num_tokens, x, group.site)
+        output = group.run(plan, index, x)
         self.ran |= 1 << layer
         return output
 
@@ -155,8 +160,7 @@ class Attention:
         nothing."""
         group, plan, index = self._find(layer)
         self._check_side(layer, stores_given=True)
-        assert isinstance(group.inputs, AttentionInputs)  # see KVLayout
-        group.inputs.check(plan.num_tokens, k, k, v, None)
+        group.check(plan.num_tokens, QKV(k, k, v))
         group.store(plan, index, k, v)
         self.ran |= 1 << layer
 
@@ -172,9 +176,9 @@ class Attention:
         of such a layout without index keys attend to what the last one with them chose.
         """
         group, plan, index = self._find(layer)
-        if not isinstance(group.inputs, LatentInputs):
+        if group.kind.takes is not Latents:
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attend() serves it")
-        group.inputs.check(plan.num_tokens, q, latents, keys, up)
+        group.check(plan.num_tokens, Latents(q, latents, keys, up))
         chosen = self._choose(layer, choice)
         output = group.run(plan, index, Latents(q, latents, keys, up, chosen))
         self.ran |= 1 << layer
@@ -192,9 +196,9 @@ class Attention:
         each token attends to its window and to the entries that are complete before it, or the top_k of these.
         """
         group, plan, index = self._find(layer)
-        if not isinstance(group.inputs, SharedInputs):
+        if group.kind.takes is not SharedKV:
             raise InvalidArgument(f"layer is {layer}, whose K and V are not in one plane; attend() serves it")
-        group.inputs.check(plan.num_tokens, q, kv, sinks)
+        group.check(plan.num_tokens, SharedKV(q, kv, sinks))
         of, extra = self.layers.compressed.get(layer), None
         if (of is None) != (compression is None):
             raise InvalidArgument(
@@ -236,8 +240,7 @@ class Attention:
         if choice is not None:
             index, place = self.layers.index_keys[layer]
             group, plan = self.groups[index], self.plans[index]
-            assert isinstance(group.inputs, IndexInputs)
-            group.inputs.check(plan.num_tokens, *choice)
+            group.check(plan.num_tokens, choice)
             self._chosen = group.run(plan, place, choice)
         return self._chosen
 
@@ -250,9 +253,9 @@ class Attention:
         place = self._check_beside(group, layer)
         self._find(layer)
         own, plan = self.groups[group], self.plans[group]
-        assert isinstance(own.inputs, EntryInputs)
-        own.inputs.check(plan.num_tokens, k, v)
-        own.run(plan, place, Entries(k, v))
+        entries = Entries(k, v)
+        own.check(plan.num_tokens, entries)
+        own.run(plan, place, entries)
         self.stored_beside.add((group, layer))
 
     def new_entries(self, group: int) -> TokenLayout:
@@ -276,8 +279,9 @@ class Attention:
     def read(self, layer: int, q: Tensor, sinks: Tensor | None = None, norm: HeadNorm | None = None) -> Tensor:
         """As attend(), without k and v: attends to what `layer` has stored in this forward and before, or, of a reader
         of the layout, the layer that it reads. Stores nothing, and may be called any number of times."""
-        group, plan, index = self._find_stored(layer, q, sinks)
-        return group.read(plan, index, Query(q, sinks, norm))
+        x = Query(q, sinks, norm)
+        group, plan, index = self._find_stored(layer, x)
+        return group.read(plan, index, x)
 
     def read_part(self, layer: int, q: Tensor, *, causal: bool = True) -> Part:
         """As read(), with the log-sum-exp of the scores, for merge().
@@ -285,7 +289,7 @@ class Attention:
         causal: False: each token sees all positions of its sequence, also those behind its own; only in layers that
         keep all. InvalidArgument for sequences that slide or have an open token tree.
         """
-        group, plan, index = self._find_stored(layer, q, None)
+        group, plan, index = self._find_stored(layer, Query(q))
         if plan.tokens is None:
             raise InvalidArgument("the forward is in graph buffers; read_part is for those without")
         if plan.sliding is not None or plan.tokens.trees is not None:
@@ -352,12 +356,12 @@ class Attention:
         group, index = places[layer]
         return self.groups[group], self.plans[group], index
 
-    def _find_stored(self, layer: int, q: Tensor, sinks: Tensor | None) -> tuple[GroupAttention, GroupPlan, int]:
-        """_find() of a layer whose K and V, or those that it reads, have been stored in this forward; q is checked."""
+    def _find_stored(self, layer: int, x: Query) -> tuple[GroupAttention, GroupPlan, int]:
+        """_find() of a layer whose K and V, or those that it reads, have been stored in this forward; x is checked."""
         group, plan, index = self._find(layer)
-        if not isinstance(group.inputs, AttentionInputs) or not group.backend.capabilities.reads:
+        if not group.backend.capabilities.reads:
             raise InvalidArgument(f"layer is {layer}, whose kernels do not attend without appending; attend() appends")
-        group.inputs.check_query(plan.num_tokens, q, sinks)
+        group.kind.check_query(plan.num_tokens, x, group.site)
         of = self.layers.readers.get(layer, layer)
         if layer in self.layers.given:
             if self.encodes:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.compressed_tokens import TokenForward, has_shared_planes
+from tandem.cache.attention.compressed_tokens import TokenForward, has_by_token
 from tandem.cache.attention.forward import Attention, LayerIndex
 from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.attention.rotations import Rotations
@@ -112,7 +112,7 @@ class GraphBuffers:
             for own, rotation, stored in zip(self._buffers, self._rotations.at(self.positions), noted, strict=True)
         ]
         by_token = None
-        if has_shared_planes(self._groups):
+        if has_by_token(self._groups):
             by_token = TokenForward.of_buffers(self._groups, plans, self._buffers, self.positions, self._rotations.at)
         return Attention(self._groups, plans, self._layers, None, lambda: self.positions, by_token=by_token)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -10,12 +11,11 @@ from torch import Tensor
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.attention.encoder_views import see_encoder
 from tandem.cache.attention.page_look_up import PageLookUp
-from tandem.cache.kernels.base import QKV, AttentionBackend, Entries, GroupPlan, Index, Latents, Query, SharedKV
-from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.base import AttentionBackend, GroupPlan, Query
 from tandem.cache.kernels.torch.sliding import SlidingParts
+from tandem.cache.kinds.kind import ServedKind, Site
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs, EntryInputs, IndexInputs, LatentInputs, SharedInputs
 from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
@@ -25,25 +25,27 @@ from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables, 
 
 @dataclass(eq=False)
 class GroupAttention:
-    """backend and table are those of group `group`, whose layers take `inputs`."""
+    """Of the group at `site`, whose layers keep entries of `kind`."""
 
-    group: int
-    backend: AttentionBackend
-    inputs: AttentionInputs | LatentInputs | IndexInputs | EntryInputs | SharedInputs
-    fp8: Fp8Entries | None
+    kind: ServedKind
+    site: Site
+    backend: AttentionBackend[Any]
     table: GroupTable
     writer: PageWriter | None
     stored: StoredLayers | None  # on a GPU, where what the group stores may be sent
-    chunk: int | None = None  # see Span.chunk
-    drops_past: bool = False  # see Span.drops_past
     encoder_lens: Int64Array | None = None  # by row, of a layout with an encoder; see SequenceTable
-    given: bool = False  # see Span.given
 
     def __post_init__(self) -> None:
+        self.group, keeps = self.site.index, self.kind.keeps
+        self.chunk, self.drops_past, self.given = keeps.chunk, keeps.drops_past, keeps.given
         # Chunks end what sequences have in common; behind a border none begins with the first page index.
         shares = self.chunk is None and self.encoder_lens is None
         self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing if shares else None)
         self.tables = PageLookUp(self.table, self.chunk)
+
+    def check(self, num_tokens: int, x: Any) -> None:
+        """See ServedKind.check_inputs."""
+        self.kind.check_inputs(num_tokens, x, self.site)
 
     @property
     def shares_in_graphs(self) -> bool:
@@ -90,7 +92,7 @@ class GroupAttention:
             own, sends = self.backend.push_with_append(own, sends, peer_pool)
         return GroupPlan(own, rotation, tables, sends, sliding, tokens, tokens.positions.size, self.stored)
 
-    def run(self, plan: GroupPlan, layer: int, x: QKV | Latents | Index | Entries | SharedKV) -> Tensor:
+    def run(self, plan: GroupPlan, layer: int, x: Any) -> Tensor:
         """See AttentionBackend.run; pushes what the plan sends."""
         if not plan.captured:
             hooked = plan.sends or plan.stored is not None
@@ -130,8 +132,8 @@ class GroupAttention:
             return
         assert k is not None  # append gives it where something is left
         assert self.writer is not None
-        if self.fp8 is not None and v is not None:
-            k, v = self.fp8.quantise(layer, k, v)
+        if self.site.fp8 is not None and v is not None:
+            k, v = self.site.fp8.quantise(layer, k, v)
         for send in left:
             self.writer.write_tokens(send.target_pe, self.group, layer, k, v, send.token_indices, send.token_slots)
 

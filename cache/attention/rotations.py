@@ -31,13 +31,8 @@ class Rotations:
         if len(of_groups) != len(layout.groups):
             raise InvalidArgument(f"rope has {len(of_groups)} entries; the layout has {len(layout.groups)} groups")
         for kind, group in zip(of_groups, layout.groups, strict=True):
-            if kind.rope_type == "none" or group.beside:
-                continue
-            if group.latent_rank is not None and kind.rotary_dim != group.head_dim - group.latent_rank:
-                rotated = group.head_dim - group.latent_rank
-                raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; entries of its group end in {rotated} rotated")
-            if kind.rotary_dim > group.head_dim:
-                raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
+            if kind.rope_type != "none":
+                group.kind.check_rope(kind.rotary_dim)
         self.device = device
         self.max_positions = max_positions
         kinds = list(dict.fromkeys(of_groups))

@@ -6,7 +6,6 @@ import torch
 from tandem.cache.kernels.base import GPU_HEAD_DIMS
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import LatentHeads
-from tandem.cache.plan.layout import KVLayout
 
 DTYPES = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (8, 16, 32, 64)
@@ -45,32 +44,8 @@ def check_sizes(dtype: torch.dtype, page_size: int, sizes: tuple[Size, ...]) -> 
             raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")
 
 
-def check_layout(layout: KVLayout, heads: LatentHeads | None) -> None:
-    """InvalidArgument unless kernels on a GPU serve all groups of a layout. Float32 is torch's, which takes
-    all but K and V in one plane.
-
-    heads: of the groups with latents.
-    """
-    _check_shared(layout)
-    if layout.dtype == torch.float32:
-        return
-    for group in layout.groups:
-        if group.beside or group.shares_planes:
-            continue
-        sizes = head_sizes(group.head_dim)
-        if group.latent_rank is not None and group.top_k is not None:
-            sizes = index_sizes(group.head_dim, group.latent_rank)
-        elif group.latent_rank is not None and heads is not None:
-            sizes = latent_sizes(group.head_dim, group.latent_rank, heads)
-        check_sizes(layout.dtype, layout.page_size, sizes)
-
-
-def _check_shared(layout: KVLayout) -> None:
-    """Entries beside others that nobody compresses are torch's, which takes all."""
-    made = {group for of in layout.compressed.values() for group in (of.entries, of.keys) if group is not None}
-    for index, group in enumerate(layout.groups):
-        if (group.shares_planes or index in made) and group.head_dim not in SHARED_DIMS:
-            name = "index_head_dim" if group.top_k is not None else "head_dim"
-            raise InvalidArgument(
-                f"{name} is {group.head_dim}; on a GPU it must be one of {', '.join(map(str, SHARED_DIMS))}"
-            )
+def check_shared_dim(name: str, head_dim: int) -> None:
+    """InvalidArgument unless the kernels by token take K and V in one plane, or compressed entries, of this size. They
+    serve float32, too."""
+    if head_dim not in SHARED_DIMS:
+        raise InvalidArgument(f"{name} is {head_dim}; on a GPU it must be one of {', '.join(map(str, SHARED_DIMS))}")

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.cache.attention.forward import LayerIndex
-from tandem.cache.attention.layer_groups import Heads, make_groups
+from tandem.cache.attention.layer_groups import heads_of_groups, make_groups
 from tandem.cache.attention.rotations import Rotations
 from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kinds.heads import Heads
 from tandem.cache.operations.growth import Growth
 from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
@@ -62,7 +63,7 @@ class Parts:
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._sliding = SlidingSequences(self._table, self._rotations)
         if heads is None:
-            heads = Heads(scale, softcap, latent).of_groups(layout)
+            heads = heads_of_groups(Heads(scale, softcap, latent), layout)
         encoder_lens = self._table.encoder_lens if layout.has_encoder else None
         self._groups = make_groups(layout, pools, self._table.groups, writer, heads, kernels, encoder_lens)
         self._pages = SequencePages(layout, self._table, self._pools, [group.backend for group in self._groups])

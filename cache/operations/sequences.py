@@ -120,15 +120,9 @@ class SequenceCalls(Parts):
         sink; pop takes back what is kept. It is received from one that slides alike, or see prepare_receive.
         """
         row, layout = self._settled_row(sequence), self.layout
-        kinds = (
-            (layout.drops_past, "a window"),
-            (layout.has_latents, "latents"),
-            (layout.has_encoder, "an encoder's entries"),
-            (any(group.beside for group in layout.groups), "entries beside"),
-        )
-        for has, kind in kinds:
-            if has:
-                raise InvalidArgument(f"the layout has groups with {kind}; sequences slide only in layouts without")
+        reasons = ["a window"] if layout.drops_past else [group.kind.no_sliding for group in layout.groups]
+        if refused := next(filter(None, reasons), None):
+            raise InvalidArgument(f"the layout has groups with {refused}; sequences slide only in layouts without")
         had, length = self._table.sliding.sliding(row), self._table.num_positions(row)
         if had is not None and had.window != NO_WINDOW:
             raise InvalidArgument(f"sequence {sequence} slides already; its window is set once")

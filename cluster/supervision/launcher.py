@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tandem.cache.kernels.gpu_limits import check_layout
+from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.config.cluster_config import ClusterConfig
@@ -364,7 +364,7 @@ def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenize
 def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
     """ConfigError unless the kernels of a GPU serve the cache of a layout. model: whose latents it has, if any."""
     try:
-        check_layout(layout, None if model.latent is None else model.latent.heads)
+        check_gpu(layout, None if model.latent is None else model.latent.heads)
     except InvalidArgument as error:
         raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error
 

@@ -19,7 +19,9 @@ import grpc.aio
 import numpy as np
 import torch
 
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cluster.requests.fair_turns import FairTurns
@@ -53,7 +55,7 @@ from tests.support.tvm_cache import TvmCache
 PAGE, TOKENS, POOL_PAGES = 16, 32 * 1024, 65_536
 ROWS, CONTEXT = 256, 1024
 PARTS = ("map", "step", "calls")
-LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
+LAYOUT = KVLayout((LayerGroup(tuple(range(36)), KV(8, 128)),), PAGE, torch.bfloat16)
 
 
 def median_us(call: Callable[[], object], rounds: int = 300) -> Measured:
@@ -101,7 +103,7 @@ def map_costs() -> dict[str, Any]:
 
 
 def decode_step_us(batch_size: int, context: int, *, spread: bool = False) -> Measured:
-    layout = KVLayout((LayerGroup((0,), 1, 8),), PAGE, torch.float32)
+    layout = KVLayout((LayerGroup((0,), KV(1, 8)),), PAGE, torch.float32)
     num_pages = batch_size * (context // PAGE + 8)
     cache = TvmCache(
         layout,

@@ -21,9 +21,11 @@ from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.upload import upload
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -46,7 +48,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 def layout_of(kind: str) -> KVLayout:
-    group = LayerGroup(tuple(range(LAYERS)), KV_HEADS, HEAD_DIM)
+    group = LayerGroup(tuple(range(LAYERS)), KV(KV_HEADS, HEAD_DIM))
     scales = KVScales.uniform(LAYERS, K_SCALE, V_SCALE) if kind == "fp8" else None
     return KVLayout((group,), PAGE_SIZE, torch.bfloat16, scales)
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads, UpProjections
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tests.benchmarks.contexts import MIXES, Contexts, Lengths
 from tests.benchmarks.device_time import graph_seconds
@@ -38,7 +40,7 @@ class Case:
     """Sequences that hold cached[i] positions, and append `new` ones each."""
 
     def __init__(self, cached: Lengths, new: int) -> None:
-        group = LayerGroup(tuple(range(LAYERS)), 1, RANK + ROTATED, latent_rank=RANK)
+        group = LayerGroup(tuple(range(LAYERS)), Latent(RANK + ROTATED, RANK))
         layout = KVLayout((group,), PAGE_SIZE, DTYPE)
         sequences = cached.size
         num_pages = int((-(-(cached + new) // PAGE_SIZE)).sum())

@@ -21,8 +21,11 @@ from tandem.cache.kernels.base import KVBackend
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kinds.compressed import Beside
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shared_prefixes import SharingRule
@@ -46,11 +49,11 @@ CASES = (
     ("compressed",),
 )
 COMPRESSED = (  # of how many layers makes no difference
-    LayerGroup((0, 1), 1, 8, Window(128)),
-    LayerGroup((0,), 1, 8, Every(4), beside=True, num_planes=1),
-    LayerGroup((1,), 1, 8, Every(128), beside=True, num_planes=1),
-    LayerGroup((0,), 1, 8, Window(8), beside=True, num_planes=1),
-    LayerGroup((1,), 1, 8, Window(128), beside=True, num_planes=1),
+    LayerGroup((0, 1), KV(1, 8, Window(128))),
+    LayerGroup((0,), Beside(1, 8, Every(4), planes=1)),
+    LayerGroup((1,), Beside(1, 8, Every(128), planes=1)),
+    LayerGroup((0,), Beside(1, 8, Window(8), planes=1)),
+    LayerGroup((1,), Beside(1, 8, Window(128), planes=1)),
 )
 
 
@@ -85,7 +88,7 @@ def page_counts(layout: KVLayout) -> list[int]:
 
 
 def make_cache(features: tuple[str, ...], *, spread: bool = False) -> TvmCache:
-    groups = [LayerGroup((0,), 1, 8)] + [LayerGroup((1,), 1, 8, Window(128))] * ("windows" in features)
+    groups = [LayerGroup((0,), KV(1, 8))] + [LayerGroup((1,), KV(1, 8, Window(128)))] * ("windows" in features)
     layout = KVLayout(COMPRESSED if "compressed" in features else tuple(groups), PAGE, torch.float32)
     cache = TvmCache(
         layout,

@@ -22,8 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.benchmarks import nixl_writes
@@ -33,7 +35,7 @@ from tests.benchmarks.pes import run_pes
 from tests.benchmarks.results import at_least, print_result, print_skipped
 
 PAGE, NUM_PAGES = 16, 4096
-LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
+LAYOUT = KVLayout((LayerGroup(tuple(range(36)), KV(8, 128)),), PAGE, torch.bfloat16)
 TARGETS = {1024: 0.85, 8192: 0.95, 32_768: 0.97}  # of W, where pages are mapped
 SENDER, RECEIVER = 0, 1
 WARM_UP = 3

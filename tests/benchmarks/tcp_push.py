@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.supervision.authority import Authority
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.membership import TransportConfig
@@ -33,7 +35,7 @@ from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_pa
 from tests.benchmarks.results import at_least, print_result
 
 PAGE = 16
-LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
+LAYOUT = KVLayout((LayerGroup(tuple(range(36)), KV(8, 128)),), PAGE, torch.bfloat16)
 TARGETS = {8192: 0.8}  # of the stream
 SENDER, RECEIVER = 0, 1
 WARM_UP, ROUNDS = 1, 7

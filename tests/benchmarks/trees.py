@@ -11,13 +11,17 @@ from random import Random
 import torch
 from torch import Tensor
 
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads, UpProjections
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.spans import span_of
 from tests.benchmarks.device_time import device_seconds
 from tests.benchmarks.options import Budget, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result, print_skipped
+from tests.support.kinds import latent_rank
 from tests.support.tvm_cache import TvmCache
 
 PAGE_SIZE, LAYERS, LAYER = 16, 4, 1
@@ -40,8 +44,8 @@ class Shape:
     def group(self) -> LayerGroup:
         layers = tuple(range(LAYERS))
         if self.num_kv_heads is None:
-            return LayerGroup(layers, 1, 576, latent_rank=512)
-        return LayerGroup(layers, self.num_kv_heads, self.head_dim, span_of(self.window))
+            return LayerGroup(layers, Latent(576, 512))
+        return LayerGroup(layers, KV(self.num_kv_heads, self.head_dim, span_of(self.window)))
 
 
 SHAPES = {"plain": Shape(32, 8), "window": Shape(64, 8, 64, 128), "latents": Shape(128, None)}
@@ -54,7 +58,7 @@ class Case:
         group = shape.group
         layout = KVLayout((group,), PAGE_SIZE, DTYPE)
         num_pages = BATCH * -(-(CONTEXT + NODES) // PAGE_SIZE)
-        latent = group.latent_rank is not None
+        latent = latent_rank(group) is not None
         self.cache = TvmCache(
             layout,
             (torch.randn((num_pages, *layout.page_shape(0)), dtype=DTYPE, device="cuda"),),

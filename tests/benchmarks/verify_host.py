@@ -22,9 +22,11 @@ from torch import Tensor
 from tandem.cache.kernels.base import KVBackend
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kinds.kv import KV
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.recall import mailbox_rows
@@ -50,7 +52,7 @@ from tests.support.prompt_specs import spec_of
 ROWS, DRAFTS = (1, 8, 32), (3, 7)
 CONTEXT, PAGE, STEPS, WARM_UP = 1024, 16, 300, 20
 LENGTH = CONTEXT + 8 * (STEPS + 2 * WARM_UP)
-LAYOUT = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4),), PAGE, torch.float32)
+LAYOUT = KVLayout((LayerGroup((0,), KV(1, 4)),), PAGE, torch.float32)
 MOST_TOKENS = 256  # of a verify step
 
 

@@ -26,8 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.config import LoopSettings, SpeculationSettings
@@ -81,7 +83,7 @@ MANY_LIMIT = 1 / 1.02  # of MANY rows
 MANY = 32
 SPEEDUPS = {1: 2.0, 8: 1.5}  # with drafts of which 0.7 hold
 VERIFIED = 0.7
-MAILBOX = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4),), 16, torch.float32)  # of a fabric for signals
+MAILBOX = KVLayout((LayerGroup((0,), KV(1, 4)),), 16, torch.float32)  # of a fabric for signals
 Made = tuple[StepLoop, StepThread, Any]  # see VerifyBench.loop
 
 

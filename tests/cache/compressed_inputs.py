@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, IndexQuery
-from tandem.cache.plan.layout import CompressedGroups, KVLayout
+from tandem.cache.kinds.compressed import CompressedGroups, compressed_groups
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 
 Array = NDArray[np.float64]
@@ -44,7 +45,7 @@ def draw(layer: int, what: int, *shape: int) -> Array:
 
 def compression_of(layout: KVLayout, layer: int, q: Tensor, k: Tensor) -> Compression | None:
     """q [T, heads, D] and k [T, 1, D] of tokens. None: the layer has a window alone."""
-    groups = layout.compressed.get(layer)
+    groups = compressed_groups(layout).get(layer)
     if groups is None:
         return None
     sizes, query = Sizes.of(layout, groups), None
@@ -66,7 +67,7 @@ class SharedOracle:
         self, layout: KVLayout, layer: int, q: Array, kv: Array, rope: RopeParameters, sinks: Array, positions: int
     ) -> None:
         group = layout.groups[layout.layer_index[layer][0]]
-        window, groups = group.keeps.window, layout.compressed.get(layer)
+        window, groups = group.keeps.window, compressed_groups(layout).get(layer)
         assert window is not None
         self._window, self._q, self._kv, self._sinks = window, q, kv[:, 0], sinks
         table = RotaryEmbedding(rope, positions, "cpu", torch.float64).rotation(torch.arange(positions))

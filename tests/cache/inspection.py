@@ -5,6 +5,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.kinds.compressed import compressed_groups
+from tandem.cache.kinds.index import index_keys
 from tandem.cache.plan.position_map import SKIP, PositionMap
 from tests.cache.known import Known, Side
 from tests.cache.oracle import Oracle
@@ -61,7 +63,7 @@ def check_kv(
         assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
     check_beside(side, oracle, sequence, ids, end)
     check_compressed(side, oracle, sequence, ids[:end])
-    for layer, (group, index) in side.cache.layout.index_keys.items():
+    for layer, (group, index) in index_keys(side.cache.layout).items():
         assert positions is not None  # sequences with index keys do not slide
         keys, _ = side.cache.gather_group(sequence, group, begin, end)[index]
         assert_close(keys, oracle.index[layer].keys[wanted, positions[begin:end].astype(np.int64)])
@@ -82,7 +84,7 @@ def check_beside(side: Side, oracle: Oracle, sequence: int, ids: list[int], end:
 def check_compressed(side: Side, oracle: Oracle, sequence: int, ids: list[int]) -> None:
     """Inputs, entries and index keys are there, as far back as their groups keep them."""
     layout, row, tokens = side.cache.layout, side.cache._table.row(sequence), len(ids)
-    for layer, of in layout.compressed.items():
+    for layer, of in compressed_groups(layout).items():
         shared, place = oracle.shared[layer], layout.groups[of.inputs].layers.index(layer)
         assert shared.given is not None
         begin = min(int(side.cache._table.groups[of.inputs].begins[row]) * layout.page_size, tokens)

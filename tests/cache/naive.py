@@ -10,12 +10,16 @@ from torch import Tensor
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kernels.base import Index, KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kinds.index import IndexKeys, index_keys
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads, UpProjections
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 from tests.cache.compressed_inputs import compression_of
+from tests.support.kinds import changed, has_latents, is_shared, latent_rank
 from tests.support.tvm_cache import TvmCache
 
 QUERY_HEADS = 4
@@ -30,7 +34,7 @@ def layout_of(*kv_heads: int, page_size: int = 4, dtype: torch.dtype = torch.flo
     """One group for each number of KV heads; layers go round the groups, two in each."""
     groups = len(kv_heads)
     return KVLayout(
-        tuple(LayerGroup((index, index + groups), heads, HEAD_DIM) for index, heads in enumerate(kv_heads)),
+        tuple(LayerGroup((index, index + groups), KV(heads, HEAD_DIM)) for index, heads in enumerate(kv_heads)),
         page_size,
         dtype,
     )
@@ -48,7 +52,7 @@ def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
 
 def ropes_of(layout: KVLayout) -> list[RopeParameters]:
     """ROPE, of the rotated part of the groups with latents."""
-    widths = [group.head_dim - (group.latent_rank or 0) for group in layout.groups]
+    widths = [group.head_dim - (latent_rank(group) or 0) for group in layout.groups]
     return [replace(ROPE, rotary_dim=width) for width in widths]
 
 
@@ -61,10 +65,10 @@ def up_projections(rank: int, dtype: torch.dtype = torch.float32) -> UpProjectio
 
 def choice_of(layout: KVLayout, layer: int, q: Tensor, entries: Tensor) -> Index | None:
     """What a layer with index keys chooses by: fixed maps of its tokens' q and of their entries. None without."""
-    if layer not in layout.index_keys:
+    if layer not in index_keys(layout):
         return None
-    keys = layout.groups[layout.index_keys[layer][0]]
-    assert keys.latent_rank is not None
+    keys = layout.groups[index_keys(layout)[layer][0]]
+    assert isinstance(keys.kind, IndexKeys)
     generator = torch.Generator().manual_seed(layer)
     flat, width = q.flatten(1), keys.head_dim
 
@@ -72,7 +76,7 @@ def choice_of(layout: KVLayout, layer: int, q: Tensor, entries: Tensor) -> Index
         return (x.float() @ torch.randn(x.shape[1], size, generator=generator)) / x.shape[1] ** 0.5
 
     queries, key, weights = mapped(flat, INDEX_HEADS * width), mapped(entries[:, 0], width), mapped(flat, INDEX_HEADS)
-    still, rotated = key.to(q.dtype).split((keys.latent_rank, width - keys.latent_rank), 1)
+    still, rotated = key.to(q.dtype).split((keys.kind.still, keys.kind.rotated), 1)
     return Index(queries.to(q.dtype).unflatten(1, (INDEX_HEADS, width)), still, rotated, weights)
 
 
@@ -115,7 +119,7 @@ def windowed(layout: KVLayout, *windows: int | None) -> KVLayout:
 def spanned(layout: KVLayout, *spans: Span) -> KVLayout:
     """The layout whose groups keep these."""
     groups = zip(layout.groups, spans, strict=True)
-    return replace(layout, groups=tuple(replace(group, keeps=keeps) for group, keeps in groups))
+    return replace(layout, groups=tuple(changed(group, keeps=keeps) for group, keeps in groups))
 
 
 def first_seen(span: Span, query: Any) -> Any:
@@ -145,7 +149,7 @@ def cache_of(
         writer=writer,
         scale=scale,
         softcap=softcap,
-        latent=LATENT_HEADS if layout.has_latents else None,
+        latent=LATENT_HEADS if has_latents(layout) else None,
         kernels=kernels,
     )
 
@@ -168,18 +172,19 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
         return torch.randn(num_tokens, heads, width, generator=generator).to(layout.dtype)
 
     def draw_layer(group: LayerGroup) -> tuple[Tensor, Tensor, Tensor]:
-        if group.latent_rank is None:
+        rank = latent_rank(group)
+        if rank is None:
             return draw(QUERY_HEADS), draw(group.num_kv_heads), draw(group.num_kv_heads)
         entries = draw(1, group.head_dim)
-        q = draw(QUERY_HEADS, LATENT_HEADS.key_dim + group.head_dim - group.latent_rank)
-        return q, entries, entries[:, :, : group.latent_rank]
+        q = draw(QUERY_HEADS, LATENT_HEADS.key_dim + group.head_dim - rank)
+        return q, entries, entries[:, :, :rank]
 
     return Inputs([draw_layer(group) for _, group in sorted(groups_by_layer(layout).items())])
 
 
 def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
     """Of a reader that of the layer that it reads."""
-    attended = (group for group in layout.groups if group.top_k is None and not group.beside)
+    attended = (group for group in layout.groups if group.kind.attended)
     stored = {layer: group for group in attended for layer in group.layers}
     return stored | {layer: stored[of] for layer, of in layout.readers}
 
@@ -205,10 +210,11 @@ def run(
 def run_layer(
     cache: TvmCache, plan: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
-    rank = groups_by_layer(cache.layout)[layer].latent_rank
+    group = groups_by_layer(cache.layout)[layer]
+    rank = latent_rank(group)
     if layer in dict(cache.layout.readers):
         return cache.read(plan, layer, q, sinks)
-    if groups_by_layer(cache.layout)[layer].shares_planes:
+    if is_shared(group):
         assert sinks is not None
         return cache.shared_attention(plan, layer, q, k, sinks, compression_of(cache.layout, layer, q, k))
     if rank is None:
@@ -245,7 +251,7 @@ class NaiveCache:
         kinds = [self.rope] * len(self.layout.groups) if isinstance(self.rope, RopeParameters) else self.rope
         self._rotaries: dict[int, RotaryEmbedding | None] = {}
         self._spans: dict[int, Span] = {}
-        self._ranks = {layer: group.latent_rank for layer, group in groups_by_layer(self.layout).items()}
+        self._ranks = {layer: latent_rank(group) for layer, group in groups_by_layer(self.layout).items()}
         self._readers = dict(self.layout.readers)
         for group, rope in zip(self.layout.groups, kinds, strict=True):
             embedding = RotaryEmbedding(rope, MAX_LENGTH, "cpu", torch.float64) if rope.rope_type != "none" else None
@@ -257,7 +263,7 @@ class NaiveCache:
     def add(self, sequence: int) -> None:
         groups = [group for _, group in sorted(groups_by_layer(self.layout).items())]
         keys = [torch.empty(0, group.num_kv_heads, group.head_dim, dtype=torch.float64) for group in groups]
-        values = [k[:, :, : group.latent_rank] for k, group in zip(keys, groups, strict=True)]
+        values = [k[:, :, : latent_rank(group)] for k, group in zip(keys, groups, strict=True)]
         self.sequences[sequence] = NaiveSequence(keys, values)
 
     def remove(self, sequence: int) -> None:

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.compressed import compressed_groups
+from tandem.cache.kinds.index import IndexKeys, index_keys
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tests.cache.compressed_inputs import SharedOracle
 from tests.cache.naive import LATENT_HEADS, choice_of, expand_latents, first_seen, hide_others
+from tests.support.kinds import has_latents, is_beside, is_shared, latent_rank
 from tests.support.tvm_cache import TvmCache
 
 NUM_TOKENS = 512  # kinds of tokens
@@ -39,9 +43,9 @@ class Setting:
     def ropes(self) -> list[RopeParameters]:
         """That of each group: of the shared part of K where it has latents."""
         groups = self.layout.groups
-        widths = [group.head_dim - (group.latent_rank or 0) for group in groups]
+        widths = [group.head_dim - (latent_rank(group) or 0) for group in groups]
         return [
-            self.rope if group.beside or group.shares_planes else replace(self.rope, rotary_dim=width)
+            self.rope if is_beside(group) or is_shared(group) else replace(self.rope, rotary_dim=width)
             for group, width in zip(groups, widths, strict=True)
         ]
 
@@ -55,7 +59,7 @@ def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, ma
         rope=setting.ropes,
         writer=writer,
         softcap=setting.softcap,
-        latent=LATENT_HEADS if setting.layout.has_latents else None,
+        latent=LATENT_HEADS if has_latents(setting.layout) else None,
         kernels=setting.kernels,
     )
 
@@ -79,15 +83,15 @@ class Oracle:
         def draw(heads: int, width: int) -> NDArray[np.float64]:
             return generator.standard_normal((NUM_TOKENS, heads, width)).astype(np.float32).astype(np.float64)
 
-        still = [0 if group.latent_rank is None else LATENT_HEADS.key_dim for group in self._groups]
+        still = [0 if latent_rank(group) is None else LATENT_HEADS.key_dim for group in self._groups]
         rotated = [
-            group.head_dim if group.shares_planes else rope.rotary_dim
+            group.head_dim if is_shared(group) else rope.rotary_dim
             for group, rope in zip(self._groups, self._ropes, strict=True)
         ]
         self.q = [draw(num_q_heads, sum(widths)) for widths in zip(still, rotated, strict=True)]
         self.k = [draw(group.num_kv_heads, group.head_dim) for group in self._groups]
         self.v = [
-            draw(group.num_kv_heads, group.head_dim) if group.latent_rank is None else k[:, :, : group.latent_rank]
+            draw(group.num_kv_heads, group.head_dim) if latent_rank(group) is None else k[:, :, : latent_rank(group)]
             for group, k in zip(self._groups, self.k, strict=True)
         ]
         for layer, of in layout.readers:
@@ -98,17 +102,17 @@ class Oracle:
         self.beside = {
             (number, layer): EntryOracle.of(group, generator)
             for number, group in enumerate(layout.groups)
-            for layer in (group.layers if group.beside else ())
-            if layer not in layout.compressed
+            for layer in (group.layers if is_beside(group) else ())
+            if layer not in compressed_groups(layout)
         }
         self.shared = {}
         for layer, group in enumerate(self._groups):
-            if group.shares_planes:
+            if is_shared(group):
                 assert self._sinks is not None
                 of_layer = self.q[layer], self.k[layer], self._ropes[layer], self._sinks
                 self.shared[layer] = SharedOracle(layout, layer, *of_layer, MAX_POSITIONS)
         self.index = {
-            layer: IndexOracle.of(setting, layer, self.q[layer], self.k[layer]) for layer in layout.index_keys
+            layer: IndexOracle.of(setting, layer, self.q[layer], self.k[layer]) for layer in index_keys(layout)
         }
 
     def inputs(self, ids: Ids) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -137,11 +141,12 @@ class Oracle:
             hidden = (positions >= lengths[:, None]) | (positions < first_seen(group.keeps, lengths[:, None] - 1))
             q = self.rotated_q[layer][last, lengths - 1]
             chooser = self.index.get(layer, chooser)
-            if chooser is not None and group.latent_rank is not None:
+            rank = latent_rank(group)
+            if chooser is not None and rank is not None:
                 hidden = chooser.hide(hidden, ids, last, lengths - 1, swapped)
             k, v = self.rotated_k[layer][ids, positions], self.v[layer][ids]
-            if group.latent_rank is not None:
-                made = expand_latents(torch.from_numpy(k).flatten(0, 1), group.latent_rank)
+            if rank is not None:
+                made = expand_latents(torch.from_numpy(k).flatten(0, 1), rank)
                 k, v = (x.unflatten(0, k.shape[:2]).numpy() for x in made)
             outputs.append(self._attend(q, k, v, hidden))
         return outputs
@@ -173,7 +178,7 @@ class EntryOracle:
     @classmethod
     def of(cls, group: LayerGroup, generator: np.random.Generator) -> "EntryOracle":
         shape = (NUM_TOKENS, group.planes, group.num_kv_heads, group.head_dim)
-        return cls(generator.standard_normal(shape), group.keeps.every, group.dtype or torch.float32)
+        return cls(generator.standard_normal(shape), group.keeps.every, group.kind.dtype or torch.float32)
 
     def entries(self, ids: Ids, which: Sequence[int]) -> list[Tensor]:
         """Of each plane [n, heads, dim]: those entries of a sequence with these ids."""
@@ -193,14 +198,14 @@ class IndexOracle:
     @classmethod
     def of(cls, setting: Setting, layer: int, q: NDArray[np.float64], k: NDArray[np.float64]) -> "IndexOracle":
         choice = choice_of(setting.layout, layer, *(torch.from_numpy(x.astype(np.float32)) for x in (q, k)))
-        group = setting.layout.index_keys[layer][0]
-        top_k = setting.layout.groups[group].top_k
+        group = index_keys(setting.layout)[layer][0]
+        kind = setting.layout.groups[group].kind
         assert choice is not None
-        assert top_k is not None
+        assert isinstance(kind, IndexKeys)
         keys = torch.cat((choice.still, choice.rotated), 1).unsqueeze(1)
         index_q, keys, weights = (x.double().numpy() for x in (choice.q, keys, choice.weights))
         rope = setting.ropes[group]
-        return cls(rotate_everywhere(index_q, rope), rotate_everywhere(keys, rope), weights, top_k)
+        return cls(rotate_everywhere(index_q, rope), rotate_everywhere(keys, rope), weights, kind.top_k)
 
     def hide(
         self,

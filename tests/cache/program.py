@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tandem.cache.attention.begun_forward import Forward
+from tandem.cache.kinds.compressed import compressed_groups
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 from tests.cache.inspection import check_contents, check_held, check_outputs, check_pages
@@ -20,6 +21,7 @@ from tests.cache.known import LONGEST, Known, Side, Transfer
 from tests.cache.naive import pools_of
 from tests.cache.oracle import NUM_TOKENS, Oracle, Setting, cache_of
 from tests.cache.peer_writer import PeerWriter
+from tests.support.kinds import has_latents
 
 QUERY_HEADS, MOST_SEQUENCES = 4, 5
 STREAMS = [Sliding(8, 2), Sliding(12, 0, True), Sliding(9, 4), Sliding(3, 2, True)]
@@ -40,7 +42,7 @@ class Program:
             Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
         ]
         self.next_sequence = 0
-        self.takes_streams = not self.layout.has_latents and not self.layout.drops_past and not oracle.beside
+        self.takes_streams = not has_latents(self.layout) and not self.layout.drops_past and not oracle.beside
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -387,7 +389,7 @@ class Program:
             return
         own = side.known[source]
         able = [of for of in other.resting() if takes_from(other.known[of], own)]
-        if self.layout.compressed:  # entries tell of several tokens: both must have the same before
+        if compressed_groups(self.layout):  # entries tell of several tokens: both must have the same before
             able = [of for of in able if own.ids[: other.known[of].length] == other.known[of].ids]
         target = self.pick(able)
         if target is None:

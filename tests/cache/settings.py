@@ -5,20 +5,26 @@ from dataclasses import replace
 import torch
 
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.compressed import Beside
+from tandem.cache.kinds.index import IndexKeys
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.kinds.shared import Shared
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import ALL, Chunk, Every, Window
 from tests.cache.naive import HEAD_DIM, ROPE, spanned, windowed
 from tests.cache.oracle import Setting
 
-PLAIN = KVLayout((LayerGroup((1,), 1, HEAD_DIM), LayerGroup((0,), 2, HEAD_DIM)), 4, torch.float32)
-ONE_GROUP = KVLayout((LayerGroup((0,), 2, HEAD_DIM),), 1, torch.float32)
-LATENTS = KVLayout((LayerGroup((1,), 1, 12, latent_rank=8), LayerGroup((0,), 2, HEAD_DIM)), 4, torch.float32)
+PLAIN = KVLayout((LayerGroup((1,), KV(1, HEAD_DIM)), LayerGroup((0,), KV(2, HEAD_DIM))), 4, torch.float32)
+ONE_GROUP = KVLayout((LayerGroup((0,), KV(2, HEAD_DIM)),), 1, torch.float32)
+LATENTS = KVLayout((LayerGroup((1,), Latent(12, 8)), LayerGroup((0,), KV(2, HEAD_DIM))), 4, torch.float32)
 # The first layer keeps K and V; the second chooses by its index, and the third attends to what that has chosen.
 INDEXED = KVLayout(
     (
-        LayerGroup((0,), 2, HEAD_DIM),
-        LayerGroup((1, 2), 1, 12, latent_rank=8),
-        LayerGroup((1,), 1, 10, latent_rank=6, top_k=5),
+        LayerGroup((0,), KV(2, HEAD_DIM)),
+        LayerGroup((1, 2), Latent(12, 8)),
+        LayerGroup((1,), IndexKeys(10, 6, 5)),
     ),
     4,
     torch.float32,
@@ -29,20 +35,20 @@ COMPRESSED = replace(
     PLAIN,
     groups=(
         *PLAIN.groups,
-        LayerGroup((1,), 1, 6, Every(4), beside=True, num_planes=1),
-        LayerGroup((0, 1), 1, 4, Every(6), beside=True),
-        LayerGroup((1,), 1, 5, Window(6), beside=True, dtype=torch.float16),
+        LayerGroup((1,), Beside(1, 6, Every(4), planes=1)),
+        LayerGroup((0, 1), Beside(1, 4, Every(6))),
+        LayerGroup((1,), Beside(1, 5, Window(6), dtype=torch.float16)),
     ),
 )
 # Layer 0 has a window alone; 1 entries of 4 positions that overlap, of which queries choose 2; 2 entries of 6.
 SHARED = KVLayout(
     (
-        LayerGroup((1, 0, 2), 1, HEAD_DIM, Window(7), num_planes=1),
-        LayerGroup((1,), 1, 2 * (HEAD_DIM + 6), Window(8), beside=True),
-        LayerGroup((1,), 1, HEAD_DIM, Every(4), beside=True, num_planes=1),
-        LayerGroup((1,), 1, 6, Every(4), beside=True, num_planes=1, top_k=2),
-        LayerGroup((2,), 1, HEAD_DIM, Window(6), beside=True),
-        LayerGroup((2,), 1, HEAD_DIM, Every(6), beside=True, num_planes=1),
+        LayerGroup((1, 0, 2), Shared(HEAD_DIM, Window(7))),
+        LayerGroup((1,), Beside(1, 2 * (HEAD_DIM + 6), Window(8))),
+        LayerGroup((1,), Beside(1, HEAD_DIM, Every(4), planes=1)),
+        LayerGroup((1,), Beside(1, 6, Every(4), planes=1, top_k=2)),
+        LayerGroup((2,), Beside(1, HEAD_DIM, Window(6))),
+        LayerGroup((2,), Beside(1, HEAD_DIM, Every(6), planes=1)),
     ),
     4,
     torch.float32,

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from tandem.cache import digest
 from tandem.cache.digest import DIGEST_BITS, digest_kv
+from tandem.cache.kinds.kv import KV
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import SKIP
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import cache_of, draw_inputs, layout_of, pools_of, run, windowed
@@ -23,7 +25,7 @@ class Stored:
     """One sequence of LENGTH positions, `lead` pages into the pool."""
 
     def __init__(self, dtype: torch.dtype, lead: int = 0) -> None:
-        layout = KVLayout((LayerGroup((0, 2), 2, 8), LayerGroup((1,), 1, 8)), PAGE, dtype)
+        layout = KVLayout((LayerGroup((0, 2), KV(2, 8)), LayerGroup((1,), KV(1, 8))), PAGE, dtype)
         self.pools = [torch.zeros(16, *layout.page_shape(group), dtype=dtype) for group in range(2)]
         self.cache = PagedKVCache(
             layout, self.pools, max_sequences=4, max_sequence_length=64, rope=RopeParameters("none", 8), writer=None

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.shard import WHOLE, HeadRun, Shard, map_heads
 from tandem.transfer.errors import InvalidPositionMap, MembershipRefused
@@ -27,7 +29,7 @@ HEADS, LAYERS, WIDTHS = (8, 4), ((0, 2, 4, 5), (1, 3)), (8, 4)  # of the whole m
 def shard_of(rank: int, size: int, layers: range = range(6)) -> KVLayout:
     """The heads of a rank, in a stage of the model."""
     groups = tuple(
-        LayerGroup(tuple(layer - layers.start for layer in of if layer in layers), heads // size, width)
+        LayerGroup(tuple(layer - layers.start for layer in of if layer in layers), KV(heads // size, width))
         for of, heads, width in zip(LAYERS, HEADS, WIDTHS, strict=True)
     )
     return KVLayout(groups, PAGE_SIZE, torch.float32, shard=Shard(rank, size, layers.start))
@@ -135,7 +137,7 @@ def test_other_layouts_and_shards_are_refused() -> None:
         (replace(half, shard=WHOLE), "KV heads of group 0, of all ranks, is 4 at the peer; 8 is accepted"),
         (replace(half, shard=Shard(1, 2, 1)), "layer 2 stands in group 0 here, and in another at the peer"),
         (
-            KVLayout((LayerGroup((0,), 8, 8),), PAGE_SIZE, torch.float32),
+            KVLayout((LayerGroup((0,), KV(8, 8)),), PAGE_SIZE, torch.float32),
             "number of layer groups is 1 at the peer; 2 is",
         ),
     ):

@@ -11,35 +11,40 @@ from torch import Tensor
 from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.forward import Batch
 from tandem.cache.digest import digest_kv
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.compressed import Beside
+from tandem.cache.kinds.given import GivenKV
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import SKIP, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.spans import Chunk, Every, Given, Span, Window
+from tandem.cache.plan.spans import Chunk, Every, Span, Window
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.tcp import sending
 from tandem.transfer.transport import Transport
 from tandem.transfer.wire_map import decode_map, encode_map
 from tests.contracts.islands import ISLANDS
+from tests.support.kinds import changed, is_beside
 from tests.support.tvm_cache import TvmCache
 
 PAGE, HEAD_DIM, LENGTH, ENCODER_LEN = 8, 64, 203, 30
 UNWRITTEN = 0x5A  # a byte
 PAGES = LENGTH // PAGE + 6
-OWN = LayerGroup((0, 1), 2, HEAD_DIM)
+OWN = LayerGroup((0, 1), KV(2, HEAD_DIM))
 COMPRESSED = (
-    replace(OWN, keeps=Window(21)),
-    LayerGroup((0,), 1, HEAD_DIM, Every(4), beside=True, num_planes=1),
-    LayerGroup((1,), 1, HEAD_DIM, Every(32), beside=True, num_planes=1),
-    LayerGroup((0,), 1, 2 * HEAD_DIM, Window(8), beside=True, num_planes=1, dtype=torch.float32),
-    LayerGroup((1,), 1, HEAD_DIM, Window(32), beside=True, dtype=torch.float32),
+    changed(OWN, keeps=Window(21)),
+    LayerGroup((0,), Beside(1, HEAD_DIM, Every(4), planes=1)),
+    LayerGroup((1,), Beside(1, HEAD_DIM, Every(32), planes=1)),
+    LayerGroup((0,), Beside(1, 2 * HEAD_DIM, Window(8), planes=1, dtype=torch.float32)),
+    LayerGroup((1,), Beside(1, HEAD_DIM, Window(32), dtype=torch.float32)),
 )
 LAYOUTS = {
     "all": (OWN,),
-    "window": (replace(OWN, keeps=Window(21)), replace(OWN, layers=(2,))),
-    "chunk": (replace(OWN, keeps=Chunk(40)),),
+    "window": (changed(OWN, keeps=Window(21)), replace(OWN, layers=(2,))),
+    "chunk": (changed(OWN, keeps=Chunk(40)),),
     "every": (OWN, *COMPRESSED[1:3]),
     "compressed": COMPRESSED,
-    "given": (OWN, replace(OWN, layers=(2,), keeps=Given())),
+    "given": (OWN, LayerGroup((2,), GivenKV(2, HEAD_DIM))),
 }
 
 
@@ -83,7 +88,7 @@ def run(cache: TvmCache, count: int) -> None:
     forward = cache.begin(Batch([0], [count]))
     for number, group in enumerate(cache.layout.groups):
         for layer in group.layers:
-            if group.beside:
+            if is_beside(group):
                 store(cache, forward, number, layer)
             elif group.keeps.given:
                 forward.attention.read(layer, draw(count, 4, HEAD_DIM))

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.spans import span_of
@@ -34,7 +36,7 @@ class Shape:
 
     @property
     def layout(self) -> KVLayout:
-        group = LayerGroup(tuple(range(NUM_LAYERS)), self.kv_heads, self.head_dim, span_of(self.window))
+        group = LayerGroup(tuple(range(NUM_LAYERS)), KV(self.kv_heads, self.head_dim, span_of(self.window)))
         return KVLayout((group,), self.page_size, self.dtype, self.scales)
 
     @property

@@ -8,8 +8,10 @@ import torch
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.kernels.torch.merging import merge
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter, UnmappedWriter
@@ -176,7 +178,7 @@ def test_float32_is_served_by_torch(name: str) -> None:
 @pytest.mark.parametrize("scales", [None, KVScales.uniform(3, 0.02, 0.03)], ids=["bf16", "fp8"])
 def test_reading_what_a_layer_has_stored(scales: KVScales | None) -> None:
     """Whole and in parts, causally or not, as torch's kernels do on the same pages."""
-    layout = KVLayout((LayerGroup((0, 1), 2, 64),), 16, BF16, scales, readers=((2, 0),))
+    layout = KVLayout((LayerGroup((0, 1), KV(2, 64)),), 16, BF16, scales, readers=((2, 0),))
     options = {"max_sequences": 8, "max_sequence_length": 512, "rope": RopeParameters("default", 64), "writer": None}
     pools = [torch.zeros((128, *layout.page_shape(0)), dtype=layout.stored_dtype, device="cuda") for _ in range(2)]
     caches = [

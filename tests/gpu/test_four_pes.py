@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.completion import pack_signal
 from tandem.transfer.membership import TransportConfig
 from tests.gpu.pe_pools import Contents, check, copy_slots, fill, put_tokens, wait_for_mail
@@ -23,7 +25,7 @@ TOKENS = [6, 0, 3]  # rows of what is pushed token by token
 # Pages of the first go through the kernel, of the second through copy engines.
 LAYOUTS = {
     "small": two_groups(torch.bfloat16),
-    "large": KVLayout((LayerGroup((0, 2), 256, 128), LayerGroup((1,), 8, 96)), PAGE_SIZE, torch.bfloat16),
+    "large": KVLayout((LayerGroup((0, 2), KV(256, 128)), LayerGroup((1,), KV(8, 96))), PAGE_SIZE, torch.bfloat16),
 }
 ISLANDS = {f"{name}-{how}": (layout, how == "mapped") for name, layout in LAYOUTS.items() for how in ("mapped", "puts")}
 

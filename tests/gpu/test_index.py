@@ -10,8 +10,11 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import Attention, Batch
 from tandem.cache.kernels.base import Index, Limits
+from tandem.cache.kinds.index import IndexKeys
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads, UpProjections
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import assert_same_kv
@@ -29,8 +32,8 @@ LATENT_HEADS = LatentHeads(128, 128)
 # The second layer attends to what the first has chosen.
 LAYOUT = KVLayout(
     (
-        LayerGroup((0, 1), 1, RANK + ROTATED, latent_rank=RANK),
-        LayerGroup((0,), 1, WIDTH, latent_rank=WIDTH - ROTATED, top_k=TOP_K),
+        LayerGroup((0, 1), Latent(RANK + ROTATED, RANK)),
+        LayerGroup((0,), IndexKeys(WIDTH, WIDTH - ROTATED, TOP_K)),
     ),
     16,
     DTYPE,

@@ -12,8 +12,10 @@ from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.base import Limits
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads, UpProjections
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import assert_same_kv
@@ -51,7 +53,7 @@ class Shape:
 
     @property
     def layout(self) -> KVLayout:
-        group = LayerGroup(tuple(range(LAYERS)), 1, RANK + ROTATED, latent_rank=RANK)
+        group = LayerGroup(tuple(range(LAYERS)), Latent(RANK + ROTATED, RANK))
         return KVLayout((group,), self.page_size, self.dtype)
 
     def pool(self, num_pages: int = 300) -> Tensor:

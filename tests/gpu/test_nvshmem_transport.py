@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.completion import SignalBoard, pack_signal
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.membership import TransportConfig
@@ -32,13 +35,13 @@ LAYOUTS = {
     "small-bfloat16": two_groups(BF16),
     "small-fp8": two_groups(BF16, KVScales.uniform(3)),
     "small-latents": latents_beside_kv(),
-    "large-bfloat16": KVLayout((LayerGroup((0, 2), 256, 128), LayerGroup((1,), 8, 96)), PAGE_SIZE, BF16),
+    "large-bfloat16": KVLayout((LayerGroup((0, 2), KV(256, 128)), LayerGroup((1,), KV(8, 96))), PAGE_SIZE, BF16),
     "large-fp8": KVLayout(
-        (LayerGroup((0, 2), 512, 128), LayerGroup((1,), 16, 96)), PAGE_SIZE, BF16, KVScales.uniform(3)
+        (LayerGroup((0, 2), KV(512, 128)), LayerGroup((1,), KV(16, 96))), PAGE_SIZE, BF16, KVScales.uniform(3)
     ),
     # Entries as DeepSeek's.
     "large-latents": KVLayout(
-        (LayerGroup(tuple(range(240)), 1, 576, latent_rank=512), LayerGroup((240,), 1, 320, latent_rank=256)),
+        (LayerGroup(tuple(range(240)), Latent(576, 512)), LayerGroup((240,), Latent(320, 256))),
         PAGE_SIZE,
         BF16,
     ),

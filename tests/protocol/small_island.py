@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from tandem.cache.attention.begun_forward import Forward
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.errors import CacheError
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
@@ -32,7 +34,7 @@ from tests.support.tvm_cache import TvmCache
 
 PROMPT_TOKENS = 2
 PREFILL, DECODE = 0, 1
-LAYOUT = KVLayout((LayerGroup((0,), 1, 1),), 1, torch.float32)
+LAYOUT = KVLayout((LayerGroup((0,), KV(1, 1)),), 1, torch.float32)
 
 
 @dataclass(frozen=True)

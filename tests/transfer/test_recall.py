@@ -2,12 +2,14 @@
 
 import torch
 
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.completion import Signal
 from tandem.transfer.recall import Recall, RecallDesk, RecallInbox, mailbox_rows, num_request_rows
 from tests.support.fake_transport import FakeFabric, FakeTransport
 
-LAYOUT = KVLayout((LayerGroup((0,), 1, 4),), 4, torch.float32)
+LAYOUT = KVLayout((LayerGroup((0,), KV(1, 4)),), 4, torch.float32)
 SIGNAL = Signal(1, 7)  # the same use of the same row on both sides: the words are equal
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.errors import MembershipRefused, PeerGone, TransportError
 from tandem.transfer.shared_memory import SharedMemoryTransport
 from tests.support.shm import lasting_names
@@ -97,7 +99,7 @@ def test_pools_outlive_close_in_the_hands_of_their_users() -> None:
 
 
 def test_memory_that_the_machine_does_not_have_is_refused() -> None:
-    layout = KVLayout((LayerGroup((0,), 8, 128),), 16, torch.float32)
+    layout = KVLayout((LayerGroup((0,), KV(8, 128)),), 16, torch.float32)
     config = replace(peer_config(0, 1), layout=layout, num_pages=(2**40,))
     before = shared_objects()
     with pytest.raises(TransportError, match=rf"num_pages \({2**40},\) needs a segment of"):

@@ -14,6 +14,7 @@ from tandem.cache.plan.spans import Sliding, Window
 from tandem.transfer.codec import encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.wire_map import decode_map, encode_map
+from tests.support.kinds import changed
 from tests.transfer.layouts import compressed, two_groups
 
 LAYOUT = two_groups()
@@ -109,7 +110,7 @@ def test_an_empty_map_is_accepted_when_nothing_is_expected() -> None:
 )
 def test_with_a_window_exactly_what_is_behind_it_is_skipped(slots: list[int], message: str | None) -> None:
     first, second = LAYOUT.groups
-    layout = replace(LAYOUT, groups=(replace(first, keeps=Window(1)), second))
+    layout = replace(LAYOUT, groups=(changed(first, keeps=Window(1)), second))
     given = position_map(slots, GOOD.runs[1].slots().tolist())
     wire = encode_map(given, layout)
     if message is None:

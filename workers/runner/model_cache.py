@@ -6,18 +6,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.layer_groups import Heads
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kinds.compressed import Beside
+from tandem.cache.kinds.given import GivenKV
+from tandem.cache.kinds.heads import Heads
+from tandem.cache.kinds.index import IndexKeys
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.kinds.shared import Shared
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import Kind, LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.spans import Every, Given, Span, Window
+from tandem.cache.plan.spans import Every, Span, Window
 from tandem.workers.models.compressed.fields import HEAVY, SLIDING, SPARSE, CompressedConfig
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.latent import LatentConfig
 
 
 def kv_layout(
@@ -53,50 +61,56 @@ def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
 
 def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     if model.latent is not None:
-        rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
-        groups, index = [LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)], model.latent.index
-        if index is not None:
-            still = index.head_dim - model.latent.rotated
-            groups.append(LayerGroup(index.layers, 1, index.head_dim, latent_rank=still, top_k=index.top_k))
-        return groups
-    layers_of: dict[Span, list[int]] = {}
+        return _latent_groups(model.latent, model.num_layers)
+    if model.compressed is not None:
+        return _shared_groups(model.compressed, model.head_dim)
     if model.chunked is not None and model.chunked.size % page_size:
         raise InvalidArgument(
             f"page_size is {page_size}; {model.architecture} attends in chunks of {model.chunked.size} positions "
             "(attention_chunk_size), and a divisor of that is accepted"
         )
+    layers_of: dict[Span, list[int]] = {}
     for layer, keeps in enumerate(model.layer_spans):
         if layer not in model.readers:
             layers_of.setdefault(keeps, []).append(layer)
     groups: list[LayerGroup] = []
-    if model.compressed is not None:
-        return _shared_groups(model.compressed, model.head_dim)
     for keeps, layers in layers_of.items():
         heads = model.heads_of(layers[0])
-        groups.append(LayerGroup(tuple(layers), heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps))
+        kind = KV(heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps)
+        groups.append(LayerGroup(tuple(layers), kind))
     if model.encoder is not None:
-        layers, width = range(model.num_layers, 2 * model.num_layers), model.stored_head_dim(model.head_dim)
-        groups.append(LayerGroup(tuple(layers), model.num_kv_heads, width, Given()))
+        given = GivenKV(model.num_kv_heads, model.stored_head_dim(model.head_dim))
+        groups.append(LayerGroup(tuple(range(model.num_layers, 2 * model.num_layers)), given))
+    return groups
+
+
+def _latent_groups(model: LatentConfig, num_layers: int) -> list[LayerGroup]:
+    index, latents = model.index, Latent(model.rank + model.rotated, model.rank)
+    groups = [LayerGroup(tuple(range(num_layers)), latents)]
+    if index is not None:
+        keys = IndexKeys(index.head_dim, index.head_dim - model.rotated, index.top_k)
+        groups.append(LayerGroup(index.layers, keys))
     return groups
 
 
 def _shared_groups(model: CompressedConfig, head_dim: int) -> list[LayerGroup]:
     """A group for windows of each kind of RoPE, then, of each kind of compressed KV: inputs, entries and index keys."""
-    groups, window = [], Window(model.window)
-    for layers in (model.layers_of(SLIDING), model.layers_of(SPARSE, HEAVY)):
-        if layers:
-            groups.append(LayerGroup(layers, 1, head_dim, window, num_planes=1))
+    window = Shared(head_dim, Window(model.window))
+    found: list[tuple[tuple[int, ...], Kind]] = [
+        (model.layers_of(SLIDING), window),
+        (model.layers_of(SPARSE, HEAVY), window),
+    ]
     for kind, every in model.rates:
         layers = model.layers_of(kind)
         if not layers:
             continue
-        overlap, entries = 1 + model.chooses(layers[0]), LayerGroup(layers, 1, head_dim, Every(every))
-        width, entries = model.input_width(layers[0], head_dim), replace(entries, beside=True, num_planes=1)
-        inputs = LayerGroup(layers, 1, width, Window(overlap * every), beside=True, dtype=torch.float32)
-        groups += [inputs, entries]
-        if model.chooses(layers[0]):
-            groups.append(replace(entries, head_dim=model.index.head_dim, top_k=model.index.top_k))
-    return groups
+        chooses = model.chooses(layers[0])
+        keeps, width = Window((1 + chooses) * every), model.input_width(layers[0], head_dim)
+        found.append((layers, Beside(1, width, keeps, dtype=torch.float32)))
+        found.append((layers, Beside(1, head_dim, Every(every), planes=1)))
+        if chooses:
+            found.append((layers, Beside(1, model.index.head_dim, Every(every), planes=1, top_k=model.index.top_k)))
+    return [LayerGroup(layers, kind) for layers, kind in found if layers]
 
 
 def make_cache(

@@ -66,13 +66,15 @@ def plan_modules(
 ) -> tuple[FlashInferModule, ...]:
     """Those that FlashInferKernels and FlashInferLatentKernels use for a layout; none where torch's kernels serve, or
     Triton's (one plane for K and V, and heads of other sizes). heads: of latents."""
-    if layout.dtype not in DTYPES or any(group.shares_planes for group in layout.groups):
+    if layout.dtype not in DTYPES:
         return ()
     best = "fa3" if capability == HOPPER else "fa2"
     own = _name(layout.dtype)
     if heads is not None:
         expanded = FlashInferModule(best, own, own, heads.key_dim + ROTATED, heads.value_dim)
         return (expanded, FlashInferModule(best, own, own, RANK, ROTATED, latent=True))
+    if any(group.kind.attended and group.kind.planes == 1 for group in layout.groups):
+        return ()
     found: dict[FlashInferModule, None] = {}
     for group in layout.groups:
         if group.head_dim not in FLASHINFER_HEAD_DIMS:

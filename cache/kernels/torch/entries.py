@@ -31,7 +31,7 @@ class TorchEntryKernels(AttentionBackend[Entries]):
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         if buffers is not None:
             return buffers
-        return self.places(tables.slot_mapping)
+        return places_of(self.pool, tables.slot_mapping)
 
     def run(self, plan: GroupPlan, layer: int, x: Entries, appended: Appended | None = None) -> Tensor:
         pages, places = plan.own
@@ -44,17 +44,19 @@ class TorchEntryKernels(AttentionBackend[Entries]):
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         """With one plane, k and v are the same."""
-        return self.entries_at(layer, self.places(slots))
+        return entries_at(self.pool, layer, places_of(self.pool, slots))
 
-    def entries_at(self, layer: int, of: Tensor) -> tuple[Tensor, Tensor]:
-        """read_slots() of places()."""
-        pages, places = of
-        read = [self.pool[pages, layer, plane, :, places] for plane in range(self.pool.shape[2])]
-        return read[0], read[-1]
 
-    def places(self, slots: IntArray) -> Tensor:
-        """int64 [2, n]: the page of each slot (int [n]), and the place in it."""
-        size, both = self.pool.shape[4], np.empty((2, slots.size), np.int64)
-        both[0] = pages = slots // size
-        both[1] = slots - pages * size
-        return torch.from_numpy(both) if self.pool.device.type == "cpu" else upload([both], self.pool.device)[0]
+def entries_at(pool: Tensor, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [n, num_heads, head_dim] at `places`, of places_of(). With one plane, they are the same."""
+    pages, offsets = places
+    read = [pool[pages, layer, plane, :, offsets] for plane in range(pool.shape[2])]
+    return read[0], read[-1]
+
+
+def places_of(pool: Tensor, slots: IntArray) -> Tensor:
+    """int64 [2, n]: the page of each slot (int [n]), and the place in it."""
+    size, both = pool.shape[4], np.empty((2, slots.size), np.int64)
+    both[0] = pages = slots // size
+    both[1] = slots - pages * size
+    return torch.from_numpy(both) if pool.device.type == "cpu" else upload([both], pool.device)[0]

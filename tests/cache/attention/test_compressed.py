@@ -11,15 +11,20 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import Compression
 from tandem.cache.kernels.torch.compressed import rotate_neighbours
+from tandem.cache.kinds.compressed import CompressedGroups, compressed_groups
+from tandem.cache.kinds.index import index_keys
+from tandem.cache.kinds.kv import KV
 from tandem.cache.operations import forwards
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import CompressedGroups, KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RotaryEmbedding
 from tandem.cache.plan.spans import ALL, Every, Window
 from tests.cache.compressed_inputs import compression_of
 from tests.cache.naive import HEAD_DIM, ROPE, pools_of
 from tests.cache.settings import SHARED
+from tests.support.kinds import changed
 from tests.support.tvm_cache import TvmCache
 
 HEADS, TOKENS = 4, 9
@@ -28,8 +33,8 @@ INPUTS, ENTRIES, KEYS = SHARED.groups[1:4]
 
 
 def test_the_groups_of_each_layer() -> None:
-    assert SHARED.compressed == {1: CompressedGroups(1, 2, 3, 2), 2: CompressedGroups(4, 5, None, None)}
-    assert SHARED.index_keys == {}
+    assert compressed_groups(SHARED) == {1: CompressedGroups(1, 2, 3, 2), 2: CompressedGroups(4, 5, None, None)}
+    assert index_keys(SHARED) == {}
     assert [place[0] for place in SHARED.layer_index.values()] == [0, 0, 0]
 
 
@@ -39,15 +44,15 @@ def test_the_groups_of_each_layer() -> None:
         [INPUTS],
         [ENTRIES],
         [INPUTS, KEYS],
-        [INPUTS, ENTRIES, KEYS, replace(ENTRIES, keeps=Every(8))],
-        [replace(INPUTS, keeps=ALL), ENTRIES, KEYS],
-        [replace(INPUTS, keeps=Window(12)), ENTRIES, KEYS],
-        [replace(INPUTS, keeps=Window(6)), ENTRIES, KEYS],
-        [replace(INPUTS, head_dim=HEAD_DIM), ENTRIES, KEYS],
-        [replace(INPUTS, num_planes=1), ENTRIES, KEYS],
-        [INPUTS, replace(ENTRIES, num_planes=2), KEYS],
-        [INPUTS, ENTRIES, replace(KEYS, keeps=Every(8))],
-        [replace(INPUTS, head_dim=2 * (HEAD_DIM + 2 + 6)), replace(ENTRIES, head_dim=HEAD_DIM + 2), KEYS],
+        [INPUTS, ENTRIES, KEYS, changed(ENTRIES, keeps=Every(8))],
+        [changed(INPUTS, keeps=ALL), ENTRIES, KEYS],
+        [changed(INPUTS, keeps=Window(12)), ENTRIES, KEYS],
+        [changed(INPUTS, keeps=Window(6)), ENTRIES, KEYS],
+        [changed(INPUTS, head_dim=HEAD_DIM), ENTRIES, KEYS],
+        [changed(INPUTS, planes=1), ENTRIES, KEYS],
+        [INPUTS, changed(ENTRIES, planes=2), KEYS],
+        [INPUTS, ENTRIES, changed(KEYS, keeps=Every(8))],
+        [changed(INPUTS, head_dim=2 * (HEAD_DIM + 2 + 6)), changed(ENTRIES, head_dim=HEAD_DIM + 2), KEYS],
     ],
 )
 def test_groups_beside_that_hold_no_compressed_kv(beside: list[LayerGroup]) -> None:
@@ -117,7 +122,7 @@ def test_calls_that_do_not_fit() -> None:
         cache.shared_attention(plan, 1, q, kv, SINKS[1:], compression)
     with pytest.raises(InvalidArgument, match="layer is 1, which keeps K and V in one plane; attend_shared"):
         cache.attention(plan, 1, q, kv, kv)
-    plain = made(KVLayout((LayerGroup((0,), 1, HEAD_DIM),), 4, torch.float32))
+    plain = made(KVLayout((LayerGroup((0,), KV(1, HEAD_DIM)),), 4, torch.float32))
     with pytest.raises(InvalidArgument, match="layer is 0, whose K and V are not in one plane; attend"):
         plain.shared_attention(plain.begin_forward([0], [TOKENS]), 0, q, kv, SINKS)
 

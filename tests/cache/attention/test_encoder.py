@@ -11,11 +11,15 @@ from tandem.cache.digest import digest_kv
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.kinds.compressed import Beside
+from tandem.cache.kinds.given import GivenKV
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.spans import ALL, Every, Given, Window
+from tandem.cache.plan.spans import ALL, Every, Window
 from tests.cache.naive import (
     HEAD_DIM,
     MAX_LENGTH,
@@ -37,14 +41,14 @@ from tests.support.tvm_cache import TvmCache
 SIZE = 4
 LAYOUT = KVLayout(
     (
-        LayerGroup((0, 2), 2, HEAD_DIM, Window(6)),
-        LayerGroup((1,), 2, HEAD_DIM),
-        LayerGroup((3, 4, 5), 2, HEAD_DIM, Given()),
+        LayerGroup((0, 2), KV(2, HEAD_DIM, Window(6))),
+        LayerGroup((1,), KV(2, HEAD_DIM)),
+        LayerGroup((3, 4, 5), GivenKV(2, HEAD_DIM)),
     ),
     SIZE,
     torch.float32,
 )
-PLAIN = KVLayout((LayerGroup((0,), 1, HEAD_DIM), LayerGroup((1,), 2, HEAD_DIM, Given())), SIZE, torch.float32)
+PLAIN = KVLayout((LayerGroup((0,), KV(1, HEAD_DIM)), LayerGroup((1,), GivenKV(2, HEAD_DIM))), SIZE, torch.float32)
 LAYOUTS = {"a window": LAYOUT, "all": PLAIN, "8 bits": replace(LAYOUT, scales=KVScales.uniform(6, 0.03, 0.04))}
 KERNELS = [TorchKernels, choose_kernels]
 SOFTCAP = 3.0
@@ -341,7 +345,7 @@ def test_cached_encoder_entries_go_with_the_forward_behind_them() -> None:
 
 
 def test_calls_out_of_turn_are_refused() -> None:
-    cache, plain = encoder_cache(PLAIN), cache_of(replace(PLAIN, groups=(LayerGroup((0,), 1, HEAD_DIM),)))
+    cache, plain = encoder_cache(PLAIN), cache_of(replace(PLAIN, groups=(LayerGroup((0,), KV(1, HEAD_DIM)),)))
     with pytest.raises(InvalidArgument, match="encoder_len is 3; the layout has no encoder, so 0 is accepted"):
         plain.add_sequence(1, 3)
     with pytest.raises(InvalidArgument, match="encoder_len is 0; the layout has an encoder, so 1 … 64 are accepted"):
@@ -368,10 +372,12 @@ def test_calls_out_of_turn_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="groups with an encoder's entries; sequences slide only"):
         cache.enable_sliding_window(1, 8, 2)
     with pytest.raises(InvalidArgument, match=r"layers \[0\] keep an encoder's entries; a first group"):
-        KVLayout((LayerGroup((0,), 1, HEAD_DIM, Given()), LayerGroup((1,), 1, HEAD_DIM, ALL)), SIZE, torch.float32)
-    beside = LayerGroup((0,), 1, HEAD_DIM, Every(4), beside=True)
+        KVLayout((LayerGroup((0,), GivenKV(1, HEAD_DIM)), LayerGroup((1,), KV(1, HEAD_DIM, ALL))), SIZE, torch.float32)
+    beside = LayerGroup((0,), Beside(1, HEAD_DIM, Every(4)))
     with pytest.raises(InvalidArgument, match=r"layers \[1\] keep an encoder's entries, but groups \[2\] stand beside"):
-        KVLayout((LayerGroup((0,), 1, HEAD_DIM), LayerGroup((1,), 1, HEAD_DIM, Given()), beside), SIZE, torch.float32)
+        KVLayout(
+            (LayerGroup((0,), KV(1, HEAD_DIM)), LayerGroup((1,), GivenKV(1, HEAD_DIM)), beside), SIZE, torch.float32
+        )
 
 
 def test_an_encoders_positions_are_not_taken_back() -> None:

@@ -8,19 +8,24 @@ import torch
 
 from tandem.cache.digest import digest_kv
 from tandem.cache.kernels.base import Index
-from tandem.cache.kernels.gpu_limits import check_layout
 from tandem.cache.kernels.torch import index as torch_index
 from tandem.cache.kernels.torch import latent as torch_latent
+from tandem.cache.kinds.index import IndexKeys, index_keys
+from tandem.cache.kinds.kind import check_gpu
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import cache_of, choice_of, draw_inputs, pools_of, ropes_of, run, run_layer, up_projections
 from tests.cache.peer_writer import PeerWriter
+from tests.support.kinds import changed
 
 RANK, ROTATED, STILL, TOP_K = 8, 4, 6, 5
-LATENTS = LayerGroup((0, 1), 1, RANK + ROTATED, latent_rank=RANK)
-KEYS = LayerGroup((0,), 1, STILL + ROTATED, latent_rank=STILL, top_k=TOP_K)
+LATENTS = LayerGroup((0, 1), Latent(RANK + ROTATED, RANK))
+KEYS = LayerGroup((0,), IndexKeys(STILL + ROTATED, STILL, TOP_K))
 LAYOUT = KVLayout((LATENTS, KEYS), 4, torch.float32)
 
 
@@ -64,9 +69,9 @@ def test_little_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layouts_differ_by_what_is_chosen() -> None:
-    assert (LAYOUT.num_layers, LAYOUT.layer_index, LAYOUT.index_keys) == (2, {0: (0, 0), 1: (0, 1)}, {0: (1, 0)})
+    assert (LAYOUT.num_layers, LAYOUT.layer_index, index_keys(LAYOUT)) == (2, {0: (0, 0), 1: (0, 1)}, {0: (1, 0)})
     assert LAYOUT.token_bytes == (2 * (RANK + ROTATED) + STILL + ROTATED) * 4
-    prints = {replace(LAYOUT, groups=(LATENTS, replace(KEYS, top_k=top_k))).fingerprint for top_k in (4, 5)}
+    prints = {replace(LAYOUT, groups=(LATENTS, changed(KEYS, top_k=top_k))).fingerprint for top_k in (4, 5)}
     assert len({*prints, replace(LAYOUT, groups=(LATENTS,)).fingerprint}) == 3
 
 
@@ -76,11 +81,10 @@ def test_layouts_differ_by_what_is_chosen() -> None:
         (LATENTS, replace(KEYS, layers=(1,))),
         (LATENTS, replace(KEYS, layers=(0, 2))),
         (LATENTS, replace(KEYS, layers=())),
-        (LATENTS, replace(KEYS, latent_rank=None)),
         (LATENTS, KEYS, KEYS),
-        (LayerGroup((0, 1), 2, 8), KEYS),
+        (LayerGroup((0, 1), KV(2, 8)), KEYS),
     ],
-    ids=["not the first", "of no layer", "of none", "without parts", "twice", "of K and V"],
+    ids=["not the first", "of no layer", "of none", "twice", "of K and V"],
 )
 def test_layouts_that_cannot_be(groups: tuple[LayerGroup, ...]) -> None:
     with pytest.raises(InvalidArgument, match=r"has index keys of layers .* the first of these among them"):
@@ -88,17 +92,17 @@ def test_layouts_that_cannot_be(groups: tuple[LayerGroup, ...]) -> None:
 
 
 def test_what_kernels_on_a_gpu_take() -> None:
-    groups = LayerGroup((0,), 1, 576, latent_rank=512), LayerGroup((0,), 1, 128, latent_rank=64, top_k=2048)
+    groups = LayerGroup((0,), Latent(576, 512)), LayerGroup((0,), IndexKeys(128, 64, 2048))
     layout = KVLayout(groups, 64, torch.bfloat16)
-    check_layout(layout, LatentHeads(128, 128))
-    narrow = replace(groups[1], head_dim=96, latent_rank=32)
+    check_gpu(layout, LatentHeads(128, 128))
+    narrow = changed(groups[1], head_dim=96, still=32)
     with pytest.raises(InvalidArgument, match="index_head_dim is 96; on a GPU it must be one of 128"):
-        check_layout(replace(layout, groups=(groups[0], narrow)), LatentHeads(128, 128))
+        check_gpu(replace(layout, groups=(groups[0], narrow)), LatentHeads(128, 128))
 
 
 def test_top_k_is_at_least_one() -> None:
     with pytest.raises(InvalidArgument, match="top_k of group 1 is 0"):
-        KVLayout((LATENTS, replace(KEYS, top_k=0)), 4, torch.float32)
+        KVLayout((LATENTS, changed(KEYS, top_k=0)), 4, torch.float32)
 
 
 def test_the_rotated_parts_must_fit() -> None:

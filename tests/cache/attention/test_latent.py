@@ -9,11 +9,13 @@ import torch
 
 from tandem.cache.digest import digest_kv
 from tandem.cache.kernels.torch import latent as torch_latent
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, LatentHeads, absorbed_is_cheaper, heads_at_once
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.spans import Window
 from tests.cache.naive import (
     LATENT_HEADS,
     QUERY_HEADS,
@@ -29,13 +31,14 @@ from tests.cache.naive import (
     up_projections,
 )
 from tests.cache.peer_writer import PeerWriter
+from tests.support.kinds import changed
 from tests.support.tolerances import assert_close
 from tests.support.tvm_cache import TvmCache
 
 RANK, ROTATED = 8, 4
-GROUP = LayerGroup((0, 1), 1, RANK + ROTATED, latent_rank=RANK)
+GROUP = LayerGroup((0, 1), Latent(RANK + ROTATED, RANK))
 LAYOUT = KVLayout((GROUP,), 4, torch.float32)
-BESIDE_KV = KVLayout((replace(GROUP, layers=(0, 2)), LayerGroup((1,), 2, 8)), 4, torch.float32)
+BESIDE_KV = KVLayout((replace(GROUP, layers=(0, 2)), LayerGroup((1,), KV(2, 8))), 4, torch.float32)
 DEEPSEEK = LatentHeads(key_dim=128, value_dim=128)
 # Prompts, decodes of unlike lengths, chunks behind others, and all of them at once.
 PROGRAM = [{0: 9, 1: 1, 2: 4}, {0: 1, 1: 1, 2: 1}, {1: 6, 0: 1, 2: 11}, {2: 1, 3: 2}, {0: 1, 1: 1, 2: 1, 3: 1}]
@@ -122,24 +125,21 @@ def test_what_is_pushed_arrives_bit_for_bit() -> None:
 
 def test_a_page_holds_one_plane_and_layouts_differ_by_their_rank() -> None:
     assert LAYOUT.page_shape(0) == (2, 1, 1, 4, RANK + ROTATED)
-    prints = {
-        replace(LAYOUT, groups=(replace(GROUP, latent_rank=rank),)).fingerprint for rank in (None, RANK, RANK - 2)
-    }
+    groups = (GROUP, changed(GROUP, rank=RANK - 2), replace(GROUP, kind=KV(1, RANK + ROTATED)))
+    prints = {replace(LAYOUT, groups=(group,)).fingerprint for group in groups}
     assert len(prints) == 3
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"latent_rank": 0}, r"latent_rank 0; 1 … 11 are accepted"),
-        ({"latent_rank": 12}, r"latent_rank 12; 1 … 11 are accepted"),
-        ({"num_kv_heads": 2}, "latents and num_kv_heads 2; it must be 1"),
-        ({"keeps": Window(8)}, r"latents and keeps Window\(size=8\); it must be All\(\)"),
+        ({"rank": 0}, r"rank 0; 1 … 11 are accepted"),
+        ({"rank": 12}, r"rank 12; 1 … 11 are accepted"),
     ],
 )
 def test_groups_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        KVLayout((replace(GROUP, **change),), 4, torch.float32)
+        KVLayout((changed(GROUP, **change),), 4, torch.float32)
 
 
 @pytest.mark.parametrize(

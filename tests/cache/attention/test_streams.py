@@ -11,8 +11,10 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.spans import Sliding
 from tests.cache.naive import (
@@ -163,7 +165,7 @@ def test_appends_pops_and_neighbours(window: int, sink: int, after: bool, held: 
 @pytest.mark.parametrize("tokens", [50_000, 1_000_000])
 def test_a_million_tokens_go_through_few_pages(tokens: int) -> None:
     """In appends of 250, with decodes and short chunks between them that are compared with the naive stream."""
-    layout = KVLayout((LayerGroup((0,), 1, HEAD_DIM),), 4, torch.float32)
+    layout = KVLayout((LayerGroup((0,), KV(1, HEAD_DIM)),), 4, torch.float32)
     pools = pools_of(layout, 66)
     cache = TvmCache(layout, pools, max_sequences=1, max_sequence_length=300, rope=ROPE, writer=None)
     stream = NaiveStream.of(layout, 32, 3)

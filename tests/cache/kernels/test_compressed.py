@@ -18,11 +18,15 @@ from tandem.cache.kernels.compressed import rotate as triton_rotate
 from tandem.cache.kernels.compressed.choose import choose_entries
 from tandem.cache.kernels.compressed.tokens import NewTokens, TokenPages
 from tandem.cache.kernels.entry_tiling import FEW
-from tandem.cache.kernels.gpu_limits import check_layout
+from tandem.cache.kinds.compressed import Beside
+from tandem.cache.kinds.kind import check_gpu
+from tandem.cache.kinds.shared import Shared
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.spans import Every, Window
+from tests.support.kinds import changed
 from tests.support.tolerances import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,19 +222,19 @@ def test_what_is_chosen(case: Case) -> None:
 
 
 def test_what_kernels_on_a_gpu_take() -> None:
-    shared = LayerGroup((0,), 1, 512, Window(128), num_planes=1)
-    inputs = LayerGroup((0,), 1, 1280, Window(8), beside=True, dtype=torch.float32)
-    entries = LayerGroup((0,), 1, 512, Every(4), beside=True, num_planes=1)
-    keys = LayerGroup((0,), 1, 128, Every(4), beside=True, num_planes=1, top_k=512)
-    check_layout(KVLayout((shared, inputs, entries, keys), 64, torch.bfloat16), None)
+    shared = LayerGroup((0,), Shared(512, Window(128)))
+    inputs = LayerGroup((0,), Beside(1, 1280, Window(8), dtype=torch.float32))
+    entries = LayerGroup((0,), Beside(1, 512, Every(4), planes=1))
+    keys = LayerGroup((0,), Beside(1, 128, Every(4), planes=1, top_k=512))
+    check_gpu(KVLayout((shared, inputs, entries, keys), 64, torch.bfloat16), None)
     for name, groups in (
         (
             "head_dim is 48",
-            (replace(shared, head_dim=48), replace(inputs, head_dim=352), replace(entries, head_dim=48)),
+            (changed(shared, head_dim=48), changed(inputs, head_dim=352), changed(entries, head_dim=48)),
         ),
-        ("index_head_dim is 96", (shared, replace(inputs, head_dim=1216), entries, replace(keys, head_dim=96))),
+        ("index_head_dim is 96", (shared, changed(inputs, head_dim=1216), entries, changed(keys, head_dim=96))),
     ):
         every = groups if len(groups) == 4 else (*groups, keys)
         for dtype in (torch.bfloat16, torch.float32):
             with pytest.raises(InvalidArgument, match=f"{name}; on a GPU it must be one of 16, 32, 64, 128, 256, 512"):
-                check_layout(KVLayout(every, 64, dtype), None)
+                check_gpu(KVLayout(every, 64, dtype), None)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import FP8, KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import Rotation
 from tests.cache.naive import e4m3_values
 from tests.support.tolerances import assert_close
@@ -178,7 +180,7 @@ def targets_of(tokens: int) -> AppendTargets:
 
 def fp8_entries(case: Case) -> Fp8Entries:
     """Powers of two, by which nothing is rounded; the second head saturates."""
-    group = LayerGroup(tuple(range(LAYERS)), case.kv_heads, case.head_dim)
+    group = LayerGroup(tuple(range(LAYERS)), KV(case.kv_heads, case.head_dim))
     scales = KVScales(((1.0,), (1 / 32, 1 / 1024)), ((1.0,), (1 / 64, 1 / 2048)))
     entries = Fp8Entries.of_group(KVLayout((group,), case.page_size, case.dtype, scales), 0, torch.device(DEVICE))
     assert entries is not None

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.kinds.index import IndexKeys
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads, UpProjections
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import (
@@ -29,7 +33,7 @@ from tests.cache.peer_writer import PeerWriter
 from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2)
-LATENTS = KVLayout((LayerGroup((0,), 1, 12, latent_rank=8),), 4, torch.float32)
+LATENTS = KVLayout((LayerGroup((0,), Latent(12, 8)),), 4, torch.float32)
 NO_BATCH: Any = None  # none is looked at before the sequences are
 NO_INTEGERS = [1.0, 2.5, float("nan"), "1", None, True, [1], np.float64(2), 1 << 70]
 
@@ -319,14 +323,18 @@ def test_a_plan_of_another_cache() -> None:
     assert cache.num_sent(0) == 0
 
 
-@pytest.mark.parametrize("name", ["page_size", "num_kv_heads", "head_dim", "layers", "latent_rank"])
+@pytest.mark.parametrize("name", ["page_size", "num_kv_heads", "head_dim", "layers", "rank", "still", "top_k"])
 @pytest.mark.parametrize("value", [8.0, "8", True], ids=repr)
 def test_layouts_are_of_integers(name: str, value: Any) -> None:
-    group: dict[str, Any] = {"layers": (0,), "num_kv_heads": 1, "head_dim": 12}
-    given: dict[str, Any] = {name: (value,) if name == "layers" else value}
-    page_size = given.pop("page_size", 4)
+    given: dict[str, Any] = {"layers": 0, "num_kv_heads": 1, "head_dim": 12, "rank": 8, "still": 6, "top_k": 5}
+    given[name], page_size = value, value if name == "page_size" else 4
+    groups = (
+        LayerGroup((given["layers"],), KV(given["num_kv_heads"], given["head_dim"])),
+        LayerGroup((1,), Latent(12, given["rank"])),
+        LayerGroup((1,), IndexKeys(10, given["still"], given["top_k"])),
+    )
     with pytest.raises(InvalidArgument, match=r" is .*; an integer is accepted"):
-        KVLayout((LayerGroup(**group | given),), page_size, torch.float32)
+        KVLayout(groups, page_size, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["max_sequences", "max_sequence_length"])

@@ -11,19 +11,23 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import HEAD_DIM, Inputs, NaiveCache, cache_of, draw_inputs, layout_of, pools_of, run, windowed
 from tests.cache.naive_trees import NaiveTrees
 from tests.cache.peer_writer import PeerWriter
 from tests.cache.sharing_kernels import sharing_all
+from tests.support.kinds import has_latents, latent_rank
 from tests.support.tolerances import assert_close
 from tests.support.tvm_cache import TvmCache
 
 TWO = layout_of(2, 1)
-LATENT = KVLayout((LayerGroup((1,), 1, 12, latent_rank=8), LayerGroup((0,), 2, HEAD_DIM)), 4, torch.float32)
+LATENT = KVLayout((LayerGroup((1,), Latent(12, 8)), LayerGroup((0,), KV(2, HEAD_DIM))), 4, torch.float32)
 FP8 = KVScales(((0.02,), (0.01,), (0.02,), (0.02,)), ((0.02, 0.03), (0.01,), (0.015,), (0.02,)))
 LAYOUTS = {
     "K and V": TWO,
@@ -110,12 +114,12 @@ def test_each_with_each_of_the_others(
     heads, sinks = {name: value for name, value in heads.items() if name != "sinks"}, heads.get("sinks")
     options = {**heads, "rope": ropes_of(layout, rope), "kernels": kernels}
     pools = [pools_of(layout, 40) for _ in range(2)]
-    if layout.has_latents and "softcap" in heads:
+    if has_latents(layout) and "softcap" in heads:
         with pytest.raises(InvalidArgument, match=r"softcap is .*; with latents it must be None"):
             cache_of(layout, pools=pools[0], **options)
         return
     sender, receiver = (cache_of(layout, pools=pools[pe], writer=PeerWriter(pe, pools), **options) for pe in range(2))
-    naive = NaiveCache(layout, options["rope"], sinks=None if layout.has_latents else sinks, **heads)
+    naive = NaiveCache(layout, options["rope"], sinks=None if has_latents(layout) else sinks, **heads)
     twin = Twin(sender, naive, 1 if rope.by_length else 5)
     grow_fork_and_pop(twin)
     open_trees(twin)
@@ -127,7 +131,7 @@ def test_each_with_each_of_the_others(
 
 def ropes_of(layout: KVLayout, rope: RopeParameters) -> list[RopeParameters]:
     """Of latents the shared part is rotated."""
-    widths = [group.head_dim - (group.latent_rank or 0) for group in layout.groups]
+    widths = [group.head_dim - (latent_rank(group) or 0) for group in layout.groups]
     return [rope if rope.rope_type == "none" else replace(rope, rotary_dim=width) for width in widths]
 
 
@@ -169,7 +173,7 @@ def slide(twin: Twin, rope: RopeParameters) -> None:
         "the layout has groups with a window"
         if cache.layout.drops_past
         else "the layout has groups with latents"
-        if cache.layout.has_latents
+        if has_latents(cache.layout)
         else "RoPE is dynamic"
         if rope.by_length
         else None

@@ -4,14 +4,16 @@ import torch
 
 from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.base import Limits
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.spans import Window
 from tests.cache.table_kernels import TableKernels
 from tests.support.tvm_cache import TvmCache
 
 WINDOW, PAGE_SIZE, STEPS = 5, 4, 20
-LAYOUT = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4, keeps=Window(WINDOW)),), PAGE_SIZE, torch.float32)
+LAYOUT = KVLayout((LayerGroup((0,), KV(1, 4, Window(WINDOW))),), PAGE_SIZE, torch.float32)
 
 
 def make_cache() -> TvmCache:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tandem.cache.attention.begun_forward import Forward
+from tandem.cache.kinds.kv import KV
 from tandem.cache.pages import step_growth
 from tandem.cache.plan.errors import OutOfPages
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.spans import Window
 from tests.cache.known import check_tables, watched
@@ -19,8 +21,8 @@ from tests.support.tvm_cache import TvmCache
 
 PAGE, LONGEST, BATCH, STEPS = 4, 60, 6, 400
 STREAM = 10, 3  # window, sink
-PLAIN = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 2, 8)), PAGE, torch.float32)
-WINDOWED = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, Window(9))), PAGE, torch.float32)
+PLAIN = KVLayout((LayerGroup((0,), KV(1, 8)), LayerGroup((1,), KV(2, 8))), PAGE, torch.float32)
+WINDOWED = KVLayout((LayerGroup((0,), KV(1, 8)), LayerGroup((1,), KV(1, 8, Window(9)))), PAGE, torch.float32)
 
 
 class Stepping:
@@ -281,7 +283,7 @@ def test_pages_foreseen_are_cleared_once_and_others_all_the_same() -> None:
 
 
 def test_no_room_changes_nothing() -> None:
-    layout = KVLayout((LayerGroup((0,), 1, 8),), PAGE, torch.float32)
+    layout = KVLayout((LayerGroup((0,), KV(1, 8)),), PAGE, torch.float32)
     cache = TvmCache(
         layout,
         [torch.zeros(3, *layout.page_shape(0))],

@@ -4,9 +4,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.cache.kinds.kv import KV
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import OutOfPages
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.cache.plan.spans import Window, span_of
 from tests.cache.naive import ROPE, pools_of
@@ -18,7 +20,7 @@ uses = st.builds(PageUse, st.integers(1, 9), st.integers(1, 80), st.integers(1, 
 
 def layout_of(*windows: int | None) -> KVLayout:
     """Groups of unlike sizes."""
-    groups = (LayerGroup((layer,), layer + 1, 8, span_of(window)) for layer, window in enumerate(windows))
+    groups = (LayerGroup((layer,), KV(layer + 1, 8, span_of(window))) for layer, window in enumerate(windows))
     return KVLayout(tuple(groups), PAGE, torch.float32)
 
 
@@ -70,7 +72,7 @@ def test_memory_is_filled_and_no_more(windows: list[int | None], given: list[Pag
 
 def test_the_same_memory_holds_more_sequences() -> None:
     """Every second layer sees 16 positions of sequences of 256: with pools of one size half the memory lies idle."""
-    layout = KVLayout((LayerGroup((0, 2), 2, 8, Window(16)), LayerGroup((1, 3), 2, 8)), PAGE, torch.float32)
+    layout = KVLayout((LayerGroup((0, 2), KV(2, 8, Window(16))), LayerGroup((1, 3), KV(2, 8))), PAGE, torch.float32)
     length, append, sequences = 256, 2, 30
     memory = num_bytes(layout, (10 * length // PAGE,) * 2)
     use = [PageUse(sequences, length, append)]

@@ -9,9 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.cache.kinds.compressed import Beside
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.shared import Shared
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.layout import KVLayout, LayerGroup
-from tandem.cache.plan.spans import ALL, Chunk, Every, Paging, Span, Window, span_of
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.spans import ALL, Chunk, Every, Given, Paging, Span, Window, span_of
+from tests.support.kinds import is_beside
 
 
 def needed(span: Span, query: int) -> range:
@@ -64,7 +69,7 @@ def test_entries_for_several_positions_are_complete_ones(positions: int, length:
 
 
 def test_pages_cover_whole_entries_and_whole_pages() -> None:
-    groups = LayerGroup((0,), 1, 8), *(LayerGroup((0,), 1, 8, Every(m), beside=True) for m in (4, 128, 6))
+    groups = LayerGroup((0,), KV(1, 8)), *(LayerGroup((0,), Beside(1, 8, Every(m))) for m in (4, 128, 6))
     layout = KVLayout(groups, 16, torch.bfloat16)
     assert layout.paging == (Paging(1, 16), Paging(4, 4), Paging(128, 1), Paging(6, 8))
     assert (layout.pages_together, layout.grain) == ((1, 1, 8, 3), 384)
@@ -80,22 +85,22 @@ def test_an_entry_is_for_several_positions(positions: Any) -> None:
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        (LayerGroup((0,), 1, 8, Every(4)), "keeps of group 1 is .* but beside is False"),
-        (LayerGroup((0,), 1, 8, num_planes=1), "num_planes of group 1 is 1, .*; None is accepted, or 1 with"),
-        (LayerGroup((0,), 1, 8, num_planes=2), "num_planes of group 1 is 2, .*; None is accepted, or 1 with"),
-        (LayerGroup((0,), 2, 8, Window(4), num_planes=1), "num_planes of group 1 is 1, with num_kv_heads 2"),
-        (LayerGroup((0,), 1, 8, latent_rank=4, num_planes=1), "num_planes of group 1 is 1, .* latent_rank 4; None"),
-        (LayerGroup((0,), 1, 8, dtype=torch.float16), "dtype of group 1 is torch.float16; None is accepted"),
-        (LayerGroup((1,), 1, 8, beside=True), r"with layers \[1\]; some of \[0\], each once, are accepted"),
-        (LayerGroup((0,), 1, 8, beside=True, num_planes=3), "num_planes of group 1 is 3; 1 and 2 are accepted"),
-        (LayerGroup((0,), 1, 8, beside=True, top_k=3), "latent_rank must be None, and top_k where each position has"),
-        (LayerGroup((0,), 1, 8, Every(4), beside=True, top_k=3), "top_k of group 1 is 3, but its layers have no comp"),
+        (LayerGroup((0,), KV(1, 8, Every(4))), "keeps of group 1 is .* but it does not stand beside others"),
+        (LayerGroup((0,), KV(1, 8, Given())), "keeps of group 1 is Given"),
+        (
+            LayerGroup((0,), Shared(8, ALL)),
+            "keeps of group 1 is All.*, with K and V in one plane; a window is accepted",
+        ),
+        (LayerGroup((1,), Beside(1, 8)), r"with layers \[1\]; some of \[0\], each once, are accepted"),
+        (LayerGroup((0,), Beside(1, 8, planes=3)), "planes of group 1 is 3; 1 and 2 are accepted"),
+        (LayerGroup((0,), Beside(1, 8, top_k=3)), "top_k of group 1 is 3, but its layers have no comp"),
+        (LayerGroup((0,), Beside(1, 8, Every(4), top_k=3)), "top_k of group 1 is 3, but its layers have no comp"),
     ],
 )
 def test_only_groups_beside_others_are_special(group: LayerGroup, message: str) -> None:
-    first = replace(group, layers=(1,)) if not group.beside else group
+    first = replace(group, layers=(1,)) if not is_beside(group) else group
     with pytest.raises(InvalidArgument, match=message):
-        KVLayout((LayerGroup((0,), 1, 8), first), 4, torch.float32)
+        KVLayout((LayerGroup((0,), KV(1, 8)), first), 4, torch.float32)
 
 
 def test_only_a_window_drops_what_is_past() -> None:
@@ -112,4 +117,4 @@ def test_a_window_is_of_positions(size: Any) -> None:
 @pytest.mark.parametrize("keeps", [8, None, "all"], ids=repr)
 def test_a_group_keeps_a_span(keeps: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"keeps of group 0 is .*; a Span is accepted"):
-        KVLayout((LayerGroup((0,), 1, 8, keeps),), 4, torch.float32)
+        KVLayout((LayerGroup((0,), KV(1, 8, keeps)),), 4, torch.float32)

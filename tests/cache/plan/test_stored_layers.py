@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.stored_layers import LEFT, StoredLayers
 from tests.cache.attention.test_prompt_buffers import begin, prompt_buffers
@@ -16,7 +18,7 @@ from tests.cache.naive import HEAD_DIM, draw_inputs, layout_of, run_layer
 from tests.cache.peer_writer import PeerWriter
 from tests.support.tvm_cache import TvmCache
 
-SIX_LAYERS = KVLayout((LayerGroup(tuple(range(6)), 2, HEAD_DIM),), 4, torch.float32)
+SIX_LAYERS = KVLayout((LayerGroup(tuple(range(6)), KV(2, HEAD_DIM)),), 4, torch.float32)
 
 
 class Event:

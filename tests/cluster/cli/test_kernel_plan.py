@@ -16,9 +16,13 @@ from tandem.cache.kernels.build.side_by_side import Budget, Build, largest_first
 from tandem.cache.kernels.flashinfer import modules
 from tandem.cache.kernels.flashinfer.modules import FA3_BYTES, FlashInferModule, plan_modules
 from tandem.cache.kernels.flashinfer.wrappers import _use_built_modules, build_module
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.kinds.shared import Shared
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.latent import LatentHeads
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import span_of
 from tandem.cluster.cli.kernels import builds, plan
 from tandem.cluster.cli.kernels.builds import Running, build_all
@@ -51,7 +55,7 @@ def qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def layout_of(*windows: int | None, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> KVLayout:
-    groups = tuple(LayerGroup((layer,), 8, 128, span_of(window)) for layer, window in enumerate(windows))
+    groups = tuple(LayerGroup((layer,), KV(8, 128, span_of(window))) for layer, window in enumerate(windows))
     return KVLayout(groups, 16, dtype, KVScales.uniform(len(windows)) if fp8 else None)
 
 
@@ -82,16 +86,16 @@ class TestModules:
         ]
 
     def test_latents(self) -> None:
-        latents = KVLayout((LayerGroup((0,), 1, 576, latent_rank=512),), 16, torch.bfloat16)
+        latents = KVLayout((LayerGroup((0,), Latent(576, 512)),), 16, torch.bfloat16)
         absorbed = "FlashInfer fa3 bfloat16 512/64 latent"
         assert titles(latents, heads=LatentHeads(128, 128)) == ["FlashInfer fa3 bfloat16 192/128", absorbed]
         assert titles(latents, heads=LatentHeads(192, 256)) == ["FlashInfer fa3 bfloat16 256", absorbed]
 
     def test_one_plane_of_k_and_v_needs_none(self) -> None:
-        assert titles(KVLayout((LayerGroup((0,), 1, 512, span_of(128), num_planes=1),), 16, torch.bfloat16)) == []
+        assert titles(KVLayout((LayerGroup((0,), Shared(512, span_of(128))),), 16, torch.bfloat16)) == []
 
     def test_heads_that_flashinfer_has_none_for_need_none(self) -> None:
-        groups = (LayerGroup((0,), 1, 512), LayerGroup((1,), 1, 256, span_of(24)))
+        groups = (LayerGroup((0,), KV(1, 512)), LayerGroup((1,), KV(1, 256, span_of(24))))
         ends = ["256 window", "256 window"]
         assert [title.partition("bfloat16 ")[2] for title in titles(KVLayout(groups, 16, torch.bfloat16))] == ends
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.page_pool import PagePool
 from tests.cache.far_pages import far_pages
 
@@ -16,10 +19,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_PAGES = 7
 # num_kv_heads and head_dim that are no powers of two, pages of one and of many tiles
 SHAPES = {
-    "small": (LayerGroup((0, 1, 2), 2, 8), 4, torch.float32),
-    "odd": (LayerGroup((0, 1, 2), 3, 12), 4, torch.bfloat16),
-    "large": (LayerGroup((0, 1, 2), 8, 128), 16, torch.bfloat16),
-    "latents": (LayerGroup((0, 1, 2), 1, 576, latent_rank=512), 4, torch.bfloat16),
+    "small": (LayerGroup((0, 1, 2), KV(2, 8)), 4, torch.float32),
+    "odd": (LayerGroup((0, 1, 2), KV(3, 12)), 4, torch.bfloat16),
+    "large": (LayerGroup((0, 1, 2), KV(8, 128)), 16, torch.bfloat16),
+    "latents": (LayerGroup((0, 1, 2), Latent(576, 512)), 4, torch.bfloat16),
 }
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.recall import mailbox_rows
@@ -37,7 +39,7 @@ from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache
 
 PAGE_SIZE, NUM_PAGES, PROMPT = 4, 24, 5
-LAYOUT = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4),), PAGE_SIZE, torch.float32)
+LAYOUT = KVLayout((LayerGroup((0,), KV(1, 4)),), PAGE_SIZE, torch.float32)
 NO_LOGPROBS: list[Any] = [None]
 
 

@@ -15,8 +15,10 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits, StepPages
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import FP8, KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.workers.kernels.base import RmsNorm
@@ -149,7 +151,7 @@ def both_of(case: Case, build: Build, tmp_path: Path, monkeypatch: pytest.Monkey
     config = load_config(tmp_path, case.dtype)
     monkeypatch.setattr(small_batch_decoder, "choose_megakernels", emulate(build, case))
     model = DenseDecoder(config, load_parameters(tmp_path, config), fused_gemms=TorchFusedGemms())
-    group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
+    group = LayerGroup(tuple(range(config.num_layers)), KV(config.num_kv_heads, config.head_dim))
     scales = case.scales(config.num_layers, config.num_kv_heads)
     layout = KVLayout((group,), case.page_size, config.dtype, scales)
     pools = [torch.full((40, *layout.page_shape(0)), torch.nan).to(layout.stored_dtype) for _ in range(2)]

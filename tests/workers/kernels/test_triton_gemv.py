@@ -12,7 +12,9 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.kinds.kv import KV
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -56,7 +58,7 @@ def test_logits_equal_those_of_plain_forwards(tmp_path: Path) -> None:
     make_model("qwen3").save_pretrained(tmp_path)
     config = load_config(tmp_path, "float32")
     model = load_decoder(tmp_path, config)
-    group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
+    group = LayerGroup(tuple(range(config.num_layers)), KV(config.num_kv_heads, config.head_dim))
     layout = KVLayout((group,), 8, torch.float32)
     caches = []
     for _ in range(2):

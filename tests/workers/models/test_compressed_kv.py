@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.kinds.compressed import compressed_groups
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.spans import Every, Window
 from tests.support.cached_model import CachedModel
@@ -37,7 +38,10 @@ def case(request: pytest.FixtureRequest) -> str:
 
 def test_the_groups(case: str, model: CachedModel) -> None:
     every = 128 if case == "deepseek_v4-128" else 32
-    groups = [(one.layers, one.keeps, one.head_dim, one.planes, one.top_k) for one in model.cache.layout.groups]
+    groups = [
+        (one.layers, one.keeps, one.head_dim, one.planes, getattr(one.kind, "top_k", None))
+        for one in model.cache.layout.groups
+    ]
     assert groups == [
         ((0,), Window(24), 32, 1, None),
         ((1, 2, 3), Window(24), 32, 1, None),
@@ -112,7 +116,7 @@ def check_entries(cache: TvmCache, sequence: int, expected: dict[tuple[str, int]
         if kind == "window":
             (group, index), plane = place[layer], 0
         else:
-            of = layout.compressed[layer]
+            of = compressed_groups(layout)[layer]
             plane = int(kind.startswith("gates"))
             group = {"entries": of.entries, "keys": of.keys}.get(kind, of.inputs)
             assert group is not None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kinds.index import index_keys
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import CASES
 from tests.support.oracle import greedy, random_prompt
@@ -91,7 +92,7 @@ def test_every_index_key_is_transformers(case: str, model: CachedModel, oracle: 
     oracle(torch.tensor([text]), past_key_values=cached)
     model.cache.add_sequence(0)
     model.feed(0, text, [7, 33, 34])
-    found = dict(zip(model.cache.layout.index_keys, model.cache.gather_group(0, 1, 0, TEXT), strict=True))
+    found = dict(zip(index_keys(model.cache.layout), model.cache.gather_group(0, 1, 0, TEXT), strict=True))
     assert list(found) == ([0, 1, 2] if case == "deepseek_v32" else [0, 2])
     rotated = CASES[case][1]["qk_rope_head_dim"]
     for layer, (keys, _) in found.items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Batch
+from tandem.cache.kinds.compressed import compressed_groups
 from tandem.cache.plan.errors import InvalidArgument
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import save_checkpoint
@@ -55,7 +56,7 @@ def launch_all(model: CachedModel, parents: Parents | None = None) -> Tensor:
 @pytest.mark.parametrize("tree", [None, TREE], ids=["drafts in a row", "a token tree"])
 def test_a_mixed_batch_gives_what_separate_forwards_give(folder: Path, tree: list[int] | None) -> None:
     mixed, apart = model_with_contexts(folder), model_with_contexts(folder)
-    if tree and mixed.cache.layout.compressed:
+    if tree and compressed_groups(mixed.cache.layout):
         with pytest.raises(InvalidArgument, match="keeps an entry for 4 positions, which no node may complete"):
             launch_all(mixed, [tree if sequence == 3 else None for sequence in MORE])
         return

@@ -1,0 +1,77 @@
+"""Latents of multi-head latent attention (DeepSeek-V2): see tandem.cache.plan.latent."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem.cache.kernels.base import LatentBackend, Latents
+from tandem.cache.kernels.choice import choose_latent_kernels
+from tandem.cache.kernels.gpu_limits import check_sizes, latent_sizes
+from tandem.cache.kinds.index import top_k_beside
+from tandem.cache.kinds.kind import ServedKind, Site
+from tandem.cache.kinds.tensors import check_tensor
+from tandem.cache.plan.arrays import integer
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.latent import LatentHeads
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.spans import ALL
+
+
+@dataclass(frozen=True)
+class Latent(ServedKind):
+    """One plane of one head: `rank` numbers of which every head's K and V are made, then the rotated part of K that
+    the heads share."""
+
+    head_dim: int
+    rank: int
+
+    num_kv_heads = 1
+    keeps = ALL
+    planes = 1
+    takes = Latents
+    serves = "attend_latents"
+    holds = "latents"
+    of_latents = True
+    whole_on_ranks = True
+    no_scales = "latents; only K and V have 8 bits"
+    no_sliding = "latents"
+
+    @property
+    def rotated(self) -> int:
+        return self.head_dim - self.rank
+
+    def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
+        super().check(index, groups, page_size)
+        if not 1 <= integer(f"rank of group {index}", self.rank) < self.head_dim:
+            raise InvalidArgument(f"group {index} has rank {self.rank}; 1 … {self.head_dim - 1} are accepted")
+
+    def check_rope(self, rotary_dim: int) -> None:
+        if rotary_dim != self.rotated:
+            raise InvalidArgument(f"rotary_dim is {rotary_dim}; entries of its group end in {self.rotated} rotated")
+
+    def backend(self, site: Site) -> LatentBackend:
+        heads = self._heads(site)
+        scale, top_k = site.heads.scale_of(heads.key_dim + self.rotated), top_k_beside(site.layout, site.index)
+        return choose_latent_kernels(site.pool, scale, self.rank, heads, top_k)
+
+    def check_inputs(self, num_tokens: int, x: Latents, site: Site) -> None:
+        heads, num_heads = self._heads(site), x.up.weight.shape[0]
+        if x.up.heads != heads:
+            raise InvalidArgument(f"up.heads is {x.up.heads}; {heads} is accepted")
+        for name, tensor, shape in (
+            ("q", x.q, (num_tokens, num_heads, heads.key_dim + self.rotated)),
+            ("latents", x.latents, (num_tokens, self.rank)),
+            ("keys", x.keys, (num_tokens, self.rotated)),
+            ("up.weight", x.up.weight, (num_heads, heads.key_dim + heads.value_dim, self.rank)),
+        ):
+            check_tensor(name, tensor, shape, site.dtype, site.device)
+
+    def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:
+        if layout.dtype != torch.float32 and heads is not None:
+            check_sizes(layout.dtype, layout.page_size, latent_sizes(self.head_dim, self.rank, heads))
+
+    def _heads(self, site: Site) -> LatentHeads:
+        assert site.heads.latent is not None  # Heads.check has seen to it
+        return site.heads.latent

@@ -1,0 +1,34 @@
+"""What tests ask of a layer group's kind."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+from tandem.cache.kinds.compressed import Beside
+from tandem.cache.kinds.index import IndexKeys
+from tandem.cache.kinds.latent import Latent
+from tandem.cache.kinds.shared import Shared
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
+
+
+def latent_rank(group: LayerGroup) -> int | None:
+    """How many numbers of an entry are not rotated, of latents; None: K and V are kept."""
+    return group.kind.rank if isinstance(group.kind, Latent) else None
+
+
+def has_latents(layout: KVLayout) -> bool:
+    return any(isinstance(group.kind, Latent | IndexKeys) for group in layout.groups)
+
+
+def is_beside(group: LayerGroup) -> bool:
+    return isinstance(group.kind, Beside)
+
+
+def is_shared(group: LayerGroup) -> bool:
+    """Whether K and V are the same numbers."""
+    return isinstance(group.kind, Shared)
+
+
+def changed(group: LayerGroup, **fields: Any) -> LayerGroup:
+    """The group with these fields of its kind."""
+    return replace(group, kind=replace(cast(Any, group.kind), **fields))

@@ -169,7 +169,7 @@ class Attention:
     ) -> Tensor:
         """As attend(), of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
 
-        q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
+        q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
 
         choice: of a layer with index keys, by which the queries of longer sequences choose what they attend to. Layers

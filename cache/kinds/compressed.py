@@ -102,16 +102,15 @@ def compressed_groups(layout: KVLayout) -> dict[int, CompressedGroups]:
     """Of each layer with compressed KV the groups that hold it."""
     shared = {layer for group in layout.groups if kind_of(group).takes is SharedKV for layer in group.layers}
     found: dict[int, dict[str, int]] = {}
-    top_k: dict[int, int | None] = {}
     for index, group in enumerate(layout.groups):
         if isinstance(group.kind, Beside):
-            top_k[index] = group.kind.top_k
             for layer in shared.intersection(group.layers):
-                found.setdefault(layer, {})[group.kind.part] = index
+                of = found.setdefault(layer, {})
+                of[group.kind.part] = index
+                if group.kind.top_k is not None:
+                    of["top_k"] = group.kind.top_k
     return {
-        layer: CompressedGroups(
-            of["inputs"], of["entries"], of.get("keys"), top_k[of["keys"]] if "keys" in of else None
-        )
+        layer: CompressedGroups(of["inputs"], of["entries"], of.get("keys"), of.get("top_k"))
         for layer, of in sorted(found.items())
     }
 

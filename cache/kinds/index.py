@@ -59,10 +59,6 @@ class IndexKeys(ServedKind):
                 "latents, the first of these among them, and be alone in that"
             )
 
-    def check_rope(self, rotary_dim: int) -> None:
-        if rotary_dim != self.rotated:
-            raise InvalidArgument(f"rotary_dim is {rotary_dim}; entries of its group end in {self.rotated} rotated")
-
     def backend(self, site: Site) -> IndexBackend:
         return choose_index_kernels(site.pool, self.still, self.top_k)
 

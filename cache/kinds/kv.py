@@ -40,12 +40,12 @@ class KV(ServedKind):
         return site.kernels(site.pool, scoring, site.fp8)
 
     def check_inputs(self, num_tokens: int, x: QKV, site: Site) -> None:
-        self.check_query(num_tokens, Query(x.q, x.sinks), site)
+        self.check_query(num_tokens, x, site)
         shape = (num_tokens, self.num_kv_heads, self.head_dim)
         check_tensor("k", x.k, shape, site.dtype, site.device)
         check_tensor("v", x.v, shape, site.dtype, site.device)
 
-    def check_query(self, num_tokens: int, x: Query, site: Site) -> None:
+    def check_query(self, num_tokens: int, x: Query | QKV, site: Site) -> None:
         q, sinks = x.q, x.sinks
         num_q_heads = q.shape[1] if q is not None and q.dim() == 3 else self.num_kv_heads
         check_tensor("q", q, (num_tokens, num_q_heads, self.head_dim), site.dtype, site.device)

@@ -47,10 +47,6 @@ class Latent(ServedKind):
         if not 1 <= integer(f"rank of group {index}", self.rank) < self.head_dim:
             raise InvalidArgument(f"group {index} has rank {self.rank}; 1 … {self.head_dim - 1} are accepted")
 
-    def check_rope(self, rotary_dim: int) -> None:
-        if rotary_dim != self.rotated:
-            raise InvalidArgument(f"rotary_dim is {rotary_dim}; entries of its group end in {self.rotated} rotated")
-
     def backend(self, site: Site) -> LatentBackend:
         heads = self._heads(site)
         scale, top_k = site.heads.scale_of(heads.key_dim + self.rotated), top_k_beside(site.layout, site.index)

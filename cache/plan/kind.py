@@ -39,6 +39,11 @@ class Kind(ABC):
     no_sliding: str | None = None
     """Why sequences cannot slide: what a layout has groups with. None: they can, where the span keeps all."""
 
+    @property
+    def rotated(self) -> int | None:
+        """How many of an entry's last numbers RoPE rotates; None: as many of a head's as it says."""
+        return None
+
     def check(self, index: int, groups: "Sequence[LayerGroup]", page_size: int) -> None:
         """InvalidArgument unless group `index` of a layout's `groups` can be of this kind, among these."""
         for name in ("num_kv_heads", "head_dim"):
@@ -58,6 +63,8 @@ class Kind(ABC):
 
     def check_rope(self, rotary_dim: int) -> None:
         """InvalidArgument unless RoPE can rotate so many numbers of a head."""
+        if self.rotated is not None and rotary_dim != self.rotated:
+            raise InvalidArgument(f"rotary_dim is {rotary_dim}; entries of its group end in {self.rotated} rotated")
         if rotary_dim > self.head_dim:
             raise InvalidArgument(f"rotary_dim is {rotary_dim}; the head_dim of its group is {self.head_dim}")
 

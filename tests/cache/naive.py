@@ -52,7 +52,7 @@ def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
 
 def ropes_of(layout: KVLayout) -> list[RopeParameters]:
     """ROPE, of the rotated part of the groups with latents."""
-    widths = [group.head_dim - (latent_rank(group) or 0) for group in layout.groups]
+    widths = [group.kind.rotated or group.head_dim for group in layout.groups]
     return [replace(ROPE, rotary_dim=width) for width in widths]
 
 

@@ -43,7 +43,7 @@ class Setting:
     def ropes(self) -> list[RopeParameters]:
         """That of each group: of the shared part of K where it has latents."""
         groups = self.layout.groups
-        widths = [group.head_dim - (latent_rank(group) or 0) for group in groups]
+        widths = [group.kind.rotated or group.head_dim for group in groups]
         return [
             self.rope if is_beside(group) or is_shared(group) else replace(self.rope, rotary_dim=width)
             for group, width in zip(groups, widths, strict=True)

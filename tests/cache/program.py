@@ -21,7 +21,6 @@ from tests.cache.known import LONGEST, Known, Side, Transfer
 from tests.cache.naive import pools_of
 from tests.cache.oracle import NUM_TOKENS, Oracle, Setting, cache_of
 from tests.cache.peer_writer import PeerWriter
-from tests.support.kinds import has_latents
 
 QUERY_HEADS, MOST_SEQUENCES = 4, 5
 STREAMS = [Sliding(8, 2), Sliding(12, 0, True), Sliding(9, 4), Sliding(3, 2, True)]
@@ -42,7 +41,8 @@ class Program:
             Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
         ]
         self.next_sequence = 0
-        self.takes_streams = not has_latents(self.layout) and not self.layout.drops_past and not oracle.beside
+        slide = all(group.kind.no_sliding is None for group in self.layout.groups)
+        self.takes_streams = slide and not self.layout.drops_past
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,

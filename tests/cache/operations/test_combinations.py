@@ -22,7 +22,7 @@ from tests.cache.naive import HEAD_DIM, Inputs, NaiveCache, cache_of, draw_input
 from tests.cache.naive_trees import NaiveTrees
 from tests.cache.peer_writer import PeerWriter
 from tests.cache.sharing_kernels import sharing_all
-from tests.support.kinds import has_latents, latent_rank
+from tests.support.kinds import has_latents
 from tests.support.tolerances import assert_close
 from tests.support.tvm_cache import TvmCache
 
@@ -131,7 +131,7 @@ def test_each_with_each_of_the_others(
 
 def ropes_of(layout: KVLayout, rope: RopeParameters) -> list[RopeParameters]:
     """Of latents the shared part is rotated."""
-    widths = [group.head_dim - (latent_rank(group) or 0) for group in layout.groups]
+    widths = [group.kind.rotated or group.head_dim for group in layout.groups]
     return [rope if rope.rope_type == "none" else replace(rope, rotary_dim=width) for width in widths]
 
 

@@ -1,6 +1,7 @@
 """Which kernels serve a pool."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,29 +21,49 @@ from tandem.cache.kernels.torch.row_shift import shift_rows
 from tandem.cache.plan.latent import LatentHeads
 
 
+def _triton(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> AppendThenAttend | None:
+    """Of 16 bits on a GPU, for heads that FlashInfer has none for. InvalidArgument for sizes that it does not serve."""
+    dtype = pool.dtype if fp8 is None else fp8.dtype
+    if pool.device.type != "cuda" or dtype == torch.float32 or pool.shape[5] in FLASHINFER_HEAD_DIMS:
+        return None
+    check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
+    from tandem.cache.kernels.paged.kernels import TritonKernels  # needs triton
+
+    return TritonKernels(pool, scoring, fp8)
+
+
+def _flashinfer(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> AppendThenAttend | None:
+    """Of 16 bits on a GPU, also stored in 8."""
+    if pool.device.type != "cuda" or (pool.dtype if fp8 is None else fp8.dtype) == torch.float32:
+        return None
+    from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels  # needs triton
+
+    return FlashInferKernels(pool, scoring, fp8)
+
+
+def _native(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> AppendThenAttend | None:
+    """Of float32 on a CPU where they can be built."""
+    if pool.device.type != "cpu" or pool.dtype != torch.float32 or not NativeKernels.takes_head_dim(pool.shape[-1]):
+        return None
+    library = load_library(SOURCE)
+    crew = None if library is None else load_crew()
+    return None if library is None or crew is None else NativeKernels(pool, scoring, library, crew)
+
+
+KV_BACKENDS: Mapping[str, Callable[[Tensor, Scoring, Fp8Entries | None], AppendThenAttend | None]] = MappingProxyType(
+    {"triton": _triton, "flashinfer": _flashinfer, "native": _native, "torch": TorchKernels}
+)
+"""Backends for pools of K and V, in the order in which they are asked: None where one does not serve the pool."""
+
+
 def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> AppendThenAttend:
-    """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, also stored in 8, or
-    Triton's for heads that FlashInfer has none for; else torch's.
+    """The first of KV_BACKENDS that serves the pool.
 
     The first call may compile, which takes a second. InvalidArgument for 16 bits on a GPU in sizes that
-    neither serves.
+    none serves.
     """
-    dtype = pool.dtype if fp8 is None else fp8.dtype
-    if pool.device.type == "cuda" and dtype != torch.float32:
-        if pool.shape[5] not in FLASHINFER_HEAD_DIMS:
-            check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
-            from tandem.cache.kernels.paged.kernels import TritonKernels  # needs triton
-
-            return TritonKernels(pool, scoring, fp8)
-        from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels  # needs triton
-
-        return FlashInferKernels(pool, scoring, fp8)
-    if pool.device.type == "cpu" and pool.dtype == torch.float32 and NativeKernels.takes_head_dim(pool.shape[-1]):
-        library = load_library(SOURCE)
-        crew = None if library is None else load_crew()
-        if library is not None and crew is not None:
-            return NativeKernels(pool, scoring, library, crew)
-    return TorchKernels(pool, scoring, fp8)
+    offers = (offer(pool, scoring, fp8) for offer in KV_BACKENDS.values())
+    return next(backend for backend in offers if backend is not None)
 
 
 def choose_latent_kernels(

@@ -28,6 +28,7 @@ from tandem.cluster.errors import (
     UsageError,
 )
 from tandem.cluster.tools.architectures import ARCHITECTURES
+from tandem.proto.sampling import Sampling
 from tandem.workers.checkpoint.errors import ModelError
 
 app = typer.Typer(
@@ -184,10 +185,11 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Stream the answers to one prompt; with --json print their tokens and timings at the end."""
-    given = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
-    given |= dict(logprobs=logprobs, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos or None)
-    given |= dict(prompt_logprobs=prompt_logprobs, n=n)
-    sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = locals()  # those of sampling have its fields' names
+    given = {name: options[name] for name in Sampling.__annotations__ if name in options}
+    sampling: dict[str, Any] = {
+        name: value for name, value in given.items() if value is not None and value is not False
+    }
 
     from tandem.cluster.cli.input import open_client, read_prompt
     from tandem.cluster.cli.output import print_json, print_stream

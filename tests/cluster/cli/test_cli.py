@@ -1,3 +1,4 @@
+import inspect
 import io
 import json
 import os
@@ -14,9 +15,17 @@ import pytest
 from tandem.cluster.cli import commands as cli
 from tandem.cluster.cli.runtime_dir import ClusterLock, running_cluster
 from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.proto.sampling import Sampling
 from tests.cluster.fake_gateway import FakeGateway, serving
 
 Capture = pytest.CaptureFixture[str]
+# Of `tandem generate`, whose other options of sampling take a 1.
+OTHER_VALUES: dict[str, tuple[tuple[str, ...], object]] = {
+    "temperature": (("--temperature", "0"), 0.0),
+    "stop": (("--stop", "a", "--stop", "b"), ["a", "b"]),
+    "stop_token_ids": (("--stop-token-id", "3"), [3]),
+    "ignore_eos": (("--ignore-eos",), True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +164,19 @@ class TestGenerate:
         assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["a", "b"])
         assert request.sampling.HasField("seed")  # so that it can be resumed with the same draws
         assert request.request_id
+
+    def test_options_of_sampling_reach_the_gateway(self) -> None:
+        """All that have the name of a field, each alone."""
+        names = [name for name in inspect.signature(cli.generate).parameters if name in Sampling.__annotations__]
+        assert {*OTHER_VALUES} < {*names}
+        gateway = FakeGateway()
+        with serving(gateway) as address:
+            for name in names:
+                option, value = OTHER_VALUES.get(name, ((f"--{name.replace('_', '-')}", "1"), 1))
+                assert run("generate", "x", *option, "--address", address) == 0
+                sent = {field.name: value for field, value in gateway.requests[-1].sampling.ListFields()}
+                assert sent[name] == value
+                assert sent.keys() <= {name, "seed"}  # so that it can be resumed
 
     @pytest.mark.parametrize("options", [(), ("--json",)])
     def test_what_the_terminal_cannot_show(self, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:

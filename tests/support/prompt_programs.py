@@ -1,5 +1,6 @@
 """Forwards of prompts, some of them in graphs, by two runners: one captures, the other does not."""
 
+import math
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -105,7 +106,8 @@ def run_in_place(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def assert_same_kv(ours: PromptRunner, theirs: PromptRunner, tolerance: float, mostly: float = 1.0) -> None:
-    """Of all sequences, at least of that share of a sequence's tokens; nobody has written anywhere else."""
+    """Of all sequences, at least of that share of a sequence's tokens; nobody has written anywhere else. Where it is
+    not 1, one token of a short sequence may differ, too."""
     for sequence in range(len(WHOLE)):
         if sequence not in theirs.cache._table:
             continue  # not in every program
@@ -114,6 +116,7 @@ def assert_same_kv(ours: PromptRunner, theirs: PromptRunner, tolerance: float, m
         for mine, other in zip(*(chain.from_iterable(pairs) for pairs in layers), strict=True):
             alike = torch.isclose(mine, other, rtol=tolerance, atol=tolerance).flatten(1).all(1)
             others = (~alike).nonzero().flatten()
-            assert others.shape[0] <= (1 - mostly) * alike.shape[0], f"sequence {sequence}: unlike at {others}"
+            most = math.ceil((1 - mostly) * alike.shape[0])
+            assert others.shape[0] <= most, f"sequence {sequence}: unlike at {others}"
     for mine, other in zip(ours.pools, theirs.pools, strict=True):
         assert torch.equal(mine.float().isnan(), other.float().isnan())

@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,8 +22,9 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.checkpoint.tokenizer_files import end_tokens
-from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_bytes
+from tandem.workers.config import LoopSettings, WorkerConfig, max_message_bytes
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
+from tandem.workers.engine.captures import FIRST_USE, captures_of
 from tandem.workers.engine.engine import Engine
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import longest_append
@@ -287,8 +289,8 @@ class Worker:
             writer=self._meter,
             drafter=self._drafter_config,
         )
-        runner = ModelRunner(self._model, cache)
-        loop = self._loop = self._make_loop(Engine(cache, runner, self._transport))
+        engine = Engine(cache, ModelRunner(self._model, cache), self._transport)
+        loop = self._loop = self._make_loop(engine)
         self._step_thread = StepThread(loop, "step")
         grammars = self._grammars = Grammars(Path(config.model_path), self.model_config.vocab_size, self._eos_token_ids)
         service = WorkerService(
@@ -300,20 +302,9 @@ class Worker:
             self.model_config.max_encoder_tokens(config.max_batch_tokens, config.page_size),
         )
         self._step_thread.start()
-        self._prepared += 1
-        await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
-        self._prepared += 1
-        if config.adaptive or config.role == Role.DECODE:
-            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
-        if config.adaptive or config.role == Role.PREFILL:
-            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_prompts(config.max_batch_tokens)))
-        if config.speculation.tokens and (config.adaptive or config.role == Role.DECODE):
-            most, tokens = config.speculation.max_step_tokens, config.speculation.tokens
-            ngram = config.speculation.max_ngram if config.speculation.method == "ngram" else 0
-            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_verification(most, None, ngram)))
-            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_drafts(max(most // 2, 1), tokens)))
-        if config.adaptive:
-            await asyncio.wrap_future(self._step_thread.call(runner.capture_steps_with_prompts))
+        for captures in (FIRST_USE, captures_of(config)):
+            self._prepared += 1
+            await asyncio.wrap_future(self._step_thread.call(partial(engine.capture, captures)))
         self._server = grpc.aio.server(
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )

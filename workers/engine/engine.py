@@ -15,6 +15,7 @@ from tandem.transfer.recall import Recall, RecallDesk, RecallInbox, num_request_
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
+from tandem.workers.engine.captures import Captures
 from tandem.workers.engine.peers import Peers
 from tandem.workers.engine.step import DraftsFailed, Launched, Step, StepDrafts
 from tandem.workers.requests.post import Post
@@ -48,6 +49,23 @@ class Engine:
         self.max_sequence_length = cache.max_sequence_length
         rows = num_request_rows(transport)
         self.peers = Peers(transport.pe, transport.num_pes, transport.epoch, transport.num_pages, rows)
+
+    # Actions: before the first request
+
+    def capture(self, wanted: Captures) -> None:
+        """Prepares the device. Takes seconds on a GPU."""
+        runner = self._runner
+        if wanted.warm_up:
+            runner.warm_up()
+        if wanted.steps:
+            runner.capture_steps(wanted.steps)
+        if wanted.prompts:
+            runner.capture_prompts(wanted.prompts)
+        if wanted.verified:
+            runner.capture_verification(wanted.verified, None, wanted.max_ngram)
+            runner.capture_drafts(max(wanted.verified // 2, 1), wanted.draft_tokens)
+        if wanted.joint:
+            runner.capture_steps_with_prompts()
 
     # Actions: sequences
 

@@ -28,11 +28,8 @@ from tandem.workers.engine.captures import FIRST_USE, captures_of
 from tandem.workers.engine.engine import Engine
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import longest_append
-from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
-from tandem.workers.models.drafters.head import HeadedDecoder
-from tandem.workers.models.drafters.load import load_drafter
+from tandem.workers.models.drafters.load import Model, load_drafter
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -121,7 +118,7 @@ class Worker:
             folder, self.model_config, load_format=config.load_format, device=config.device, report=progress
         )
         before = self.loaded_bytes, self.total_bytes
-        self._model: DenseDecoder | DraftedDecoder | HeadedDecoder = target
+        self._model: Model = target
         if self._drafter_config is not None:
             self._model = load_drafter(
                 folder,

@@ -1,7 +1,7 @@
 """The pre-norm decoder that all families share: norms, attention and a feed-forward in every layer."""
 
 import dataclasses
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -43,6 +43,11 @@ class Decoder(Protocol):
         """See DenseDecoder.forward."""
         ...
 
+    @property
+    def follow(self) -> Callable[[Tensor, CachedAttention], Tensor] | None:
+        """What comes once a step's tokens are sampled, see HeadedDecoder.follow; None: nothing."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
@@ -59,6 +64,9 @@ class DecoderLayer:
 
 class DenseDecoder:
     """Call forward under torch.inference_mode."""
+
+    target = None  # of a model that drafts, too: what computes steps without its drafter
+    follow = None  # see Decoder
 
     def __init__(
         self,
@@ -196,6 +204,9 @@ class DenseDecoder:
         for layer in self._layers:
             assert layer.cross is not None
             layer.cross.store(encoded, cached)
+
+    def draft_steps(self) -> None:
+        """It has no drafter."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden_size], a new tensor, of int64 [T]."""

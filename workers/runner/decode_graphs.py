@@ -15,7 +15,6 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.drafters.head import HeadedDecoder
 from tandem.workers.runner.batch_buckets import MIXED_ROWS
 from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.runner.logits_processor import LogitsProcessor
@@ -255,7 +254,7 @@ class DecodeGraphs:
         self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)
         if drafts is not None:
             drafts.accept(buffers, self._last)
-        if isinstance(model, HeadedDecoder):
+        if model.follow is not None:
             outputs = model.follow(self._last[: buffers.size], attention)
             if self.outputs is None:  # the largest comes first
                 self.outputs = torch.empty_like(outputs)

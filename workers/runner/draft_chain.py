@@ -108,7 +108,7 @@ class DraftChain:
 
     def _ahead_of_all(self, rows: Tensor) -> Tensor:
         """Logits of the first drafts, behind these rows, int64 [n], of what the head gave in the verify step."""
-        assert isinstance(self._steps, HeadSteps)
+        assert self._steps.ahead == 1, "a head drafts"
         assert self._outputs is not None
         self._steps.go_on_from(self._outputs, rows)
         return self._steps.logits_ahead(rows.shape[0])

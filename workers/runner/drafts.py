@@ -13,7 +13,7 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.drafters.drafted_decoder import DraftSteps
-from tandem.workers.models.drafters.head import HeadedDecoder, HeadSteps
+from tandem.workers.models.drafters.head import HeadSteps
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.draft_chain import ChainRows, DraftChain
 from tandem.workers.runner.eager_sampler import EagerSampler
@@ -46,8 +46,6 @@ class Drafts:
     drafts the target's tokens.
     """
 
-    ahead = 0  # tokens that are drafted from what is there before the first step
-
     def __init__(self, steps: DraftSteps | HeadSteps, cache: PagedKVCache, processor: LogitsProcessor) -> None:
         self._cache = cache
         self._steps = steps
@@ -55,6 +53,10 @@ class Drafts:
         self._sampler = EagerSampler(steps.device, processor)
         self._graphs: DecodeGraphs | None = None
         self._chain: DraftChain | None = None
+        self.ahead = steps.ahead
+
+    def note(self, noted: "Noted | None") -> None:
+        """The last step of the target; None: one of which a head's part is not there."""
 
     def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
         """From now on steps replay CUDA graphs, one for each of `buffers`: see DecodeGraphs."""
@@ -155,11 +157,9 @@ class HeadDrafts(Drafts):
     """By a DraftHead. The target's step has computed what the first token follows from; then the head goes on by
     itself."""
 
-    ahead = 1
-
-    def __init__(self, model: HeadedDecoder, cache: PagedKVCache, processor: LogitsProcessor) -> None:
-        self._head_steps = HeadSteps(model)
-        super().__init__(self._head_steps, cache, processor)
+    def __init__(self, steps: HeadSteps, cache: PagedKVCache, processor: LogitsProcessor) -> None:
+        self._head_steps = steps
+        super().__init__(steps, cache, processor)
         self._noted: Noted | None = None
 
     def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
@@ -168,7 +168,7 @@ class HeadDrafts(Drafts):
         super().capture(buffers, capture)
 
     def note(self, noted: "Noted | None") -> None:
-        """The last step of the target; None: one of which the head's part is not there."""
+        """See Drafts.note."""
         self._noted = noted
 
     def moved_back(self, surplus: Mapping[int, int]) -> None:
@@ -214,6 +214,13 @@ class HeadDrafts(Drafts):
         if graphs is not None:
             graphs.take(self._sampler.sampled[:count])
         return pending
+
+
+def make_drafts(steps: DraftSteps | HeadSteps | None, cache: PagedKVCache, processor: LogitsProcessor) -> Drafts | None:
+    """steps: a model's draft_steps(); None: it has no drafter."""
+    if steps is None:
+        return None
+    return HeadDrafts(steps, cache, processor) if steps.ahead == 1 else Drafts(steps, cache, processor)
 
 
 class Noted(NamedTuple):

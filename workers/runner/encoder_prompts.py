@@ -10,7 +10,7 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.models.decoder import Decoder, DenseDecoder
+from tandem.workers.models.drafters.load import Model
 
 
 class PromptChunks(NamedTuple):
@@ -24,7 +24,7 @@ class PromptChunks(NamedTuple):
     lengths: Sequence[int]
 
 
-def encoded(model: Decoder, cache: PagedKVCache, prompts: PromptChunks, *, push: bool) -> PromptChunks:
+def encoded(model: Model, cache: PagedKVCache, prompts: PromptChunks, *, push: bool) -> PromptChunks:
     """Encodes what chunks begin with of an encoder's prompt; what is left of them. push: see encode()."""
     if model.config.encoder is None:
         return prompts
@@ -42,11 +42,11 @@ def encoded(model: Decoder, cache: PagedKVCache, prompts: PromptChunks, *, push:
 
 @torch.inference_mode()
 def encode(
-    model: Decoder, cache: PagedKVCache, sequence_ids: Sequence[int], prompts: Sequence[Int64Array], *, push: bool
+    model: Model, cache: PagedKVCache, sequence_ids: Sequence[int], prompts: Sequence[Int64Array], *, push: bool
 ) -> None:
     """Computes what the encoder makes of whole prompts, into empty sequences of so many encoder positions. push:
     whether what is marked to be sent goes along."""
-    assert isinstance(model, DenseDecoder), "drafters stand beside decoders without an encoder"
+    assert model.encode is not None, "drafters stand beside decoders without an encoder"
     borders = [cache.sequence(sequence).border for sequence in sequence_ids]
     forward = cache.begin(Batch(sequence_ids, push=push, encodes=True))
     (ids,) = upload([np.concatenate(prompts)], model.device)

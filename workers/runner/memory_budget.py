@@ -14,7 +14,7 @@ from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.errors import GpuTooSmall
-from tandem.workers.models.decoder import Decoder, DenseDecoder
+from tandem.workers.models.drafters.load import Model
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.reserved_bytes import RESERVED_BYTES
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -44,7 +44,7 @@ class MemoryBudget:
 
 
 def measure_budget(
-    model: Decoder, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
+    model: Model, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
 ) -> MemoryBudget:
     """Of the current CUDA device: runs the largest forward, so that what it takes is seen, and looks.
 
@@ -120,11 +120,11 @@ class WithoutPages:
 
 
 @torch.inference_mode()
-def run_largest_forward(model: Decoder, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
+def run_largest_forward(model: Model, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
     """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
-    if isinstance(model, DenseDecoder) and model.config.encoder is not None:
+    if model.encode is not None and model.config.encoder is not None:
         longest = min(max_batch_tokens, model.config.encoder.max_positions)
         model.encode(tokens[:longest], [longest], [longest], WithoutPages(max_positions, tokens))
     logits = model.forward(tokens, WithoutPages(max_positions, tokens), tokens[:rows])

@@ -13,9 +13,7 @@ from tandem.cache.kernels.base import Limits
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
-from tandem.workers.models.drafters.head import HeadedDecoder
+from tandem.workers.models.drafters.load import Model
 from tandem.workers.runner.batch_buckets import (
     MIXED_TOKENS,
     MOST_PROMPTS,
@@ -27,7 +25,7 @@ from tandem.workers.runner.batch_buckets import (
 )
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.draft_chain import NUM_CHAIN_INPUTS
-from tandem.workers.runner.drafts import Drafts, HeadDrafts, Noted
+from tandem.workers.runner.drafts import Noted, make_drafts
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.encoder_prompts import PromptChunks, encode, encoded
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
@@ -49,7 +47,7 @@ class ModelRunner:
     that was captured for these buffers is replayed; the cache commits it.
     """
 
-    def __init__(self, model: DenseDecoder | DraftedDecoder | HeadedDecoder, cache: PagedKVCache) -> None:
+    def __init__(self, model: Model, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
         self._processor = LogitsProcessor(model.device)
@@ -60,11 +58,7 @@ class ModelRunner:
         self._verify_graphs: DecodeGraphs | None = None
         self._verify_rows: VerifyRows | None = None  # of the last verify step
         self.next_drafts: NextDrafts | None = None  # where verify steps can follow one another
-        self.drafts: Drafts | None = None  # by a model or a head, which this runner has beside the target
-        if isinstance(model, DraftedDecoder):
-            self.drafts = Drafts(model.draft_steps, cache, self._processor)
-        elif isinstance(model, HeadedDecoder):
-            self.drafts = HeadDrafts(model, cache, self._processor)
+        self.drafts = make_drafts(model.draft_steps(), cache, self._processor)  # by a model or a head beside the target
         self._foreseen_positions = np.zeros(0, np.int64)
 
     def warm_up(self) -> None:
@@ -99,8 +93,7 @@ class ModelRunner:
         )
         if plain:
             capture = capture or GraphCapture()
-            target = None if isinstance(self._model, DenseDecoder) else self._model.target
-            rest = capture, self._processor, sliding, None, target
+            rest = capture, self._processor, sliding, None, self._model.target
             self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, *rest)
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
@@ -212,12 +205,13 @@ class ModelRunner:
     ) -> PendingSamples:
         """An eager step of the batch, and a token behind each of token_ids. first: positions of the first one of each
         sequence."""
-        if not isinstance(self._model, HeadedDecoder):
+        follow = self._model.follow
+        if follow is None:
             rows = None if batch.append_lengths is None else np.arange(token_ids.size)
             return sampler.sample(self.launch(batch, token_ids, rows), sampling, positions)
         forward = self._cache.begin(batch)
         pending = sampler.sample(self.forward(token_ids, forward, None), sampling, positions)
-        outputs = self._model.follow(sampler.sampled[: token_ids.size], forward.attention)
+        outputs = follow(sampler.sampled[: token_ids.size], forward.attention)
         self._cache.commit(forward)
         appends = None if batch.append_lengths is None else np.array(batch.append_lengths)
         self._note(outputs, batch.seq_ids, first, appends)
@@ -230,8 +224,8 @@ class ModelRunner:
         positions: Int64Array,
         appends: Int64Array | None = None,
     ) -> None:
-        """See HeadDrafts.note."""
-        if isinstance(self.drafts, HeadDrafts):
+        """See Drafts.note."""
+        if self.drafts is not None and self.drafts.ahead:
             self.drafts.note(None if outputs is None else Noted(outputs, sequence_ids, positions, appends))
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:

@@ -1,5 +1,7 @@
 """A model and the small one that drafts for it, over one cache."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ class DraftSteps:
     Tokens that only one of both vocabularies has, which is padding, are never drafted. What is no token, of logits that
     are not finite, is taken for the last.
     """
+
+    ahead: Literal[0] = 0  # tokens that are drafted from what is there before the first step
+    follow = None  # see Decoder
 
     def __init__(self, drafter: DenseDecoder, target: ModelConfig) -> None:
         self.config = drafter.config
@@ -46,9 +51,12 @@ class DraftedDecoder:
     drafter is wrong.
     """
 
+    follow = None  # see Decoder
+    encode = None  # drafters stand beside decoders without an encoder
+
     def __init__(self, target: DenseDecoder, drafter: DenseDecoder) -> None:
         self.config = target.config
-        self.draft_steps = DraftSteps(drafter, target.config)
+        self._steps = DraftSteps(drafter, target.config)
         self.target = target
 
     @property
@@ -57,12 +65,16 @@ class DraftedDecoder:
 
     def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
         """The target's logits, see DenseDecoder.forward."""
-        self.draft_steps.store(token_ids, cached)
+        self._steps.store(token_ids, cached)
         return self.target.forward(token_ids, cached, last_rows)
+
+    def draft_steps(self) -> DraftSteps:
+        """The drafter by itself."""
+        return self._steps
 
     def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor) -> Tensor:
         """See DenseDecoder.hidden."""
-        self.draft_steps.store(token_ids, cached)
+        self._steps.store(token_ids, cached)
         return self.target.hidden(token_ids, cached, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

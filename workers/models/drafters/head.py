@@ -1,6 +1,6 @@
 """A layer that drafts from what its target has computed: one of multi-token prediction, or an EAGLE-3 head."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class HeadedDecoder:
     prompts the next token is the prompt's, or the best one where the prompt ends. Where a chunk ends within a prompt,
     or beside another one, that entry of the head is made with a wrong token, which costs a little acceptance.
     """
+
+    encode = None  # drafters stand beside decoders without an encoder
 
     def __init__(self, target: DenseDecoder, head: DraftHead) -> None:
         self.config = target.config
@@ -82,6 +84,10 @@ class HeadedDecoder:
         assert features is not None, "a step comes first"
         return self._store(features, self._known(next_ids), cached)
 
+    def draft_steps(self) -> "HeadSteps":
+        """The head by itself."""
+        return HeadSteps(self)
+
     def draft(self, hidden: Tensor, next_ids: Tensor, cached: CachedAttention) -> Tensor:
         """A step of the head alone, from what it gave for the position before, [n, H]; the same of the next."""
         return self.head(hidden.clone(), self._known(next_ids), LayersBehind(cached, self.layers.start))
@@ -103,6 +109,9 @@ class HeadedDecoder:
 class HeadSteps:
     """The head by itself: a Decoder of its layer. Each step goes on from what the one before gave, in memory that stays
     where it is, for graphs."""
+
+    ahead: Literal[1] = 1  # see DraftSteps
+    follow = None  # see Decoder
 
     def __init__(self, model: HeadedDecoder) -> None:
         self.config = model.config

@@ -14,6 +14,7 @@ from tandem.workers.models.drafters.mtp import MtpHead, MtpParameters
 from tandem.workers.models.weights import ReportBytes, check_weights, load_decoder
 
 META = torch.device("meta")
+Model = DenseDecoder | DraftedDecoder | HeadedDecoder  # what a worker computes
 
 
 def load_drafter(

@@ -144,7 +144,7 @@ class Attention:
         """As attend(), of a layer of any kind that needs no call of its own. x: see ServedKind.takes."""
         group, plan, index = self._find(layer)
         kind = group.kind
-        if type(x) is not kind.takes:
+        if type(x) is not kind.takes or kind.needs_call:
             raise InvalidArgument(f"layer is {layer}, which keeps {kind.holds}; {kind.serves}() serves it")
         if layer in self.layers.readers:
             of = self.layers.readers[layer]
@@ -178,9 +178,10 @@ class Attention:
         group, plan, index = self._find(layer)
         if group.kind.takes is not Latents:
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attend() serves it")
-        group.check(plan.num_tokens, Latents(q, latents, keys, up))
+        x = Latents(q, latents, keys, up)
+        group.check(plan.num_tokens, x)
         chosen = self._choose(layer, choice)
-        output = group.run(plan, index, Latents(q, latents, keys, up, chosen))
+        output = group.run(plan, index, x if chosen is None else x._replace(chosen=chosen))
         self.ran |= 1 << layer
         return output
 
@@ -198,21 +199,21 @@ class Attention:
         group, plan, index = self._find(layer)
         if group.kind.takes is not SharedKV:
             raise InvalidArgument(f"layer is {layer}, whose K and V are not in one plane; attend() serves it")
-        group.check(plan.num_tokens, SharedKV(q, kv, sinks))
-        of, extra = self.layers.compressed.get(layer), None
+        x, of = SharedKV(q, kv, sinks), self.layers.compressed.get(layer)
+        group.check(plan.num_tokens, x)
         if (of is None) != (compression is None):
             raise InvalidArgument(
                 f"layer is {layer}; compression must be given exactly where a layer has compressed KV beside its window"
             )
         if self.by_token is not None:
-            output = self._attend_by_token(of, group.group, layer, index, SharedKV(q, kv, sinks), compression)
+            output = self._attend_by_token(of, group.group, layer, index, x, compression)
             self.ran |= 1 << layer
             return output
         if of is not None and compression is not None and self.compressed is not None:
             beside = [0 if one is None else self.layers.beside[one][layer] for one in (of.inputs, of.entries, of.keys)]
             places = (beside[0], beside[1], beside[2])
-            extra = self.compressed.extend(of, group.group, layer, places, compression, self.store)
-        output = group.run(plan, index, SharedKV(q, kv, sinks, extra))
+            x = x._replace(extra=self.compressed.extend(of, group.group, layer, places, compression, self.store))
+        output = group.run(plan, index, x)
         self.ran |= 1 << layer
         return output
 

@@ -1,4 +1,4 @@
-"""Which kernels serve a pool."""
+"""Which kernels serve a pool of K and V. Other kinds of state choose theirs: see tandem.cache.kinds."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -7,18 +7,15 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, DeviceTables, IndexBackend, LatentBackend
+from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, DeviceTables
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes, index_sizes
+from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
 from tandem.cache.kernels.native.crew import load_crew
 from tandem.cache.kernels.native.kernels import SOURCE, NativeKernels
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.torch.index import TorchIndexKernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cache.kernels.torch.latent import TorchLatentKernels
 from tandem.cache.kernels.torch.row_shift import shift_rows
-from tandem.cache.plan.latent import LatentHeads
 
 
 def _triton(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> AppendThenAttend | None:
@@ -64,28 +61,6 @@ def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None
     """
     offers = (offer(pool, scoring, fp8) for offer in KV_BACKENDS.values())
     return next(backend for backend in offers if backend is not None)
-
-
-def choose_latent_kernels(
-    pool: Tensor, scale: float, rank: int, heads: LatentHeads, top_k: int | None = None
-) -> LatentBackend:
-    """FlashInfer's for 16 bits on a GPU, else torch's; InvalidArgument for what FlashInfer cannot serve. top_k: of the
-    layers' index keys."""
-    if pool.device.type == "cuda" and pool.dtype != torch.float32:
-        from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels  # needs triton
-
-        return FlashInferLatentKernels(pool, scale, rank, heads, top_k)
-    return TorchLatentKernels(pool, scale, rank, heads, top_k)
-
-
-def choose_index_kernels(pool: Tensor, rank: int, top_k: int) -> IndexBackend:
-    """Triton's for 16 bits on a GPU, else torch's; InvalidArgument for sizes that were not tried there."""
-    if pool.device.type == "cuda" and pool.dtype != torch.float32:
-        from tandem.cache.kernels.triton.index import TritonIndexKernels
-
-        check_sizes(pool.dtype, pool.shape[4], index_sizes(pool.shape[5], rank))
-        return TritonIndexKernels(pool, rank, top_k)
-    return TorchIndexKernels(pool, rank, top_k)
 
 
 def choose_row_shift(device: torch.device) -> Callable[[DeviceTables, Tensor, int], None]:

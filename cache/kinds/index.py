@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tandem.cache.kernels.base import Index, IndexBackend, Latents
-from tandem.cache.kernels.choice import choose_index_kernels
 from tandem.cache.kernels.gpu_limits import check_sizes, index_sizes
+from tandem.cache.kernels.torch.index import TorchIndexKernels
 from tandem.cache.kinds.kind import ServedKind, Site, kind_of
 from tandem.cache.kinds.tensors import check_tensor
 from tandem.cache.plan.arrays import integer
@@ -60,7 +60,13 @@ class IndexKeys(ServedKind):
             )
 
     def backend(self, site: Site) -> IndexBackend:
-        return choose_index_kernels(site.pool, self.still, self.top_k)
+        """Triton's for 16 bits on a GPU, else torch's. InvalidArgument for sizes that were not tried there."""
+        if site.device.type == "cuda" and site.dtype != torch.float32:
+            from tandem.cache.kernels.triton.index import TritonIndexKernels
+
+            self.check_gpu(site.index, site.layout, None)
+            return TritonIndexKernels(site.pool, self.still, self.top_k)
+        return TorchIndexKernels(site.pool, self.still, self.top_k)
 
     def check_inputs(self, num_tokens: int, x: Index, site: Site) -> None:
         num_heads = x.q.shape[1] if x.q.dim() == 3 else 1

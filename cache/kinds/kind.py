@@ -41,12 +41,14 @@ class Site:
 
 
 class ServedKind(Kind):
-    """takes: the type of x, what a layer gives for its new tokens; Attention.run takes it, and `serves` names the call
-    of Attention that makes it. holds: what the entries are, in errors."""
+    """takes: the type of x, what a layer gives for its new tokens. serves: the call of Attention that takes x, or makes
+    it. holds: what the entries are, in errors."""
 
     takes: type
     serves = "run"
     holds: str
+    needs_call = False
+    """Whether layers attend by more than x, so that `serves` is not run()."""
     of_latents = False
     """Whether LatentHeads read the entries, or those that they stand beside."""
     by_token = False

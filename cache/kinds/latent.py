@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tandem.cache.kernels.base import LatentBackend, Latents
-from tandem.cache.kernels.choice import choose_latent_kernels
 from tandem.cache.kernels.gpu_limits import check_sizes, latent_sizes
+from tandem.cache.kernels.torch.latent import TorchLatentKernels
 from tandem.cache.kinds.index import top_k_beside
 from tandem.cache.kinds.kind import ServedKind, Site
 from tandem.cache.kinds.tensors import check_tensor
@@ -33,6 +33,7 @@ class Latent(ServedKind):
     takes = Latents
     serves = "attend_latents"
     holds = "latents"
+    needs_call = True
     of_latents = True
     whole_on_ranks = True
     no_scales = "latents; only K and V have 8 bits"
@@ -48,9 +49,14 @@ class Latent(ServedKind):
             raise InvalidArgument(f"group {index} has rank {self.rank}; 1 … {self.head_dim - 1} are accepted")
 
     def backend(self, site: Site) -> LatentBackend:
+        """FlashInfer's for 16 bits on a GPU, else torch's."""
         heads = self._heads(site)
         scale, top_k = site.heads.scale_of(heads.key_dim + self.rotated), top_k_beside(site.layout, site.index)
-        return choose_latent_kernels(site.pool, scale, self.rank, heads, top_k)
+        if site.device.type == "cuda" and site.dtype != torch.float32:
+            from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels  # needs triton
+
+            return FlashInferLatentKernels(site.pool, scale, self.rank, heads, top_k)
+        return TorchLatentKernels(site.pool, scale, self.rank, heads, top_k)
 
     def check_inputs(self, num_tokens: int, x: Latents, site: Site) -> None:
         heads, num_heads = self._heads(site), x.up.weight.shape[0]

@@ -28,6 +28,7 @@ class Shared(ServedKind):
     takes = SharedKV
     serves = "attend_shared"
     holds = "K and V in one plane"
+    needs_call = True
     by_token = True
     no_scales = "entries beside others, or with one plane; None is accepted"
 

@@ -373,6 +373,8 @@ def test_calls_out_of_turn_are_refused() -> None:
         cache.enable_sliding_window(1, 8, 2)
     with pytest.raises(InvalidArgument, match=r"layers \[0\] keep an encoder's entries; a first group"):
         KVLayout((LayerGroup((0,), GivenKV(1, HEAD_DIM)), LayerGroup((1,), KV(1, HEAD_DIM, ALL))), SIZE, torch.float32)
+    with pytest.raises(InvalidArgument, match="layer 2 would read layer 1; an earlier layer that stores K and V is"):
+        replace(PLAIN, readers=((2, 1),))
     beside = LayerGroup((0,), Beside(1, HEAD_DIM, Every(4)))
     with pytest.raises(InvalidArgument, match=r"layers \[1\] keep an encoder's entries, but groups \[2\] stand beside"):
         KVLayout(

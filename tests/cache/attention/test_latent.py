@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tandem.cache.digest import digest_kv
+from tandem.cache.kernels.base import Latents
 from tandem.cache.kernels.torch import latent as torch_latent
 from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.latent import Latent
@@ -168,6 +169,8 @@ def test_calls_that_do_not_fit() -> None:
     up = up_projections(RANK)
     with pytest.raises(InvalidArgument, match="layer is 0, which keeps latents; attend_latents"):
         cache.attention(plan, 0, q_kv, k, v)
+    with pytest.raises(InvalidArgument, match="layer is 0, which keeps latents; attend_latents"):
+        plan.attention.run(0, Latents(q, latents[:, 0], entries[:, 0, RANK:], up))
     with pytest.raises(InvalidArgument, match="layer is 1, which keeps no latents; attend"):
         cache.latent_attention(plan, 1, q, latents[:, 0], entries[:, 0, RANK:], up)
     with pytest.raises(InvalidArgument, match=r"q is \(2, 4, 10\).*; \(3, 4, 10\)"):

@@ -73,11 +73,9 @@ def plan_modules(
     if heads is not None:
         expanded = FlashInferModule(best, own, own, heads.key_dim + ROTATED, heads.value_dim)
         return (expanded, FlashInferModule(best, own, own, RANK, ROTATED, latent=True))
-    if any(group.kind.attended and group.kind.planes == 1 for group in layout.groups):
-        return ()
     found: dict[FlashInferModule, None] = {}
     for group in layout.groups:
-        if group.head_dim not in FLASHINFER_HEAD_DIMS:
+        if not group.kind.attended or group.planes == 1 or group.head_dim not in FLASHINFER_HEAD_DIMS:
             continue
         sizes = (group.head_dim, group.head_dim, group.keeps.window is not None, bool(softcap))
         if layout.stored_dtype == FP8:  # widened to float16, by fa2 only; gathered entries are widened first

@@ -38,7 +38,7 @@ FLOORS = {
         {"runner"},
         {"scheduling"},
         {"engine"},
-        {"handoff", "speculation"},
+        {"handoff", "replay", "speculation"},
         {"decode", "prefill"},
         {"steps"},
         {"service"},

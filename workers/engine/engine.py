@@ -1,6 +1,7 @@
 """All that a worker does on its device and towards its peers, as calls of three sorts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -27,6 +28,14 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.scheduling.batch import DecodeStep
 
+Action = TypeVar("Action", bound=Callable[..., object])
+
+
+def action(method: Action) -> Action:
+    """Marks a call that changes what an engine holds: a record has it."""
+    method.is_action = True  # type: ignore[attr-defined]
+    return method
+
 
 class Engine:
     """Owns the cache, the runner and this PE's end of the transport. Owned by the step thread (decision 0127).
@@ -52,6 +61,7 @@ class Engine:
 
     # Actions: before the first request
 
+    @action
     def capture(self, wanted: Captures) -> None:
         """Prepares the device. Takes seconds on a GPU."""
         runner = self._runner
@@ -69,6 +79,7 @@ class Engine:
 
     # Actions: sequences
 
+    @action
     def admit(self, sequence: int, asked: Admission) -> int:
         """Adds a sequence with the room that is asked for. Returns how many tokens of its prompt are cached.
 
@@ -88,6 +99,7 @@ class Engine:
             raise
         return matched
 
+    @action
     def narrow(self, sequence: int, num_tokens: int, longest_append: int, sliding: SlidingWindow | None = None) -> None:
         """Replaces the room of a sequence whose prompt is computed. sliding: the sequence begins to slide first. Raises
         OutOfPages, and the room stays as it was."""
@@ -95,18 +107,22 @@ class Engine:
             self._cache.enable_sliding_window(sequence, sliding.window, sliding.sinks)
         self._cache.reserve(sequence, num_tokens, longest_append)
 
+    @action
     def expect(self, sequence: int, num_tokens: int) -> PositionMap:
         """Grows the sequence by num_tokens positions that a peer will write. Returns where each of them goes."""
         return self._cache.prepare_receive(sequence, num_tokens, rotated=True)
 
+    @action
     def received(self, sequence: int) -> None:
         """No write of a peer into the sequence can come any more. Idempotent."""
         self._cache.finish_receive(sequence)
 
+    @action
     def publish(self, sequence: int, token_ids: Int64Array, salt: bytes) -> None:
         """See PagedKVCache.publish_prefix."""
         self._cache.publish_prefix(sequence, token_ids, salt)
 
+    @action
     def take_back(self, surplus: Mapping[int, int], *, is_last: bool) -> None:
         """Takes back the last surplus[i] positions of sequence i, whose drafts were not accepted. is_last: no step was
         launched behind theirs. Else that step stands so much earlier."""
@@ -114,12 +130,14 @@ class Engine:
         if self._runner.drafts is not None and not is_last:
             self._runner.drafts.moved_back(surplus)
 
+    @action
     def free(self, sequence: int) -> None:
         """Removes a sequence. Its pages are free at once, or after received() while a peer may write. Idempotent."""
         self._cache.remove_sequence(sequence)
 
     # Actions: forwards
 
+    @action
     def launch(self, step: Step) -> Launched:
         """Launches one forward, with eager kernels computes it. Raises DraftsFailed."""
         rows = step.rows
@@ -134,10 +152,12 @@ class Engine:
             return Launched(self._runner.step_foreseen(rows.sequence_ids, rows.tokens))
         return Launched(self._runner.step(*rows, alone=step.alone))
 
+    @action
     def prepare(self, rows: DecodeStep) -> None:
         """They are being received, and will be launched next, with tokens not known yet. May be dropped."""
         self._runner.foresee(rows.sequence_ids, rows.sampling, rows.positions)
 
+    @action
     def draft(
         self,
         sequences: Sequence[int],
@@ -150,6 +170,7 @@ class Engine:
         assert self._runner.drafts is not None, "capabilities are asked first"
         return self._runner.drafts.draft(sequences, tokens, counts, sampling, positions)
 
+    @action
     def sample(
         self, logits: PromptLogits, sampling: SampleBatch, positions: Int64Array, posts: Sequence[Post]
     ) -> PendingSamples:
@@ -163,32 +184,39 @@ class Engine:
             self._transport.post(post.pe, post.mailbox_row, post.signal, payload)
         return pending
 
+    @action
     def mask(self, masks: Int32Array) -> None:
         """The masks of the step that was launched last without them; see SampleBatch.masks. It is sampled now."""
         self._runner.mask(masks)
 
+    @action
     def drain(self) -> None:
         """See ModelRunner.drain."""
         self._runner.drain()
 
     # Actions: transfers
 
+    @action
     def mark_send(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
         """See PagedKVCache.mark_send."""
         self._cache.mark_send(sequence, begin, position_map, target_pe)
 
+    @action
     def push(self, sequence: int) -> None:
         """See PagedKVCache.send_cached."""
         self._cache.send_cached(sequence)
 
+    @action
     def recall(self, recall: Recall) -> None:
         """Asks a writer to stop; see RecallDesk.ask."""
         self._recalls.ask(recall)
 
+    @action
     def withdraw(self, recall: Recall) -> None:
         """It is not wanted any more."""
         self._recalls.withdraw(recall)
 
+    @action
     def answer(self, recall: Recall) -> None:
         """See RecallInbox.answer."""
         self._recalled.answer(recall)
@@ -298,3 +326,7 @@ class Engine:
     def _named(self, logits: Tensor) -> PromptLogits:
         self._num_prompt_launches += 1
         return PromptLogits(self._num_prompt_launches, logits)
+
+
+ACTIONS = tuple(name for name, method in vars(Engine).items() if getattr(method, "is_action", False))
+"""The names of all actions."""

@@ -1,0 +1,23 @@
+"""What can be wrong with a record of a worker.
+
+RecordError
+├── NotAValue   an action's argument that cannot be written
+├── BadRecord   a file, or a part of it, that no recorder of this version can have written
+└── NoReplay    a record that cannot be replayed here: another model, another host, another device
+"""
+
+
+class RecordError(ValueError):
+    """Names what was found, and what would be accepted."""
+
+
+class NotAValue(RecordError):
+    pass
+
+
+class BadRecord(RecordError):
+    pass
+
+
+class NoReplay(RecordError):
+    pass

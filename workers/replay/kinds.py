@@ -1,0 +1,133 @@
+"""Every type whose values may be recorded, and the entries of a record."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tandem.cache.operations.holdings import PageCounts
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.position_map import PositionMap, SlotRuns
+from tandem.cache.plan.spans import Sliding
+from tandem.transfer.completion import Signal
+from tandem.transfer.recall import Recall
+from tandem.workers.engine.admission import Admission
+from tandem.workers.engine.captures import Captures
+from tandem.workers.engine.step import Step, StepDrafts
+from tandem.workers.replay.codec import Kind
+from tandem.workers.replay.pseudonyms import Pseudonyms, without_tokens, zeros
+from tandem.workers.requests.post import DigestRange, Post
+from tandem.workers.runner.encoder_prompts import PromptChunks
+from tandem.workers.sampling.guided import Guided
+from tandem.workers.sampling.logit_rules import LogitRules
+from tandem.workers.sampling.prompt_logits import PromptLogits
+from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
+from tandem.workers.sampling.thinking import Thinking
+from tandem.workers.scheduling.batch import DecodeStep
+from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
+
+
+class Pushed(NamedTuple):
+    """What an action wrote to one PE: calls, positions in each group and layer, and a checksum of groups and slots."""
+
+    pe: int
+    writes: int
+    positions: int
+    slots: int
+
+
+class ActionEntry(NamedTuple):
+    """Written before the action is done. gone: the numbers of objects that have ended."""
+
+    number: int
+    gone: tuple[int, ...]
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class ResultEntry(NamedTuple):
+    """What the action returned or raised, what it pushed, and how many pages there are behind it."""
+
+    value: Any
+    raised: str
+    pushed: tuple[Pushed, ...]
+    pages: PageCounts
+
+
+class TokensEntry(NamedTuple):
+    """The tokens of a launch, once they were read. launch: the number of its samples."""
+
+    launch: int
+    token_ids: Int64Array
+
+
+class EndEntry(NamedTuple):
+    """The record ends here, and why."""
+
+    reason: str
+
+
+class Unnoted(NamedTuple):
+    """A result that is not recorded: it may still be on its way from the device, or it has tokens."""
+
+
+ENTRIES = (ActionEntry, ResultEntry, TokensEntry, EndEntry)
+HANDLES = (PromptLogits,)
+"""Results that name what the engine keeps."""
+UNNOTED = (PackedLogprobs,)
+
+
+def kinds(pseudonyms: Pseudonyms | None = None) -> list[Kind]:
+    """pseudonyms: of a record without prompts."""
+    tokens, salt = (pseudonyms.tokens, pseudonyms.salt) if pseudonyms else (_itself, _itself)
+    return [
+        *map(Kind, (*ENTRIES, Unnoted, Pushed, PageCounts)),
+        *map(Kind, (Admission, EncoderPrompt, SlidingWindow, PositionMap, SlotRuns, Sliding, Recall, Signal)),
+        *map(Kind, (Post, DigestRange)),
+        Kind(SampleBatch, shared=True, secret={"masks": _allowing_all}),  # steps of the same rows have the same one
+        Kind(PromptSpec, secret={"token_ids": tokens, "salt": salt}),
+        Kind(PromptChunks, secret={"chunks": _all_zeros}),
+        Kind(Scored, secret={"targets": zeros}),
+        Kind(DecodeStep, secret={"tokens": zeros}),
+        *map(Kind, (Captures, Step)),
+        Kind(StepDrafts, secret={"tokens": _all_zeros, "contexts": _all_zeros}),
+        *map(Kind, (SamplingParams, Guided, Thinking)),
+        Kind(
+            LogitRules,
+            shared=True,
+            secret={"params": without_tokens, "stop_ids": lambda _: frozenset(), "context": zeros},
+        ),
+    ]
+
+
+def schema() -> list[list[str]]:
+    """The types and their fields, for a file's header."""
+    return [[kind.type.__name__, *kind.fields] for kind in kinds()]
+
+
+def secret_arguments(pseudonyms: Pseudonyms) -> dict[str, Any]:
+    """What stands in place of arguments of actions that have tokens, by `action.parameter`."""
+
+    return {
+        "publish.token_ids": pseudonyms.tokens,
+        "publish.salt": pseudonyms.salt,
+        "draft.tokens": zeros,
+        "mask.masks": _allowing_all,
+    }
+
+
+SECRET_RESULTS = frozenset({"draft"})
+
+
+def _all_zeros(arrays: Iterable[Int64Array]) -> list[Int64Array]:
+    return [zeros(one) for one in arrays]
+
+
+def _allowing_all(masks: Int32Array | None) -> Int32Array | None:
+    return None if masks is None else np.full_like(masks, -1)
+
+
+def _itself(value: Any) -> Any:
+    return value

@@ -44,6 +44,7 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `speculation.tokens`, `speculation.max_step_tokens` | must be 3 and 32 where `speculation.method` is none |
 | `speculation.max_ngram` | must be 3 unless `speculation.method` is ngram |
 | `gateway.cors_origins` | must be empty where `gateway.http_port` is null |
+| `record.max_mib`, `record.prompts` | must be 256 and false where `record.folder` is null |
 | `tracing.sample_ratio` | must be 1.0 where `tracing.endpoint` is null |
 | `metrics.host` | must be 127.0.0.1 where `metrics.port` is null |
 | `metrics.host` | the same as `gateway.host`, unless `metrics.public` is true |

@@ -31,6 +31,16 @@ class SpeculationSettings:
 
 
 @dataclass(frozen=True)
+class RecordSettings:
+    """Where a worker's actions are recorded. max_bytes: of a file; a record that is full ends. prompts: whether it has
+    token ids."""
+
+    folder: str
+    max_bytes: int = 256 << 20
+    prompts: bool = False
+
+
+@dataclass(frozen=True)
 class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
@@ -44,7 +54,7 @@ class WorkerConfig:
 
     role: what the worker is mainly for. It computes prompts and decodes whatever its role is. adaptive: it is asked for
     both often, so that what captures CUDA graphs captures those of both. token_seconds: how long a sequence may wait
-    for its next token because of prompts; None sets no bound.
+    for its next token because of prompts; None sets no bound. record: None records nothing.
     """
 
     role: Role
@@ -78,6 +88,7 @@ class WorkerConfig:
     token_seconds: float | None = None
     speculation: SpeculationSettings = SpeculationSettings()
     logging: LogSettings = field(default_factory=LogSettings)
+    record: RecordSettings | None = None
 
 
 @dataclass(frozen=True)

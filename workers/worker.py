@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tandem.cache.kernels.native.crew import load_crew
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
@@ -38,6 +40,7 @@ from tandem.workers.ports.connections import lenient_options
 from tandem.workers.ports.private_socket import PrivateSocket
 from tandem.workers.ports.tls import Identity, bracketed
 from tandem.workers.prefill.push_meter import PushMeter
+from tandem.workers.replay.recorder import RecordedEngine, Recorder, begin_record
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.memory_budget import measure_budget, on_the_gpu
 from tandem.workers.runner.model_cache import kv_layout, make_cache
@@ -50,6 +53,7 @@ from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.steps.step_thread import StepThread
 
 T = TypeVar("T")
+Watch = Callable[[PageWriter], PageWriter]
 HOST = "127.0.0.1"
 SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
@@ -93,6 +97,7 @@ class Worker:
         self._loop: StepLoop | None = None
         self._step_thread: StepThread | None = None
         self._grammars: Grammars | None = None
+        self._recorder: Recorder | None = None
         self._eos_token_ids: tuple[int, ...] = ()  # after load()
         self._server: grpc.aio.Server | None = None
         self._socket: PrivateSocket | None = None
@@ -130,6 +135,11 @@ class Worker:
             )
 
     @property
+    def layout(self) -> KVLayout:
+        """Of its pages."""
+        return self._layout
+
+    @property
     def gpu(self) -> str:
         """The UUID of its GPU, after load()."""
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -155,6 +165,7 @@ class Worker:
         Groups with a window get fewer where their window cannot use as many.
         """
         config = self.config
+        self._num_pages = num_pages
         self._opened = self._transports(
             config.transport,
             TransportConfig(
@@ -241,6 +252,9 @@ class Worker:
         if self._step_thread is not None:
             self._step_thread.stop()
             self._step_thread = None
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
@@ -277,22 +291,15 @@ class Worker:
 
     async def _start(self, host: str, identity: Identity | None) -> str:
         config = self.config
-        cache = self._cache = make_cache(
-            self.model_config,
-            self._layout,
-            self._transport.pools,
-            max_sequences=config.max_sequences * 2,
-            max_length=config.max_model_len,
-            writer=self._meter,
-            drafter=self._drafter_config,
-        )
-        engine = Engine(cache, ModelRunner(self._model, cache), self._transport)
+        vocab_size = self.model_config.vocab_size
+        recorder = self._recorder = begin_record(config, self._num_pages, self._layout.fingerprint, vocab_size)
+        engine = self.assemble(None if recorder is None else recorder.watch, recorder)
         loop = self._loop = self._make_loop(engine)
         self._step_thread = StepThread(loop, "step")
-        grammars = self._grammars = Grammars(Path(config.model_path), self.model_config.vocab_size, self._eos_token_ids)
+        grammars = self._grammars = Grammars(Path(config.model_path), vocab_size, self._eos_token_ids)
         service = WorkerService(
             config,
-            self.model_config.vocab_size,
+            vocab_size,
             self._step_thread,
             loop,
             grammars,
@@ -314,6 +321,21 @@ class Worker:
             address = f"{bracketed(host)}:{self._server.add_secure_port(free, identity.server_credentials())}"
         await self._server.start()
         return address
+
+    def assemble(self, watch: Watch | None = None, recorder: Recorder | None = None) -> Engine:
+        """Between join() and leave(): the engine, over a new cache. watch: gives what the cache writes through.
+        recorder: writes down what the engine does."""
+        cache = self._cache = make_cache(
+            self.model_config,
+            self._layout,
+            self._transport.pools,
+            max_sequences=self.config.max_sequences * 2,
+            max_length=self.config.max_model_len,
+            writer=self._meter if watch is None else watch(self._meter),
+            drafter=self._drafter_config,
+        )
+        parts = cache, ModelRunner(self._model, cache), self._transport
+        return Engine(*parts) if recorder is None else RecordedEngine(*parts, recorder)
 
     def _make_loop(self, engine: Engine) -> StepLoop:
         """On the event loop, which tokens go through."""

@@ -48,7 +48,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     config.security.server.check()
     check_ports(config.gateway, config.metrics, beside)
     limit = raise_file_limit()
-    lacking = [*_check_files(limit), *_check_logs(config), *(_check_room(config) if own_ray else ())]
+    lacking = [*_check_files(limit), *_check_folders(config), *(_check_room(config) if own_ray else ())]
     if lacking:
         raise StartFailed("\n".join(lacking))
     warnings = [*_warn_of_plain_text(config), *_warn_of_files(config, limit)]
@@ -159,11 +159,15 @@ def _warn_of_files(config: ClusterConfig, limit: int) -> Iterator[str]:
         )
 
 
-def _check_logs(config: ClusterConfig) -> Iterator[str]:
+def _check_folders(config: ClusterConfig) -> Iterator[str]:
     if config.logging.folder is not None:
         advice = "set logging.folder to another one; null leaves logs to Ray"
         for finding in _check_free(Path(config.logging.folder), LOG_BYTES, advice):
             yield f"logging.folder: {finding}"
+    if config.record.folder is not None:
+        advice = "set record.folder to another one, or record.max_mib to less"
+        for finding in _check_free(Path(config.record.folder), config.record.max_mib * MIB, advice):
+            yield f"record.folder: {finding}"
 
 
 def _check_room(config: ClusterConfig) -> Iterator[str]:

@@ -25,6 +25,7 @@ from tandem.cluster.config.sections import (
     MetricsSection,
     ModelSection,
     RaySection,
+    RecordSection,
     RecoverySection,
     SchedulerSection,
     Section,
@@ -65,6 +66,8 @@ class ClusterConfig(Section):
     """what processes write of themselves"""
     tracing: TracingSection = TracingSection()
     """spans of requests"""
+    record: RecordSection = RecordSection()
+    """records of what workers do"""
     recovery: RecoverySection = RecoverySection()
     """what happens when a process ends or falls silent"""
     security: SecuritySection = SecuritySection()

@@ -41,6 +41,7 @@ from tandem.cluster.config.units import (
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
+from tandem.workers.config import RecordSettings
 from tandem.workers.logs import LogSettings
 
 
@@ -286,6 +287,21 @@ class TracingSection(Section):
     """where spans go by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; it needs the extra `tracing`"""
     sample_ratio: Fraction = 1.0
     """fraction of requests whose spans go to endpoint, where the caller's traceparent does not say"""
+
+
+class RecordSection(Section):
+    folder: ResolvedPath | None = None
+    """folder of records of what workers do, a file each, on each host, for `tandem replay`; null records nothing"""
+    max_mib: Mebibytes = Field(default=256, le=1 << 20)
+    """most bytes of a worker's record, which ends when it is full"""
+    prompts: bool = False
+    """whether records hold prompts and answers as token ids; else nobody can read them there, and a replay compares
+    pages and pushes alone"""
+
+    @property
+    def settings(self) -> RecordSettings | None:
+        """What workers get."""
+        return None if self.folder is None else RecordSettings(self.folder, self.max_mib << 20, self.prompts)
 
 
 class SecuritySection(Section):

@@ -34,6 +34,8 @@ RULES = (
     Unused("speculation.max_ngram", "speculation.method", lambda method: method != "ngram"),
     Unused("gateway.cors_origins", "gateway.http_port", lambda port: port is None, "there is no HTTP server then"),
     Unused("metrics.host", "metrics.port", lambda port: port is None),
+    Unused("record.max_mib", "record.folder", lambda folder: folder is None),
+    Unused("record.prompts", "record.folder", lambda folder: folder is None),
     Unused("tracing.sample_ratio", "tracing.endpoint", lambda endpoint: endpoint is None),
 )
 

@@ -76,6 +76,7 @@ def worker_configs(
             speculation=config.speculation.settings,
             adaptive=is_adaptive(config),
             logging=config.logging.settings,
+            record=config.record.settings,
         )
         for pe, role in enumerate(roles)
     ]

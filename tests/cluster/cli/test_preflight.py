@@ -189,6 +189,15 @@ def test_a_folder_for_logs_has_room_and_is_one(model: Path, monkeypatch: pytest.
     assert f"logging.folder: {logs} has 5 MiB free; at least 64 are needed: set" in refused(config, StartFailed)
 
 
+def test_a_folder_for_records_has_room_for_one(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = config_of(model, **{"record.folder": str(tmp_path), "record.max_mib": 100})
+    free(monkeypatch, str(tmp_path), 99 << 20)
+    assert refused(config, StartFailed) == (
+        f"record.folder: {tmp_path} has 99 MiB free; at least 100 are needed: set record.folder to another one, or "
+        "record.max_mib to less"
+    )
+
+
 FULL = replace(H200, used=130 << 30, holders=((os.getpid(), 129 << 30), (1 << 30, 0)))
 
 

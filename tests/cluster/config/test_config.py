@@ -80,7 +80,7 @@ def test_a_config_is_frozen() -> None:
             "schedular.max_sequences",
             "schedular",
             "scheduler",
-            "num_islands, island, gateway, scaling, metrics, logging, tracing, recovery, security, ray",
+            "num_islands, island, gateway, scaling, metrics, logging, tracing, record, recovery, security, ray",
         ),
         ("island.num_prefils", "island.num_prefils", "island.num_prefill", "transport, num_prefill"),
     ],
@@ -407,6 +407,8 @@ def test_a_path_that_no_file_has_is_refused_by_its_key(key: str, path: str) -> N
         ("speculation.max_ngram", 5, "3 where speculation.method is 'none'", "split"),
         ("gateway.cors_origins", ["*"], "[] where gateway.http_port is null", "split"),
         ("metrics.host", "::1", "'127.0.0.1' where metrics.port is null", "split"),
+        ("record.max_mib", 5, "256 where record.folder is null", "split"),
+        ("record.prompts", True, "False where record.folder is null", "split"),
         ("tracing.sample_ratio", 0.5, "1.0 where tracing.endpoint is null", "split"),
     ],
 )

@@ -1,0 +1,20 @@
+"""Each call of an engine is an action, which is recorded, or changes nothing."""
+
+from inspect import isfunction
+
+from tandem.workers.engine.engine import ACTIONS, Engine
+from tandem.workers.replay.recorder import PARAMETERS, RecordedEngine
+
+QUESTIONS = {"takes", "room", "sequence", "digest", "prefix_changes"}
+POLLS = {"mark", "fence", "mailbox", "recalls_answered", "recalls_asked"}
+
+
+def test_each_call_is_an_action_a_question_or_a_poll() -> None:
+    calls = {name for name, value in vars(Engine).items() if isfunction(value) and not name.startswith("_")}
+    assert calls == {*ACTIONS} | QUESTIONS | POLLS
+    assert not {*ACTIONS} & (QUESTIONS | POLLS)
+
+
+def test_a_recorded_engine_writes_actions_down_and_nothing_else() -> None:
+    assert {name for name in vars(RecordedEngine) if not name.startswith("_")} == {*ACTIONS}
+    assert {*PARAMETERS} == {*ACTIONS}

@@ -1,0 +1,167 @@
+"""A record's file: two lines of text, then entries.
+
+ TANDEMREC 1                                     the format's version
+ {"tandem": …, "config": …, …}                   a Header
+ size, crc32: 4 bytes, stamp: 8 bytes, little end first     of each entry; size bytes follow, which a Decoder reads
+
+The stamp is when an action began, in nanoseconds since the record did, at least 1. That of other entries is 0.
+"""
+
+import json
+import logging
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from tandem.workers.config import Role, SpeculationSettings, WorkerConfig
+from tandem.workers.logs import LogSettings
+from tandem.workers.replay.errors import BadRecord, RecordError
+
+log = logging.getLogger(__name__)
+MAGIC = "TANDEMREC"
+VERSION = 1
+FRAME = struct.Struct("<IIQ")
+MAX_HEADER_BYTES = 1 << 20
+MAX_ENTRY_BYTES = 1 << 30
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Which worker was recorded, and when.
+
+    num_pages: of every pool, as Worker.open() got it. layout: KVLayout.fingerprint. model: SHA-256 of the checkpoint's
+    config.json. host: the boot of the host; only its records share a clock. began: of that clock, in nanoseconds.
+    prompts: whether the record has token ids. kinds: the types of its values and their fields.
+    """
+
+    config: WorkerConfig
+    num_pages: int
+    layout: int
+    model: str
+    host: str
+    began: int
+    prompts: bool
+    kinds: list[list[str]]
+    tandem: str
+
+    @classmethod
+    def of(cls, config: WorkerConfig, num_pages: int, layout: int, kinds: list[list[str]]) -> "Header":
+        """That of a worker which begins now. The header has no secret of the worker's."""
+        prompts = config.record is not None and config.record.prompts
+        public = replace(config, token="", logging=LogSettings(), record=None)
+        model, host = model_digest(Path(config.model_path)), BOOT_ID.read_text().strip()
+        return cls(public, num_pages, layout, model, host, time.monotonic_ns(), prompts, kinds, version("tandem"))
+
+    def line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def read(cls, line: bytes) -> "Header":
+        """BadRecord unless line() can have written it."""
+        try:
+            values: dict[str, Any] = json.loads(line)
+            given = values.pop("config")
+            speculation, role = SpeculationSettings(**given.pop("speculation")), Role(given.pop("role"))
+            del given["logging"], given["record"]
+            return cls(config=WorkerConfig(role=role, speculation=speculation, **given), **values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BadRecord(f"its header cannot be read: {error!r:.200}") from error
+
+
+def model_digest(folder: Path) -> str:
+    """What tells a model from another."""
+    return sha256((folder / "config.json").read_bytes()).hexdigest()
+
+
+class RecordWriter:
+    """Writes entries to a new file that only its owner may read. Owned by one thread, which never waits for a disk but
+    where the kernel's own buffers are full."""
+
+    def __init__(self, folder: Path, name: str, header: Header, max_bytes: int) -> None:
+        """name: of the file; where there is one, a number goes behind it. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self._fd = _create(folder, name)
+        self._room = max_bytes
+        self._append(f"{MAGIC} {VERSION}\n".encode() + header.line())
+
+    def takes(self, entry: bytes, spare: int = 0) -> bool:
+        """Whether the entry fits, and leaves so many bytes."""
+        return len(entry) + FRAME.size + spare <= self._room
+
+    def write(self, entry: bytes, stamp: int = 0) -> None:
+        """Raises OSError."""
+        self._append(FRAME.pack(len(entry), crc32(entry), stamp) + entry)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _append(self, data: bytes) -> None:
+        self._room -= len(data)
+        written = os.write(self._fd, data)
+        if written != len(data):  # a disk that is full
+            os.write(self._fd, data[written:])
+
+
+def _create(folder: Path, name: str) -> tuple[Path, int]:
+    number = 1
+    while True:
+        path = folder / (f"{name}.tandemrec" if number == 1 else f"{name}-{number}.tandemrec")
+        with suppress(FileExistsError):
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        number += 1
+
+
+class RecordReader:
+    """The header and the entries of a file. Raises BadRecord, which names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cut = False  # whether the file ends within an entry; known once all were read
+        try:
+            with path.open("rb") as file:
+                first, line = file.readline(len(MAGIC) + 16), file.readline(MAX_HEADER_BYTES)
+                self._begin = file.tell()
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be read: {error.strerror}") from error
+        magic, _, number = first.decode("ascii", "replace").strip().partition(" ")
+        if magic != MAGIC:
+            raise BadRecord(f"{path}: it begins with {first[:16]!r}; a record begins with {MAGIC}")
+        if number != str(VERSION):
+            raise BadRecord(f"{path}: its format is of version {number:.16}; {VERSION} is understood")
+        try:
+            self.header = Header.read(line)
+        except BadRecord as error:
+            raise BadRecord(f"{path}: {error}") from error
+
+    def entries(self) -> Iterator[tuple[int, bytes]]:
+        """Stamps and entries, up to the end, or to where a crash cut the file."""
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            file.seek(self._begin)
+            while frame := file.read(FRAME.size):
+                length, expected, stamp = FRAME.unpack(frame) if len(frame) == FRAME.size else (0, 0, 0)
+                if not length:
+                    self.cut = True
+                    return
+                if length > MAX_ENTRY_BYTES:
+                    raise BadRecord(f"{self.path}: an entry has {length} bytes; at most {MAX_ENTRY_BYTES} are accepted")
+                at = file.tell()
+                entry = file.read(length)
+                if crc32(entry) != expected:
+                    if at + length < size:
+                        raise BadRecord(f"{self.path}: the entry at byte {at} is not as it was written")
+                    self.cut = True
+                    return
+                yield stamp, entry

@@ -19,6 +19,7 @@ import typer
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
+from tandem.cluster.cli.replay import replay
 from tandem.cluster.errors import (
     ClusterNotRunning,
     ConfigError,
@@ -39,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.command()(replay)
 if TYPE_CHECKING:
     Family = str
 else:

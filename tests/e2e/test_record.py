@@ -1,0 +1,231 @@
+"""A storm of requests through the gateway is recorded by its workers, and replayed: the same pages, tokens, pushes."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from tandem.cluster.cli.commands import main
+from tandem.cluster.cli.replayed_workers import replay_files
+from tandem.cluster.client import Client
+from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.workers.replay.kinds import TokensEntry, schema
+from tandem.workers.replay.record_file import FRAME, RecordReader
+from tests.e2e.test_adaptive import in_graphs
+from tests.support.island import running_island
+from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
+from tests.support.moves import move_back_and_forth
+
+__all__ = ["in_graphs"]
+
+SHARED = list(range(40, 90))
+TOKENS = [kind[0] for kind in schema()].index(TokensEntry.__name__)  # what such an entry begins with, behind its tag
+
+
+def sampling(dice: random.Random) -> dict[str, Any]:
+    """Of one request."""
+    given: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    kind = dice.choice(("greedy", "drawn", "drawn", "penalties", "logprobs", "guided", "prompt_logprobs", "sliding"))
+    if kind != "greedy":
+        given |= {"temperature": 1.0, "seed": dice.randrange(1 << 30)}
+    if kind == "penalties":
+        given |= {"presence_penalty": 0.5, "repetition_penalty": 1.2, "bad_words": ["a"], "logit_bias": {7: 2.0}}
+    elif kind in ("logprobs", "prompt_logprobs"):
+        given |= {kind: 2}
+    elif kind == "sliding":
+        given |= {"sliding": {"window": 24, "sinks": 2}}
+    elif kind == "guided":
+        given |= {"guided": {"regex": "[a-f]{3,30}"}, "ignore_eos": False}
+    return given
+
+
+@dataclass
+class Storm:
+    """Requests side by side, some of which their clients give up."""
+
+    address: str
+    left: int = 0
+    moves: int = 0
+
+    def run(self, requests: int) -> "Storm":
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(self._send, range(requests)))
+        return self
+
+    def _send(self, number: int) -> None:
+        dice = random.Random(number)
+        prompt = SHARED[: dice.choice((0, 20, 50))] + [dice.randrange(2, 200) for _ in range(dice.randrange(1, 60))]
+        leaves, most, seen = dice.choice((1, 3, None, None)), dice.randrange(1, 60), list[GenerateUpdate]()
+        with Client(self.address) as client:
+            updates = client.generate(prompt, max_tokens=most, timeout=60, **sampling(dice))
+            for update in updates:
+                seen.append(update)
+                if len(seen) == leaves:
+                    updates.close()
+                    self.left += 1
+                    return
+        timings = seen[-1].timings
+        self.moves += 0 if timings is None else timings.moves
+
+
+def record_storm(model: Path, folder: Path, overrides: dict[str, Any], requests: int = 60) -> tuple[Storm, list[Path]]:
+    """A storm, and the files of its workers, PE by PE."""
+    given = {"record.folder": str(folder), "record.prompts": True, "island.num_decode": 2, **overrides}
+    with running_island(model, given) as island:
+        storm = Storm(island.address).run(requests)
+    assert storm.left
+    return storm, sorted(folder.glob("*.tandemrec"))
+
+
+@pytest.fixture(scope="module")
+def files(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of one storm that no test changes."""
+    settings = {"speculation.method": "ngram", "cache.num_pages": 40}
+    return record_storm(small_model, tmp_path_factory.mktemp("records"), settings, 50)[1]
+
+
+def edited(paths: Sequence[Path], folder: Path, edit: Callable[[int, int, bytes], bytes | None]) -> list[Path]:
+    """Copies of the files. edit: gets a file's PE, an entry's number and the entry; what is there instead, if any."""
+    copies = []
+    for pe, path in enumerate(paths):
+        head = b"".join(path.read_bytes().splitlines(keepends=True)[:2])
+        parts = [head]
+        for number, (stamp, entry) in enumerate(RecordReader(path).entries()):
+            instead = edit(pe, number, entry)
+            if instead is not None:
+                parts += [FRAME.pack(len(instead), crc32(instead), stamp), instead]
+        copies.append(folder / path.name)
+        copies[-1].write_bytes(b"".join(parts))
+    return copies
+
+
+def test_a_storm_is_replayed(files: list[Path]) -> None:
+    summary = replay_files(files)
+    assert summary.difference is None
+    assert summary.missing == []
+    assert summary.tokens > 300
+    assert summary.tokens_left == 0
+    assert summary.pushes
+    assert summary.prefix_hits
+    assert summary.by_name["take_back"]  # drafts that were not accepted
+    assert set(summary.ends.values()) == {"the worker left its island"}
+
+
+@pytest.mark.gate("draft_model")
+@pytest.mark.parametrize("kind", ["draft_model", "mtp", "eagle3", "fp8"])
+def test_other_storms_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = (make_glm if kind == "mtp" else make_llama)(tmp_path / "model")
+    settings: dict[str, Any] = {"speculation.method": kind, "speculation.tokens": 4}
+    if kind in ("draft_model", "eagle3"):
+        make = make_smaller if kind == "draft_model" else make_head
+        settings["speculation.draft"] = str(make(tmp_path / "draft", model))
+    if kind == "draft_model":
+        settings |= {"scheduler.roles": "adaptive", "island.num_prefill": 0}
+        move_back_and_forth(3, monkeypatch)
+    elif kind == "fp8":
+        settings = {"cache.kv_cache_dtype": "fp8_e4m3"}
+    storm, files = record_storm(model, tmp_path / "records", settings, 40)
+    summary = replay_files(files)
+    assert summary.difference is None
+    assert summary.tokens
+    assert summary.prefix_hits
+    assert storm.moves if kind == "draft_model" else summary.pushes
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_steps_that_overlap_are_replayed(small_model: Path, tmp_path: Path) -> None:
+    """Steps are launched before the tokens before are read, beside prompts, foreseen, and without masks at first."""
+    settings = {"scheduler.roles": "adaptive", "speculation.method": "ngram"}
+    _, files = record_storm(small_model, tmp_path, settings, 40)
+    summary = replay_files(files)
+    assert summary.difference is None
+    assert summary.tokens
+    assert summary.by_name["mask"]
+
+
+def test_a_changed_token_is_the_first_difference(files: list[Path], tmp_path: Path) -> None:
+    changed: list[int] = []
+
+    def change(pe: int, number: int, entry: bytes) -> bytes:
+        is_tokens = entry[1] == TOKENS
+        if pe == 2 and is_tokens and not changed:
+            changed.append(number)
+            return entry[:-8] + bytes((entry[-8] ^ 1,)) + entry[-7:]
+        return entry
+
+    found = replay_files(edited(files, tmp_path, change)).difference
+    assert changed
+    assert found is not None
+    assert (found.file, found.what) == (files[2].name, "tokens")
+
+
+def test_an_action_that_is_missing_is_found_where_it_was(files: list[Path], tmp_path: Path) -> None:
+    dropped: list[int] = []
+
+    def drop(pe: int, number: int, entry: bytes) -> bytes | None:
+        if pe == 1 and b"free" in entry and not dropped:
+            dropped.append(number)
+        return None if pe == 1 and dropped and number in (dropped[0], dropped[0] + 1) else entry
+
+    found = replay_files(edited(files, tmp_path, drop)).difference
+    assert found is not None
+    assert (found.file, found.what) == (files[1].name, "number of the action")
+
+
+def test_a_file_alone_compares_pages_and_pushes(files: list[Path]) -> None:
+    summary = replay_files(files[:1])
+    assert summary.difference is None
+    assert summary.missing == [1, 2]
+    assert summary.pushes
+    summary = replay_files(files[1:2])
+    assert summary.difference is None
+    assert summary.missing == [0, 2]
+    assert summary.tokens_left
+
+
+def test_a_record_without_prompts_has_none_and_replays_its_pages(small_model: Path, tmp_path: Path) -> None:
+    _, files = record_storm(small_model, tmp_path, {"record.prompts": False}, 25)
+    summary = replay_files(files)
+    assert summary.difference is None
+    assert not summary.prompts
+    assert summary.tokens == 0
+    assert summary.pushes
+    assert summary.prefix_hits
+    data = b"".join(path.read_bytes() for path in files)
+    for begin in range(0, len(SHARED), 4):
+        for dtype in (np.int64, np.int32, np.uint16):
+            assert np.array(SHARED[begin : begin + 4], dtype).tobytes() not in data
+
+
+def test_the_command_says_what_it_compared(
+    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["replay", *arguments])
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    status, output, _ = run(*map(str, files))
+    assert (status, output.splitlines()[-1]) == (0, "equal")
+    _, output, _ = run(*map(str, files), "--json", "--until", "50")
+    assert json.loads(output)["actions"] == 50
+    _, output, _ = run(*map(str, files), "--steps", "3..5")
+    assert [line.split()[0] for line in output.splitlines()[:3]] == ["3", "4", "5"]
+    (changed,) = edited(files[:1], tmp_path, lambda _, number, entry: None if number == 4 else entry)
+    status, output, _ = run(str(changed))
+    assert status == 1
+    assert "first difference: " in output
+    bad = tmp_path / "bad.tandemrec"
+    bad.write_text("something else")
+    for arguments in ([str(bad)], [str(files[0]), str(files[0])], [str(files[0]), "--steps", "x"]):
+        status, _, errors = run(*arguments)
+        assert status == 2
+        assert errors.startswith("tandem: ")

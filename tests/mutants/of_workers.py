@@ -142,4 +142,20 @@ WORKERS = (
         reason="Spaces between tokens of JSON have a bound, or a model that likes them writes nothing else.",
         tests=("tests/workers/sampling/test_guided.py::test_spaces_in_json_end",),
     ),
+    Mutant(
+        name="prompts-in-a-record",
+        file="workers/replay/recorder.py",
+        find="secrets=pseudonyms is None)",
+        replace="secrets=True)",
+        reason="A record has prompts only where an operator asks for them, or a file tells what clients wrote.",
+        tests=("tests/e2e/test_record.py::test_a_record_without_prompts_has_none_and_replays_its_pages",),
+    ),
+    Mutant(
+        name="record-that-others-read",
+        file="workers/replay/record_file.py",
+        find="os.O_CLOEXEC, 0o600)",
+        replace="os.O_CLOEXEC, 0o644)",
+        reason="Only its owner reads a record, or every user of the host does.",
+        tests=("tests/workers/replay/test_record_file.py::test_only_its_owner_may_read_it_and_it_has_no_secret",),
+    ),
 )

@@ -27,10 +27,13 @@ DTYPES = tuple(map(np.dtype, ("<i8", "<i4", "<u8", "<u4", "<i2", "<u1", "<f8", "
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 MOST_NESTED = 24
 FLOAT = struct.Struct("<d")
+LONG = 16  # ints of a tuple, from which on they are written together
 
 
 class Tag(IntEnum):
-    NONE, FALSE, TRUE, INT, FLOAT, BYTES, STR, TUPLE, LIST, SET, DICT, ARRAY, OBJECTS, RECORD, SHARED, KNOWN = range(16)
+    NONE, FALSE, TRUE, INT, FLOAT, BYTES, STR = range(7)
+    TUPLE, LIST, SET, DICT, INTS, ARRAY, OBJECTS = range(7, 14)
+    RECORD, SHARED, KNOWN = range(14, 17)
 
 
 class Kind(NamedTuple):
@@ -80,7 +83,7 @@ class Encoder:
             float: self._float,
             bytes: self._bytes,
             str: self._str,
-            tuple: lambda value, where: self._many(Tag.TUPLE, value, where),
+            tuple: self._tuple,
             list: lambda value, where: self._many(Tag.LIST, value, where),
             frozenset: lambda value, where: self._many(Tag.SET, sorted(value), where),
             dict: self._dict,
@@ -151,6 +154,14 @@ class Encoder:
 
     def _str(self, value: str, where: str) -> None:
         self._bytes(value.encode(), where, Tag.STR)
+
+    def _tuple(self, value: tuple[Any, ...], where: str) -> None:
+        if len(value) >= LONG and set(map(type, value)) == {int} and -(2**63) <= min(value) <= max(value) < 2**63:
+            self._out.append(Tag.INTS)
+            self._varint(len(value))
+            self._out += np.array(value, "<i8").tobytes()
+        else:
+            self._many(Tag.TUPLE, value, where)
 
     def _many(self, tag: Tag, values: Sequence[Any], where: str) -> None:
         self._out.append(tag)
@@ -258,6 +269,8 @@ class Decoder:
                 return bytes(self._take(self._count())).decode()
             case Tag.ARRAY:
                 return self._array()
+            case Tag.INTS:
+                return tuple(np.frombuffer(self._take(8 * self._count()), "<i8").tolist())
             case tag:
                 return self._compound(tag, depth + 1)
 

@@ -82,8 +82,8 @@ class Recorder:
         if self._tells and self._writer is not None:
             self._write(TokensEntry(samples.number, found.token_ids), "samples")
 
-    def close(self, reason: str = "the worker left its island") -> None:
-        """Idempotent."""
+    def close(self, reason: str = "the worker left its island", level: int = logging.INFO) -> None:
+        """Idempotent. level: of the log's line that says so."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -92,7 +92,7 @@ class Recorder:
         except OSError:
             log.exception("the record's last entry could not be written")
         writer.close()
-        log.info("the record %s ends: %s", writer.path, reason)
+        log.log(level, "the record %s ends: %s", writer.path, reason)
 
     def _begin(self, name: str, arguments: tuple[Any, ...]) -> None:
         if self._secrets:
@@ -137,12 +137,11 @@ class Recorder:
             if writer.takes(data, END_BYTES):
                 writer.write(data, stamp)
             else:
-                self.close("it is full")
+                self.close("it is full", logging.WARNING)
         except NotAValue as error:
-            log.error("the action %s cannot be recorded: %s", where, error)
-            self.close(f"{where}: {error}")
+            self.close(f"{where}: {error}", logging.ERROR)
         except OSError as error:
-            self.close(f"the file cannot be written: {error.strerror}")
+            self.close(f"the file cannot be written: {error.strerror}", logging.ERROR)
 
 
 def begin_record(config: WorkerConfig, num_pages: int, layout: int, vocab_size: int) -> Recorder | None:

@@ -14,7 +14,7 @@ from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.transfer.completion import Signal
 from tandem.transfer.recall import Recall
 from tandem.workers.engine.admission import Admission
-from tandem.workers.replay.codec import DTYPES, MOST_NESTED, Decoder, Encoder, Known
+from tandem.workers.replay.codec import DTYPES, LONG, MOST_NESTED, Decoder, Encoder, Known
 from tandem.workers.replay.errors import BadRecord, NotAValue
 from tandem.workers.replay.kinds import kinds
 from tandem.workers.sampling.logit_rules import LogitRules
@@ -37,6 +37,7 @@ VALUES = st.recursive(
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(st.integers(0, 9), inner, max_size=4),
         st.frozensets(st.integers(0, 99), max_size=4),
+        st.lists(st.integers(-(2**63), 2**63 - 1) | st.booleans(), min_size=LONG, max_size=LONG + 2).map(tuple),
     ),
     max_leaves=12,
 )

@@ -136,7 +136,7 @@ def test_what_cannot_be_written_ends_the_record_and_not_the_worker(
     assert recorder is not None
     assert recorder.act(ENGINE, "free", (object(),), lambda *_: 5) == 5
     assert recorder.act(ENGINE, "free", (1,), lambda *_: 6) == 6
-    assert "the action free cannot be recorded: ActionEntry.arguments is a object" in caplog.text
+    assert "ends: free: ActionEntry.arguments is a object; it must be" in caplog.text
 
 
 def test_an_error_of_an_action_is_noted_and_raised(config: WorkerConfig) -> None:

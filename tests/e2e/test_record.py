@@ -1,7 +1,9 @@
 """A storm of requests through the gateway is recorded by its workers, and replayed: the same pages, tokens, pushes."""
 
 import json
+import os
 import random
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,12 +18,16 @@ from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.replayed_workers import replay_files
 from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.config.cluster_config import load_config
+from tandem.cluster.supervision.launcher import Cluster
 from tandem.workers.replay.kinds import TokensEntry, schema
 from tandem.workers.replay.record_file import FRAME, RecordReader
 from tests.e2e.test_adaptive import in_graphs
 from tests.support.island import running_island
 from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
+from tests.support.local_processes import LocalProcesses
 from tests.support.moves import move_back_and_forth
+from tests.support.waiting import until
 
 __all__ = ["in_graphs"]
 
@@ -148,6 +154,27 @@ def test_steps_that_overlap_are_replayed(small_model: Path, tmp_path: Path) -> N
     assert summary.difference is None
     assert summary.tokens
     assert summary.by_name["mask"]
+
+
+@pytest.mark.long
+def test_what_a_killed_worker_has_recorded_is_replayed(small_model: Path, tmp_path: Path) -> None:
+    settings = {"model.path": str(small_model), "island.threads_per_worker": 1, "gateway.processes": 1}
+    settings |= {"gateway.port": 0, "cache.num_pages": 128, "record.folder": str(tmp_path), "record.prompts": True}
+    processes = LocalProcesses()
+    cluster = Cluster(load_config(None, settings), processes)
+    try:
+        address = cluster.start()
+        with ThreadPoolExecutor(1) as aside:
+            storm = aside.submit(Storm(address).run, 60)
+            until(lambda: sum(path.stat().st_size for path in tmp_path.iterdir()) > 100_000)
+            os.kill(next(pid for name, pid in processes.pids.items() if "decode" in name), signal.SIGKILL)
+            storm.result()
+    finally:
+        cluster.stop()
+    summary = replay_files(sorted(tmp_path.glob("*-epoch1-*.tandemrec")))
+    assert summary.difference is None
+    assert summary.tokens
+    assert "its process ended" in summary.ends.values()
 
 
 def test_a_changed_token_is_the_first_difference(files: list[Path], tmp_path: Path) -> None:

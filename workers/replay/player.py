@@ -99,7 +99,7 @@ class Playback:
             current.entries.append(entry)
         if current is not None:
             yield current
-        self._summary.ends.setdefault(self.name, "it was cut off" if self._reader.cut else "it has no end")
+        self._summary.ends.setdefault(self.name, "it was cut off" if self._reader.cut else "its process ended")
 
     def play(self, one: Played, show: Show) -> None:
         """Does the action. Raises Found where something else comes of it. show: see replay()."""

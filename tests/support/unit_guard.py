@@ -65,7 +65,7 @@ class UnitGuard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        if not tiers.is_unit(item.path, item.config.rootpath):
+        if item.get_closest_marker("long") or not tiers.is_unit(item.path, item.config.rootpath):
             return (yield)
         if item.path != self._file:
             self._load_libraries()

@@ -9,7 +9,7 @@ from tandem.cache.operations.holdings import PageCounts, Room, SequenceState
 from tandem.cache.operations.parts import Ids, Parts
 from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.pages.sequence_table import ids_of
-from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
+from tandem.cache.plan.arrays import Int32Array, Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument
 from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
@@ -29,15 +29,18 @@ class SequenceCalls(Parts):
         self._check_encoder_len(encoder_len)
         self._pages.open(self._table.add(sequence, encoder_len))
 
-    def remove_sequence(self, sequence: int) -> None:
-        """Lets go of pages, mark and reservation; what is being received drains until finish_receive. Idempotent."""
+    def remove_sequence(self, sequence: int) -> tuple[Int32Array, ...]:
+        """Lets go of pages, mark and reservation; what is being received drains until finish_receive. Idempotent.
+        Returns the ids of the pages that it held, of each group."""
         if sequence not in self._table:
-            return
+            return ()
         row = self._table.row(sequence)
-        self._pools.release(self._table.held_pages(row))
+        held = self._table.held_pages(row)
+        self._pools.release(held)
         self._marks.drop(row)
         self._trees.drop(sequence)
         self._table.remove(sequence)
+        return held
 
     def fork_sequence(self, parent: int, child: int, position: int = -1, *, slides: bool = True) -> None:
         """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a

@@ -69,7 +69,7 @@ def described(summary: "Summary") -> str:
     lines = [
         f"{summary.actions} actions of {summary.seconds:.3f} s in {len(summary.files)} files: {counts or 'none'}",
         f"compared: {summary.tokens} tokens, {summary.pushes} pushes of {summary.pushed_positions} positions, "
-        f"{summary.prefix_hits} prefix hits, {summary.raised} errors",
+        f"{summary.page_ids} page ids, {summary.prefix_hits} prefix hits, {summary.raised} errors",
     ]
     if not summary.prompts:
         lines.append("tokens are not compared: the records have none (record.prompts)")

@@ -31,14 +31,15 @@ from tests.support.waiting import until
 
 __all__ = ["in_graphs"]
 
-SHARED = list(range(40, 90))
+SHARED = random.Random(0).sample(range(40, 200), 50)  # in no order that page ids have
+KINDS = ("greedy", "drawn", "drawn", "penalties", "logprobs", "guided", "prompt_logprobs", "sliding")
 TOKENS = [kind[0] for kind in schema()].index(TokensEntry.__name__)  # what such an entry begins with, behind its tag
 
 
-def sampling(dice: random.Random) -> dict[str, Any]:
+def sampling(dice: random.Random, kinds: Sequence[str]) -> dict[str, Any]:
     """Of one request."""
     given: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-    kind = dice.choice(("greedy", "drawn", "drawn", "penalties", "logprobs", "guided", "prompt_logprobs", "sliding"))
+    kind = dice.choice(kinds)
     if kind != "greedy":
         given |= {"temperature": 1.0, "seed": dice.randrange(1 << 30)}
     if kind == "penalties":
@@ -57,6 +58,7 @@ class Storm:
     """Requests side by side, some of which their clients give up."""
 
     address: str
+    kinds: Sequence[str] = KINDS
     left: int = 0
     moves: int = 0
 
@@ -70,7 +72,7 @@ class Storm:
         prompt = SHARED[: dice.choice((0, 20, 50))] + [dice.randrange(2, 200) for _ in range(dice.randrange(1, 60))]
         leaves, most, seen = dice.choice((1, 3, None, None)), dice.randrange(1, 60), list[GenerateUpdate]()
         with Client(self.address) as client:
-            updates = client.generate(prompt, max_tokens=most, timeout=60, **sampling(dice))
+            updates = client.generate(prompt, max_tokens=most, timeout=60, **sampling(dice, self.kinds))
             for update in updates:
                 seen.append(update)
                 if len(seen) == leaves:
@@ -119,6 +121,7 @@ def test_a_storm_is_replayed(files: list[Path]) -> None:
     assert summary.tokens > 300
     assert summary.tokens_left == 0
     assert summary.pushes
+    assert summary.page_ids > 100
     assert summary.prefix_hits
     assert summary.by_name["take_back"]  # drafts that were not accepted
     assert set(summary.ends.values()) == {"the worker left its island"}
@@ -165,7 +168,7 @@ def test_what_a_killed_worker_has_recorded_is_replayed(small_model: Path, tmp_pa
     try:
         address = cluster.start()
         with ThreadPoolExecutor(1) as aside:
-            storm = aside.submit(Storm(address).run, 60)
+            storm = aside.submit(Storm(address, KINDS[:-1]).run, 60)  # sliding requests are not placed again
             until(lambda: sum(path.stat().st_size for path in tmp_path.iterdir()) > 100_000)
             os.kill(next(pid for name, pid in processes.pids.items() if "decode" in name), signal.SIGKILL)
             storm.result()

@@ -131,9 +131,10 @@ class Engine:
             self._runner.drafts.moved_back(surplus)
 
     @action
-    def free(self, sequence: int) -> None:
-        """Removes a sequence. Its pages are free at once, or after received() while a peer may write. Idempotent."""
-        self._cache.remove_sequence(sequence)
+    def free(self, sequence: int) -> tuple[Int32Array, ...]:
+        """Removes a sequence. Its pages are free at once, or after received() while a peer may write. Idempotent.
+        Returns the ids of the pages that it held, of each group; a record compares them."""
+        return self._cache.remove_sequence(sequence)
 
     # Actions: forwards
 

@@ -20,7 +20,7 @@ class RetiredSequences:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._waiting: deque[tuple[IsPast, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[IsPast, Callable[[], object]]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -46,7 +46,7 @@ class RetiredSequences:
         while self._waiting and self._waiting[0][0]():
             self._waiting.popleft()[1]()
 
-    def _do(self, action: Callable[[], None]) -> None:
+    def _do(self, action: Callable[[], object]) -> None:
         """Once the device is past all that was launched."""
         is_past = self._engine.mark()
         if is_past is None:

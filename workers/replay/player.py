@@ -43,6 +43,7 @@ class Summary:
     seconds: float = 0.0  # of the records
     tokens: int = 0
     tokens_left: int = 0  # not compared: they follow from what a worker without a file has written
+    page_ids: int = 0  # of sequences that ended
     prefix_hits: int = 0
     pushes: int = 0
     pushed_positions: int = 0
@@ -147,6 +148,8 @@ class Playback:
         summary.pushed_positions += sum(one.positions for one in pushed)
         if self.action.name == "admit" and note.value:
             summary.prefix_hits += 1
+        if self.action.name == "free" and not raised:
+            summary.page_ids += sum(pages.size for pages in result)
 
     def _check(self, action: Any) -> None:
         if not isinstance(action, ActionEntry):

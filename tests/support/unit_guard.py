@@ -26,9 +26,12 @@ class UnitGuard:
     it, too, because a module that another file's test has loaded is no event."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """root: where the product's C sources lie, which the first unit test finds compiled; None: they are left."""
+        """root: where the product's C sources lie, which unit tests find compiled; None: they are left."""
         self.done: list[str] = []  # by the test at work
-        self._root, self._test = root, ""
+        self._sources = (
+            [] if root is None else sorted(path for folder in PRODUCT for path in (root / folder).rglob("*.c"))
+        )
+        self._test = ""
         self._file = Path()  # of the test at work
         self._others: frozenset[int] = frozenset()  # threads that were there before this file's tests
         self._import = builtins.__import__
@@ -68,7 +71,8 @@ class UnitGuard:
         if item.get_closest_marker("long") or not tiers.is_unit(item.path, item.config.rootpath):
             return (yield)
         if item.path != self._file:
-            self._load_libraries()
+            for source in self._sources:  # a process asks the compiler once, unless a test made it forget
+                load_library(source)
             self._file, main = item.path, threading.get_ident()
             self._others = frozenset(one.ident or 0 for one in threading.enumerate()) - {main}
         with self.watch(item.nodeid):
@@ -81,13 +85,6 @@ class UnitGuard:
         if self._test and self.done:
             self._refuse(self.done[0])
         return result
-
-    def _load_libraries(self) -> None:
-        """A machine compiles them once, and each process asks the compiler for its version."""
-        root, self._root = self._root, None
-        if root is not None:
-            for source in sorted(path for folder in PRODUCT for path in (root / folder).rglob("*.c")):
-                load_library(source)
 
 
 def install(config: pytest.Config) -> None:

@@ -61,41 +61,45 @@ class Reservation(_message.Message):
     seal: bytes
     def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ...) -> None: ...
 
+class PromptSpec(_message.Message):
+    __slots__ = ("token_ids", "salt", "encoder_tokens", "sliding", "whole", "num_output")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    salt: bytes
+    encoder_tokens: int
+    sliding: _inference_pb2.SlidingWindow
+    whole: bool
+    num_output: int
+    def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., whole: bool = ..., num_output: _Optional[int] = ...) -> None: ...
+
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt", "whole", "sliding", "encoder_tokens")
+    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WRITER_PE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
-    SLIDING_FIELD_NUMBER: _ClassVar[int]
-    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     max_tokens: int
     writer_pe: int
-    prompt: bytes
-    salt: bytes
-    whole: bool
-    sliding: _inference_pb2.SlidingWindow
-    encoder_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., whole: bool = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., encoder_tokens: _Optional[int] = ...) -> None: ...
+    prompt: PromptSpec
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[_Union[PromptSpec, _Mapping]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt", "salt", "encoder_tokens")
+    __slots__ = ("request_id", "epoch", "prompt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
-    prompt: bytes
-    salt: bytes
-    encoder_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ...) -> None: ...
+    prompt: PromptSpec
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[_Union[PromptSpec, _Mapping]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("request_id", "token_id", "logprobs")
@@ -108,24 +112,18 @@ class FirstToken(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class RemoteSendRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt", "salt", "num_output", "encoder_tokens")
+    __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     sampling: _inference_pb2.SamplingParams
     reservation: Reservation
-    prompt: bytes
-    salt: bytes
-    num_output: int
-    encoder_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., num_output: _Optional[int] = ..., encoder_tokens: _Optional[int] = ...) -> None: ...
+    prompt: PromptSpec
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[_Union[PromptSpec, _Mapping]] = ...) -> None: ...
 
 class RemoteSendResponse(_message.Message):
     __slots__ = ("first_token", "logprobs", "cached_tokens", "queue_seconds", "prefill_seconds", "push_seconds", "bytes_pushed", "began_ns")

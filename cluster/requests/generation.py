@@ -21,7 +21,7 @@ from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.sampling.finish import FinishReason, FinishRule
-from tandem.workers.wire.messages import prompt_fields, sampling_to_proto
+from tandem.workers.wire.messages import prompt_to_proto, sampling_to_proto
 from tandem.workers.wire.prompt_spec import PromptSpec
 
 
@@ -239,8 +239,7 @@ class Generation:
             epoch=placement.prefill.epoch,
             sampling=sampling,
             reservation=placement.reservation,
-            num_output=num_output,
-            **prompt_fields(self.prompt),
+            prompt=prompt_to_proto(self.prompt),
         )
         start = worker_pb2.StartGenerateRequest(
             request_id=placement.request_id,

@@ -18,7 +18,7 @@ from tandem.cluster.routing.prefix_view import PromptKeys
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import unwatched
-from tandem.workers.wire.messages import prompt_fields, sliding_to_proto
+from tandem.workers.wire.messages import prompt_to_proto
 from tandem.workers.wire.prompt_spec import PromptSpec
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
@@ -179,7 +179,7 @@ class Router:
 
         announce: an idle prefill worker hears of the prompt before there is room for it.
         """
-        total, prompt, fields = wanted.total_tokens, wanted.prompt, prompt_fields(wanted.prompt)
+        total, prompt, message = wanted.total_tokens, wanted.prompt, prompt_to_proto(wanted.prompt)
         for pair in self._pairs(wanted, first):
             decode, prefill = pair.decode, pair.prefill
             computed = len(prompt) - pair.matched_tokens
@@ -190,13 +190,11 @@ class Router:
                 epoch=decode.epoch,
                 max_tokens=wanted.max_tokens,
                 writer_pe=prefill.pe,
-                whole=prompt.whole,
-                sliding=sliding_to_proto(prompt.sliding),
-                **fields,
+                prompt=message,
             )
             expected = pair.first_token_seconds
             announce = announce and prefill is not decode and not prefill.has_prompts and not prompt.whole
-            early = self._announce(prefill, worker_id, fields) if announce else None
+            early = self._announce(prefill, worker_id, message) if announce else None
             announce = False
             prefill.expect_prompt(worker_id, computed)
             # Already, for the next request comes while this one waits for the answer.
@@ -215,9 +213,9 @@ class Router:
                 return Placement(worker_id, prefill, decode, reservation, computed, total, early, expected, asked)
         return None
 
-    def _announce(self, prefill: WorkerLink, request_id: str, fields: dict[str, Any]) -> EarlyToken:
+    def _announce(self, prefill: WorkerLink, request_id: str, prompt: worker_pb2.PromptSpec) -> EarlyToken:
         token = prefill.hints.expect(request_id)
-        announcement = worker_pb2.AnnounceRequest(request_id=request_id, epoch=prefill.epoch, **fields)
+        announcement = worker_pb2.AnnounceRequest(request_id=request_id, epoch=prefill.epoch, prompt=prompt)
         self.in_background(prefill.hints.send(announcement))
         return token
 

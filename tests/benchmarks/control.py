@@ -44,12 +44,13 @@ from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.pending_samples import CopiedSamples
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.scheduler import Scheduler
-from tandem.workers.wire.messages import prompt_to_bytes, reservation_to_proto
+from tandem.workers.wire.messages import reservation_to_proto
 from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result
+from tests.support.prompt_specs import prompt_message
 from tests.support.tvm_cache import TvmCache
 
 PAGE, TOKENS, POOL_PAGES = 16, 32 * 1024, 65_536
@@ -203,13 +204,13 @@ async def call_costs(rounds: int) -> dict[str, float]:
     bare_port = bare_server.add_insecure_port("127.0.0.1:0")
     await bare_server.start()
     bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(f"127.0.0.1:{bare_port}"))
-    announce = worker_pb2.AnnounceRequest(request_id="r", epoch=1, prompt=prompt_to_bytes(prompt.token_ids))
+    announce = worker_pb2.AnnounceRequest(request_id="r", epoch=1, prompt=prompt_message(prompt.token_ids))
     prepare = worker_pb2.PrepareReceiveRequest(
-        request_id="r", epoch=1, prompt=prompt_to_bytes(prompt.token_ids), max_tokens=2
+        request_id="r", epoch=1, prompt=prompt_message(prompt.token_ids), max_tokens=2
     )
     reservation = await bare_stub.PrepareReceive(prepare)
     send = worker_pb2.RemoteSendRequest(
-        request_id="r", epoch=1, prompt=prompt_to_bytes(prompt.token_ids), reservation=reservation
+        request_id="r", epoch=1, prompt=prompt_message(prompt.token_ids), reservation=reservation
     )
     start = worker_pb2.StartGenerateRequest(request_id="r", epoch=1, reservation_id=1)
 

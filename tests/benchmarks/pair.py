@@ -20,9 +20,9 @@ from tandem.cluster.processes.processes import Processes
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.ports.authentication import authorized
-from tandem.workers.wire.messages import prompt_to_bytes
 from tandem.workers.wire.seal import seal
 from tests.benchmarks.load import LOWEST_TOKEN
+from tests.support.prompt_specs import prompt_message
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CALL_SECONDS = 120.0
@@ -113,7 +113,7 @@ class Pair:
         missing = len(prompt) if push else 1
         reservation = self._receiver.PrepareReceive(
             worker_pb2.PrepareReceiveRequest(
-                request_id=request_id, epoch=self._epoch, prompt=prompt_to_bytes(prompt[-missing:]), max_tokens=1
+                request_id=request_id, epoch=self._epoch, prompt=prompt_message(prompt[-missing:]), max_tokens=1
             ),
             timeout=CALL_SECONDS,
         )
@@ -122,7 +122,7 @@ class Pair:
         send = worker_pb2.RemoteSendRequest(
             request_id=request_id,
             epoch=self._epoch,
-            prompt=prompt_to_bytes(prompt),
+            prompt=prompt_message(prompt),
             sampling=inference_pb2.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, seed=1),
             reservation=reservation,
         )

@@ -67,7 +67,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await self.room.wait()
         if request.writer_pe == self.pe:
             self.local.append(request.request_id)
-        self._prepared[request.request_id] = (prompt_from_bytes(request.prompt).tolist(), request.max_tokens)
+        self._prepared[request.request_id] = (prompt_from_bytes(request.prompt.token_ids).tolist(), request.max_tokens)
         return worker_pb2.Reservation(reservation_id=1, epoch=request.epoch, pages=1)
 
     async def Announce(
@@ -75,7 +75,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.FirstToken]:
         self.streams += 1
         async for request in request_iterator:
-            self.announced[request.request_id] = prompt = prompt_from_bytes(request.prompt).tolist()
+            self.announced[request.request_id] = prompt = prompt_from_bytes(request.prompt.token_ids).tolist()
             await self._maybe_fail("Announce", context)
             if self.draws_early:
                 yield worker_pb2.FirstToken(request_id=request.request_id, token_id=self.say(prompt))
@@ -83,7 +83,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def RemoteSend(self, request: worker_pb2.RemoteSendRequest, context: Any) -> worker_pb2.RemoteSendResponse:
         self.sent.append(request.request_id)
         self.asked.append(request.sampling.HasField("prompt_logprobs"))
-        self.prompts.append(prompt_from_bytes(request.prompt).tolist())
+        self.prompts.append(prompt_from_bytes(request.prompt.token_ids).tolist())
         if self.landed is not None:
             await self.landed.wait()
         await self._maybe_fail("RemoteSend", context)

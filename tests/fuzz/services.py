@@ -33,6 +33,7 @@ from tests.fuzz.mutations import TEXT, mutate_field, mutated_bytes
 from tests.support.client_requests import GREEDY
 from tests.support.island import Island
 from tests.support.oracle import random_prompt
+from tests.support.prompt_specs import prompt_message
 
 OVERRIDES: dict[str, Any] = {
     "model.max_model_len": 96,
@@ -198,11 +199,11 @@ class Fuzz:
         prompt = random_prompt(rng.randrange(1, 80), number, self._vocabulary)  # shares no prefix with the good one
         bad = rng.randrange(4)
         if rng.random() < 0.5:
-            announce = worker_pb2.AnnounceRequest(request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt))
+            announce = worker_pb2.AnnounceRequest(request_id=request_id, epoch=1, prompt=prompt_message(prompt))
             announced = self._spoil(rng, announce) if bad == 3 else announce.SerializeToString()
             await self._call(1, ANNOUNCE, announced, ANNOUNCE.statuses)
         prepare = worker_pb2.PrepareReceiveRequest(
-            request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt), max_tokens=rng.randrange(1, 9)
+            request_id=request_id, epoch=1, prompt=prompt_message(prompt), max_tokens=rng.randrange(1, 9)
         )
         answer = await self._call(2, PREPARE, prepare.SerializeToString(), PREPARE.statuses)
         if not answer:
@@ -210,7 +211,7 @@ class Fuzz:
         reservation = worker_pb2.Reservation.FromString(answer[0])
         sampling = inference_pb2.SamplingParams(max_tokens=prepare.max_tokens, temperature=0)
         send = worker_pb2.RemoteSendRequest(
-            request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt), sampling=sampling, reservation=reservation
+            request_id=request_id, epoch=1, prompt=prompt_message(prompt), sampling=sampling, reservation=reservation
         )
         start = worker_pb2.StartGenerateRequest(
             request_id=request_id, epoch=1, reservation_id=reservation.reservation_id, sampling=sampling

@@ -13,8 +13,8 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.codec import decode_runs
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.ports.authentication import authorized
-from tandem.workers.wire.messages import prompt_to_bytes
 from tests.gpu.pe_process import PeProcess, finish_all, together
+from tests.support.prompt_specs import prompt_message
 
 TOKEN = "a token of the workers"
 EPOCH, PAGE, NUM_PAGES = 1, 16, 64
@@ -32,7 +32,7 @@ class Pair:
 
     def prepare(self, request_id: str, prompt: Sequence[int]) -> worker_pb2.Reservation:
         request = worker_pb2.PrepareReceiveRequest(
-            request_id=request_id, epoch=self.epoch, prompt=prompt_to_bytes(prompt), max_tokens=MAX_TOKENS
+            request_id=request_id, epoch=self.epoch, prompt=prompt_message(prompt), max_tokens=MAX_TOKENS
         )
         return self.decode_stub.PrepareReceive(request, timeout=60)
 
@@ -42,7 +42,7 @@ class Pair:
         request = worker_pb2.RemoteSendRequest(
             request_id=request_id,
             epoch=self.epoch,
-            prompt=prompt_to_bytes(prompt),
+            prompt=prompt_message(prompt),
             sampling=GREEDY,
             reservation=reservation,
         )
@@ -62,9 +62,7 @@ class Pair:
         """A prompt through both workers; the answer, and the slots where its KV went. announced: its beginning is
         computed before that is known."""
         if announced:
-            announcement = worker_pb2.AnnounceRequest(
-                request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt)
-            )
+            announcement = worker_pb2.AnnounceRequest(request_id=request_id, epoch=EPOCH, prompt=prompt_message(prompt))
             list(self.prefill_stub.Announce(iter([announcement]), timeout=60))
             assert self.status()[0].waiting == 1
         reservation = self.prepare(request_id, prompt)

@@ -10,7 +10,7 @@ import grpc
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.ports.authentication import authorized
-from tandem.workers.wire.messages import prompt_to_bytes
+from tests.support.prompt_specs import prompt_message
 
 
 def main(address: str, token: str) -> None:
@@ -18,7 +18,7 @@ def main(address: str, token: str) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = authorized(worker_pb2_grpc.WorkerStub(channel), token)
         prepare = worker_pb2.PrepareReceiveRequest(
-            request_id="r", epoch=1, prompt=prompt_to_bytes([5] * 20), max_tokens=4
+            request_id="r", epoch=1, prompt=prompt_message([5] * 20), max_tokens=4
         )
         reservation = stub.PrepareReceive(prepare, timeout=30)
         start = worker_pb2.StartGenerateRequest(

@@ -1,16 +1,16 @@
 """Checks of every call to a worker, before a loop sees it: one bad call must not fail a forward of many requests."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
 from tandem.cache.plan.spans import Paging
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
-from tandem.workers.wire.messages import prompt_from_bytes, sampling_from_proto
+from tandem.workers.wire.messages import prompt_from_bytes, sampling_from_proto, sliding_from_proto
 from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
 
-PromptMessage = worker_pb2.PrepareReceiveRequest | worker_pb2.AnnounceRequest | worker_pb2.RemoteSendRequest
+PromptRequest = worker_pb2.PrepareReceiveRequest | worker_pb2.AnnounceRequest | worker_pb2.RemoteSendRequest
 
 MAX_REQUEST_ID = 256  # characters: a client's own, and what the gateway puts before it
 
@@ -28,13 +28,15 @@ class PromptCheck(NamedTuple):
     most_encoder: int  # tokens of an encoder's prompt; 0: the model has no encoder
     page_size: int
 
-    def __call__(self, message: PromptMessage, max_tokens: int = 1, **known: Any) -> PromptSpec:
+    def __call__(self, request: PromptRequest, max_tokens: int = 1) -> PromptSpec:
         """max_tokens: output tokens, of which the last is never fed back; those of a sequence that slides may be any
-        number. known: fields that not all messages about a prompt have."""
-        check_request_id(message.request_id)
-        token_ids = prompt_from_bytes(message.prompt)
+        number."""
+        check_request_id(request.request_id)
+        message = request.prompt
+        token_ids = prompt_from_bytes(message.token_ids)
         encoder = self._encoder(message.encoder_tokens)
-        prompt = PromptSpec(token_ids, message.salt, encoder, **known)
+        sliding = sliding_from_proto(message.sliding) if message.HasField("sliding") else None
+        prompt = PromptSpec(token_ids, message.salt, encoder, sliding, message.whole, message.num_output)
         largest = int(token_ids.max())
         if largest >= self.vocab_size:
             accepted = f"{self.vocab_size} entries, 0 … {self.vocab_size - 1}"

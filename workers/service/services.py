@@ -34,7 +34,6 @@ from tandem.workers.wire.messages import (
     logprobs_to_proto,
     reservation_from_proto,
     reservation_to_proto,
-    sliding_from_proto,
 )
 from tandem.workers.wire.reservation import Reservation
 
@@ -165,7 +164,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         attended: list[Lease] = []
 
         def submit() -> Future[PrefillResult]:
-            prompt = self._prompt(request, num_output=request.num_output)
+            prompt = self._prompt(request)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
             scores = gatherer(stream, params)
@@ -203,8 +202,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         decodes = self._loop.decodes
 
         def prepare() -> tuple[Reservation, Future[None] | None]:
-            sliding = sliding_from_proto(request.sliding) if request.HasField("sliding") else None
-            prompt = self._prompt(request, request.max_tokens, sliding=sliding, whole=request.whole)
+            prompt = self._prompt(request, request.max_tokens)
             if request.writer_pe != self._config.pe:
                 self._loop.check_peers()
             reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)

@@ -27,17 +27,19 @@ RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map
 
 
 def prompt_to_bytes(token_ids: Sequence[int] | Int64Array) -> bytes:
-    """The field `prompt` of a message."""
+    """Token ids of a message."""
     return np.asarray(token_ids, PROMPT_DTYPE).tobytes()
 
 
-def prompt_fields(prompt: PromptSpec) -> dict[str, Any]:
-    """What each message about a prompt says of it."""
-    return {
-        "prompt": prompt_to_bytes(prompt.token_ids),
-        "salt": prompt.salt,
-        "encoder_tokens": prompt.encoder.length,
-    }
+def prompt_to_proto(prompt: PromptSpec) -> worker_pb2.PromptSpec:
+    return worker_pb2.PromptSpec(
+        token_ids=prompt_to_bytes(prompt.token_ids),
+        salt=prompt.salt,
+        encoder_tokens=prompt.encoder.length,
+        sliding=sliding_to_proto(prompt.sliding),
+        whole=prompt.whole,
+        num_output=prompt.num_output,
+    )
 
 
 def prompt_from_bytes(prompt: bytes, field: str = "prompt") -> Int64Array:

@@ -19,11 +19,11 @@ from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.proto.sampling import Sampling
-from tandem.workers.wire.messages import prompt_to_bytes
 from tests.cluster.fake_worker import FakeWorker
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
 from tests.support.gateways import settings_of
+from tests.support.prompt_specs import prompt_message
 
 PROMPT = [5, 6, 7]
 TOKENS = [(8 * 3 + number * 5) % 100 for number in range(6)]
@@ -453,7 +453,7 @@ def test_announcements_at_once_all_arrive(model: Path) -> None:
             prompts = {f"r{number}": [number + 5] for number in range(20)}
             drawn = [announcements.expect(request_id) for request_id in prompts]
             messages = [
-                worker_pb2.AnnounceRequest(request_id=request_id, prompt=prompt_to_bytes(prompt))
+                worker_pb2.AnnounceRequest(request_id=request_id, prompt=prompt_message(prompt))
                 for request_id, prompt in prompts.items()
             ]
             await asyncio.gather(*map(announcements.send, messages))

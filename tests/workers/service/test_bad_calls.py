@@ -12,6 +12,7 @@ from tandem.workers.errors import InvalidCall
 from tandem.workers.ports.authentication import HEADER
 from tandem.workers.service.call_checks import PromptCheck
 from tandem.workers.wire.messages import prompt_to_bytes
+from tests.support.prompt_specs import prompt_message
 from tests.workers.service.test_service import EPOCH, PROMPT, Pair, code_of, running_pair
 
 
@@ -39,17 +40,17 @@ def served(pair: Pair, request_id: str) -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"prompt": b""}, "prompt has 0 bytes"),
-        ({"prompt": b"\0" * 7}, "prompt has 7 bytes"),
-        ({"prompt": prompt_to_bytes([2**32 - 1])}, "prompt has token 4294967295; the vocabulary"),
+        ({"prompt": worker_pb2.PromptSpec()}, "prompt has 0 bytes"),
+        ({"prompt": worker_pb2.PromptSpec(token_ids=b"\0" * 7)}, "prompt has 7 bytes"),
+        ({"prompt": prompt_message([2**32 - 1])}, "prompt has token 4294967295; the vocabulary"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 2**32 - 1}, "positions for a sequence"),
         ({"request_id": "x" * 257}, "request_id has 257 characters"),
-        ({"encoder_tokens": 3}, "encoder_tokens is 3; 0 … 0 are accepted"),
+        ({"prompt": prompt_message(PROMPT, encoder_tokens=3)}, "encoder_tokens is 3; 0 … 0 are accepted"),
     ],
 )
 def test_a_reservation_that_cannot_be(pair: Pair, values: dict[str, Any], named: str) -> None:
-    good = {"request_id": "r", "epoch": EPOCH, "prompt": prompt_to_bytes(PROMPT), "max_tokens": 4}
+    good = {"request_id": "r", "epoch": EPOCH, "prompt": prompt_message(PROMPT), "max_tokens": 4}
     request = worker_pb2.PrepareReceiveRequest(**(good | values))
     assert named in refused(lambda: pair.decode.PrepareReceive(request, timeout=10))
     served(pair, f"after {named}")
@@ -80,7 +81,7 @@ def test_sampling_that_cannot_be(pair: Pair, sampling: dict[str, Any], named: st
 def test_a_token_that_is_none_fails_nobody_else(pair: Pair) -> None:
     reservation = pair.prepare("token")
     send = pair.remote_send("token", reservation)
-    send.prompt = prompt_to_bytes([5, 100_000, 7])
+    send.prompt.token_ids = prompt_to_bytes([5, 100_000, 7])
     assert "prompt has token 100000" in refused(lambda: pair.prefill.RemoteSend(send, timeout=10))
     assert pair.abort(pair.decode, "token", writer_quiet=True)
 
@@ -88,13 +89,13 @@ def test_a_token_that_is_none_fails_nobody_else(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        (b"\x0a\x01r\x10\x01\x1a\x03abc", "prompt has 3 bytes"),
+        (b"\x0a\x01r\x10\x01\x32\x05\x0a\x03abc", "prompt has 3 bytes"),
         (b"\x0a\x01r\x10\x01\x78\x01", "AnnounceRequest has unknown field number 15"),
         (b"\x0a\x09r", "3 bytes of the request cannot be read"),
     ],
 )
 def test_announcements_that_are_none(pair: Pair, message: bytes, named: str) -> None:
-    good = worker_pb2.AnnounceRequest(request_id=f"announced {named}", epoch=EPOCH, prompt=prompt_to_bytes(PROMPT))
+    good = worker_pb2.AnnounceRequest(request_id=f"announced {named}", epoch=EPOCH, prompt=prompt_message(PROMPT))
     with grpc.insecure_channel(pair.prefill_address) as channel:
         announce = channel.stream_stream("/tandem.v1.Worker/Announce")
         metadata = ((HEADER, f"Bearer {pair.token}"),)
@@ -128,6 +129,6 @@ def test_pages_that_its_receiver_did_not_offer_are_not_written(pair: Pair) -> No
 def test_prompts_of_an_encoder_that_cannot_be(tokens: int, encoder_tokens: int, named: str) -> None:
     check = PromptCheck(vocab_size=10, max_model_len=100, most_encoder=64, page_size=8)
     with pytest.raises(InvalidCall, match=named):
-        check(worker_pb2.AnnounceRequest(prompt=prompt_to_bytes([0] * tokens), encoder_tokens=encoder_tokens))
-    good = check(worker_pb2.AnnounceRequest(prompt=prompt_to_bytes([0] * 17), encoder_tokens=9))
+        check(worker_pb2.AnnounceRequest(prompt=prompt_message([0] * tokens, encoder_tokens=encoder_tokens)))
+    good = check(worker_pb2.AnnounceRequest(prompt=prompt_message([0] * 17, encoder_tokens=9)))
     assert good.encoder == (9, 16)

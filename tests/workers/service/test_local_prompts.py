@@ -14,9 +14,9 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.handoff.reservations import Reservations
 from tandem.workers.prefill.forwards import PromptForwards
 from tandem.workers.requests.decode_request import DecodeRequest
-from tandem.workers.wire.messages import prompt_to_bytes
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.prompt_specs import prompt_message
 from tests.workers.service.test_service import EPOCH, GREEDY, PROMPT, Pair, Stub, code_of, running_pair
 
 CHUNK = 16
@@ -50,7 +50,7 @@ def reserve(
     worker: Stub, pe: int, request_id: str, prompt: Sequence[int] = PROMPT, max_tokens: int = 4
 ) -> worker_pb2.Reservation:
     request = worker_pb2.PrepareReceiveRequest(
-        request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt), max_tokens=max_tokens, writer_pe=pe
+        request_id=request_id, epoch=EPOCH, prompt=prompt_message(prompt), max_tokens=max_tokens, writer_pe=pe
     )
     return worker.PrepareReceive(request, timeout=10)
 

@@ -19,10 +19,10 @@ from tandem.workers import worker
 from tandem.workers.ports.authentication import authorized
 from tandem.workers.service.services import WorkerService
 from tandem.workers.steps.step_loop import StepLoop
-from tandem.workers.wire.messages import prompt_to_bytes
 from tests.support.checkpoints import save_checkpoint
 from tests.support.island import FakeIsland, running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.prompt_specs import prompt_message
 
 EPOCH, PAGE = 1, 8
 GREEDY = inference_pb2.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, seed=1)
@@ -41,7 +41,7 @@ class Pair:
 
     def prepare(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> worker_pb2.Reservation:
         request = worker_pb2.PrepareReceiveRequest(
-            request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt), max_tokens=max_tokens
+            request_id=request_id, epoch=EPOCH, prompt=prompt_message(prompt), max_tokens=max_tokens
         )
         return self.decode.PrepareReceive(request, timeout=10)
 
@@ -49,7 +49,7 @@ class Pair:
         return worker_pb2.RemoteSendRequest(
             request_id=request_id,
             epoch=EPOCH,
-            prompt=prompt_to_bytes(PROMPT),
+            prompt=prompt_message(PROMPT),
             sampling=GREEDY,
             reservation=reservation,
         )
@@ -147,7 +147,7 @@ def test_an_announced_prompt_gets_its_first_token_before_all_has_landed(folder: 
         for number in range(2):
             request_id = f"r{number}"
             announcements.put(
-                worker_pb2.AnnounceRequest(request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(PROMPT))
+                worker_pb2.AnnounceRequest(request_id=request_id, epoch=EPOCH, prompt=prompt_message(PROMPT))
             )
             while not pair.status(pair.prefill).waiting:
                 pass

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.proto import worker_pb2
 from tandem.workers.service import reports
-from tandem.workers.wire.messages import prompt_to_bytes
+from tests.support.prompt_specs import prompt_message
 from tests.support.waiting import until
 from tests.workers.service.test_service import EPOCH, PAGE, PROMPT, Pair, code_of, running_pair
 
@@ -86,11 +86,11 @@ def test_another_epoch_is_not_watched(pair: Pair) -> None:
 def test_salts_of_more_than_16_bytes_are_refused(pair: Pair) -> None:
     reservation, salt = pair.prepare("r"), b"x" * 17
     send = pair.remote_send("r", reservation)
-    send.salt = salt
+    send.prompt.salt = salt
     prepare = worker_pb2.PrepareReceiveRequest(
-        request_id="s", epoch=EPOCH, prompt=prompt_to_bytes(PROMPT), max_tokens=4, salt=salt
+        request_id="s", epoch=EPOCH, prompt=prompt_message(PROMPT, salt=salt), max_tokens=4
     )
-    announce = worker_pb2.AnnounceRequest(request_id="t", epoch=EPOCH, prompt=prompt_to_bytes(PROMPT), salt=salt)
+    announce = worker_pb2.AnnounceRequest(request_id="t", epoch=EPOCH, prompt=prompt_message(PROMPT, salt=salt))
     for call in (
         lambda: pair.prefill.RemoteSend(send, timeout=10),
         lambda: pair.decode.PrepareReceive(prepare, timeout=10),

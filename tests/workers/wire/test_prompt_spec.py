@@ -1,12 +1,13 @@
 """A prompt as one value: what the next placement of its request computes, and what messages say of it."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
 from tandem.proto import worker_pb2
 from tandem.workers.sampling.sampling_params import SlidingWindow
-from tandem.workers.wire.messages import prompt_fields, prompt_from_bytes
+from tandem.workers.service.call_checks import PromptCheck
+from tandem.workers.wire.messages import prompt_to_proto
 from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
 
 PROMPT = PromptSpec(np.array([5, 6, 0, 0, 7]), b"salt", EncoderPrompt(2, 4), SlidingWindow(6, 1))
@@ -32,8 +33,9 @@ def test_a_window_is_fitted_with_prompt_and_output() -> None:
     assert PromptSpec(PROMPT.token_ids).fits_window(1 << 40)
 
 
-def test_each_message_about_a_prompt_says_the_same() -> None:
-    for kind in (worker_pb2.PrepareReceiveRequest, worker_pb2.AnnounceRequest, worker_pb2.RemoteSendRequest):
-        message = kind(**prompt_fields(PROMPT))
-        assert prompt_from_bytes(message.prompt).tolist() == PROMPT.token_ids.tolist()
-        assert (message.salt, message.encoder_tokens) == (b"salt", 2)
+def test_a_message_says_all_of_a_prompt() -> None:
+    prompt = replace(PROMPT, sliding=SlidingWindow(24, 4), whole=True, num_output=2)
+    check = PromptCheck(vocab_size=10, max_model_len=100, most_encoder=64, page_size=prompt.encoder.border)
+    read = check(worker_pb2.AnnounceRequest(prompt=prompt_to_proto(prompt)))
+    for field in fields(PromptSpec):
+        assert np.array_equal(getattr(read, field.name), getattr(prompt, field.name)), field.name

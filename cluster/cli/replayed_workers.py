@@ -5,9 +5,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.cache.plan.errors import CacheError
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.pool_sizes import pages_of_groups
 from tandem.cluster.errors import UsageError
+from tandem.transfer.errors import TransferError
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
@@ -34,12 +36,14 @@ def replay_files(
     names, prompts = [reader.path.name for reader in readers], all(header.prompts for header in headers)
     summary = Summary(files=names, missing=missing, prompts=prompts)
     with ExitStack() as stack:
-        workers = [_loaded(header, model, stack) for header in headers]
-        _join(workers, headers, missing, stack)
-        playbacks = []
-        for reader, worker in zip(readers, workers, strict=True):
-            engine, pushes = _engine(worker)
-            playbacks.append(Playback(reader, engine, pushes, summary, whole=not missing))
+        try:
+            workers = [_loaded(header, model, stack) for header in headers]
+            _join(workers, headers, missing, stack)
+            engines = [_engine(worker) for worker in workers]
+        except (CacheError, TransferError, MemoryError, OSError, TypeError, RuntimeError, ArithmeticError) as error:
+            raise NoReplay(f"workers of the header's configuration cannot be made here: {error!s:.200}") from error
+        whole = not missing
+        playbacks = [Playback(one, *parts, summary, whole=whole) for one, parts in zip(readers, engines, strict=True)]
         replay(playbacks, summary, until=until, show=show)
     return summary
 
@@ -49,9 +53,10 @@ def _check(headers: Sequence[Header]) -> None:
     first = headers[0]
     for header in headers:
         one, other = header.config, first.config
-        if (one.island, one.epoch, header.host, header.num_pages) != (
+        if (one.island, one.epoch, one.num_pes, header.host, header.num_pages) != (
             other.island,
             other.epoch,
+            other.num_pes,
             first.host,
             first.num_pages,
         ):

@@ -255,7 +255,12 @@ def test_the_command_says_what_it_compared(
     assert "first difference: " in output
     bad = tmp_path / "bad.tandemrec"
     bad.write_text("something else")
-    for arguments in ([str(bad)], [str(files[0]), str(files[0])], [str(files[0]), "--steps", "x"]):
+    huge, other = tmp_path / "huge.tandemrec", tmp_path / "other.tandemrec"
+    data = files[0].read_bytes()
+    huge.write_bytes(data.replace(b'"num_pages": 40', b'"num_pages": 1000000000000', 1))
+    other.write_bytes(data.replace(b'"num_pes": 3', b'"num_pes": 2', 1))  # of another run
+    refused = [[str(bad)], [str(files[0]), str(files[0])], [str(huge)], [str(other), str(files[1])]]
+    for arguments in (*refused, [str(files[0]), "--steps", "x"]):
         status, _, errors = run(*arguments)
         assert status == 2
         assert errors.startswith("tandem: ")

@@ -214,7 +214,7 @@ class Decoder:
         self._data, self._at = memoryview(data), 0
         try:
             value = self._value(0)
-        except (UnicodeDecodeError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise error if isinstance(error, BadRecord) else BadRecord(f"a value cannot be read: {error}") from error
         if self._at != len(data):
             raise BadRecord(f"{len(data) - self._at} bytes follow a value; none may")

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MAGIC = "TANDEMREC"
 VERSION = 1
 FRAME = struct.Struct("<IIQ")
+MAX_PES = 4096
 MAX_HEADER_BYTES = 1 << 20
 MAX_ENTRY_BYTES = 1 << 30
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -72,8 +73,17 @@ class Header:
             given = values.pop("config")
             speculation, role = SpeculationSettings(**given.pop("speculation")), Role(given.pop("role"))
             del given["logging"], given["record"]
-            return cls(config=WorkerConfig(role=role, speculation=speculation, **given), **values)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            header = cls(config=WorkerConfig(role=role, speculation=speculation, **given), **values)
+            config = header.config
+            for number in (config.pe, config.num_pes, config.epoch, header.num_pages, header.began):
+                if type(number) is not int or number < 0:
+                    raise BadRecord(f"its header has {number!r:.40}, where a number is expected")
+            if config.pe >= config.num_pes or config.num_pes > MAX_PES:
+                raise BadRecord(f"its header has PE {config.pe} of {config.num_pes}; at most {MAX_PES} are accepted")
+            return header
+        except BadRecord:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise BadRecord(f"its header cannot be read: {error!r:.200}") from error
 
 
@@ -129,6 +139,8 @@ class RecordReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cut = False  # whether the file ends within an entry; known once all were read
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+            raise RecordError(f"{path}: cannot be read: it is no file")
         try:
             with path.open("rb") as file:
                 first, line = file.readline(len(MAGIC) + 16), file.readline(MAX_HEADER_BYTES)

@@ -14,7 +14,7 @@ from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.transfer.completion import Signal
 from tandem.transfer.recall import Recall
 from tandem.workers.engine.admission import Admission
-from tandem.workers.replay.codec import DTYPES, LONG, MOST_NESTED, Decoder, Encoder, Known
+from tandem.workers.replay.codec import DTYPES, LONG, MOST_NESTED, Decoder, Encoder, Known, Tag
 from tandem.workers.replay.errors import BadRecord, NotAValue
 from tandem.workers.replay.kinds import kinds
 from tandem.workers.sampling.logit_rules import LogitRules
@@ -137,3 +137,11 @@ def test_deep_values_are_refused() -> None:
         value = (value,)
     with pytest.raises(BadRecord, match="nested"):
         back(value)
+
+
+def test_fields_that_a_type_refuses_are_bad() -> None:
+    data = bytearray(encoder().encode(SlotRuns(np.zeros(1, "<i4"), np.ones(1, "<i4")), "runs"))
+    runs = data.index(Tag.ARRAY)
+    data[runs : runs + 8] = bytes([Tag.NONE])
+    with pytest.raises(BadRecord, match="cannot be read"):
+        Decoder(kinds()).decode(bytes(data))

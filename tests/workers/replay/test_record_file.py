@@ -1,5 +1,6 @@
 """Files of records: cut ones are read up to their end, and others are refused by what is wrong with them."""
 
+import os
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,9 @@ def test_a_changed_entry_is_refused(written: Path) -> None:
         (b'{"config"', b'["config"', "header cannot be read"),
         (b'"role": "decode"', b'"role": "cook"', "header cannot be read"),
         (b'"num_pages"', b'"many_pages"', "header cannot be read"),
+        (b'"num_pages": 40', b'"num_pages": "40"', "header has '40', where a number"),
+        (b'"num_pes": 2', b'"num_pes": 1', "header has PE 1 of 1"),
+        (b'"num_pes": 2', b'"num_pes": 1000000000', "at most 4096 are accepted"),
     ],
 )
 def test_other_files_are_refused(written: Path, old: bytes, new: bytes, error: str) -> None:
@@ -99,6 +103,12 @@ def test_other_files_are_refused(written: Path, old: bytes, new: bytes, error: s
     written.write_bytes(data.replace(old, new, 1))
     with pytest.raises(BadRecord, match=error):
         RecordReader(written)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RecordError, match="pipe: cannot be read: it is no file"):
+        RecordReader(tmp_path / "pipe")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -220,6 +220,15 @@ def test_a_file_alone_compares_pages_and_pushes(files: list[Path]) -> None:
     assert summary.tokens_left
 
 
+def test_what_follows_from_a_file_that_ends_early_is_not_compared(files: list[Path], tmp_path: Path) -> None:
+    copies = edited(files, tmp_path, lambda _pe, _number, entry: entry)
+    os.truncate(copies[0], copies[0].stat().st_size // 2)
+    summary = replay_files(copies)
+    assert summary.difference is None
+    assert summary.tokens
+    assert summary.tokens_left
+
+
 def test_a_record_without_prompts_has_none_and_replays_its_pages(small_model: Path, tmp_path: Path) -> None:
     _, files = record_storm(small_model, tmp_path, {"record.prompts": False}, 25)
     summary = replay_files(files)

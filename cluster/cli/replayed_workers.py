@@ -53,16 +53,15 @@ def _check(headers: Sequence[Header]) -> None:
     first = headers[0]
     for header in headers:
         one, other = header.config, first.config
-        if (one.island, one.epoch, one.num_pes, header.host, header.num_pages) != (
-            other.island,
-            other.epoch,
-            other.num_pes,
-            first.host,
-            first.num_pages,
-        ):
+        run, others = (
+            (of.run, of.config.island, of.config.epoch, of.config.num_pes, of.num_pages, of.host)
+            for of in (header, first)
+        )
+        if run != others:
             raise NoReplay(
-                f"the files are of {other.island!r} epoch {other.epoch} and {one.island!r} epoch {one.epoch}, boots "
-                f"{first.host:.8} and {header.host:.8} of a host; files of one epoch and one host are accepted together"
+                f"the files are of {other.island!r} epoch {other.epoch}, start {first.run:.8} on boot {first.host:.8}, "
+                f"and of {one.island!r} epoch {one.epoch}, start {header.run:.8} on boot {header.host:.8}; files "
+                "of one start, epoch and host are accepted together"
             )
         if one.device != "cpu":
             raise NoReplay(f"the worker of PE {one.pe} computed on {one.device}; records of cpu are accepted")

@@ -1,7 +1,7 @@
 """A record's file: two lines of text, then entries.
 
  TANDEMREC 1                                     the format's version
- {"tandem": …, "config": …, …}                   a Header
+ {"tandem": …, "config": …, …} crc32             a Header
  size, crc32: 4 bytes, stamp: 8 bytes, little end first     of each entry; size bytes follow, which a Decoder reads
 
 The stamp is when an action began, in nanoseconds since the record did, at least 1. That of other entries is 0.
@@ -30,6 +30,7 @@ MAGIC = "TANDEMREC"
 VERSION = 1
 FRAME = struct.Struct("<IIQ")
 MAX_PES = 4096
+RUN_DIGITS = 16
 MAX_HEADER_BYTES = 1 << 20
 MAX_ENTRY_BYTES = 1 << 30
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -40,7 +41,8 @@ class Header:
     """Which worker was recorded, and when.
 
     num_pages: of every pool, as Worker.open() got it. layout: KVLayout.fingerprint. model: SHA-256 of the checkpoint's
-    config.json. host: the boot of the host; only its records share a clock. began: of that clock, in nanoseconds.
+    config.json. host: the boot of the host; only its records share a clock. run: the same of all workers that one start
+    of a cluster made: a digest of the secret that they share. began: of that clock, in nanoseconds.
     prompts: whether the record has token ids. kinds: the types of its values and their fields.
     """
 
@@ -49,6 +51,7 @@ class Header:
     layout: int
     model: str
     host: str
+    run: str
     began: int
     prompts: bool
     kinds: list[list[str]]
@@ -60,14 +63,19 @@ class Header:
         prompts = config.record is not None and config.record.prompts
         public = replace(config, token="", logging=LogSettings(), record=None)
         model, host = model_digest(Path(config.model_path)), BOOT_ID.read_text().strip()
-        return cls(public, num_pages, layout, model, host, time.monotonic_ns(), prompts, kinds, version("tandem"))
+        run = sha256(f"{MAGIC} {config.token}".encode()).hexdigest()[:RUN_DIGITS]
+        return cls(public, num_pages, layout, model, host, run, time.monotonic_ns(), prompts, kinds, version("tandem"))
 
     def line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
+        text = json.dumps(asdict(self)).encode()
+        return b"%s %08x\n" % (text, crc32(text))
 
     @classmethod
     def read(cls, line: bytes) -> "Header":
         """BadRecord unless line() can have written it."""
+        line, _, checksum = line.rstrip(b"\n").rpartition(b" ")
+        if checksum != b"%08x" % crc32(line):
+            raise BadRecord("its header is damaged")
         try:
             values: dict[str, Any] = json.loads(line)
             given = values.pop("config")

@@ -151,7 +151,7 @@ def begin_record(config: WorkerConfig, num_pages: int, layout: int, vocab_size: 
     if settings is None:
         return None
     header = Header.of(config, num_pages, layout, schema())
-    name = f"{config.island}-epoch{config.epoch}-pe{config.pe}"
+    name = f"{config.island}-{header.run[:8]}-epoch{config.epoch}-pe{config.pe}"
     try:
         writer = RecordWriter(Path(settings.folder), name, header, settings.max_bytes)
     except OSError as error:

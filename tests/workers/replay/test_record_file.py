@@ -2,9 +2,11 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -98,11 +100,25 @@ def test_a_changed_entry_is_refused(written: Path) -> None:
     ],
 )
 def test_other_files_are_refused(written: Path, old: bytes, new: bytes, error: str) -> None:
-    data = written.read_bytes()
-    assert old in data
-    written.write_bytes(data.replace(old, new, 1))
+    magic, header, rest = written.read_bytes().split(b"\n", 2)
+    text = header.rpartition(b" ")[0]
+    assert old in magic + b"\n" + text
+    magic, text = (magic + b"\n").replace(old, new), text.replace(old, new, 1)
+    written.write_bytes(b"%s%s %08x\n%s" % (magic, text, crc32(text), rest))
     with pytest.raises(BadRecord, match=error):
         RecordReader(written)
+
+
+def test_a_header_that_was_changed_is_refused(written: Path) -> None:
+    written.write_bytes(written.read_bytes().replace(b'"num_pages": 40', b'"num_pages": 41', 1))
+    with pytest.raises(BadRecord, match="its header is damaged"):
+        RecordReader(written)
+
+
+def test_workers_of_one_start_have_one_run(written: Path) -> None:
+    config = RecordReader(written).header.config
+    runs = [Header.of(replace(config, token=token), 40, 7, schema()).run for token in ("a", "a", "b")]
+    assert runs[0] == runs[1] != runs[2]
 
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from tandem.cluster.cli.options import AsJson
 from tandem.cluster.errors import UsageError
 
 if TYPE_CHECKING:  # `tandem --help` must not wait for torch
-    from tandem.workers.replay.kinds import ActionEntry
     from tandem.workers.replay.player import Playback, Summary
+    from tandem.workers.replay.value_types import ActionEntry
 
 MOST_SHOWN = 160  # characters of an action's arguments
 

@@ -15,10 +15,10 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.engine.engine import Engine
 from tandem.workers.replay.errors import NoReplay
-from tandem.workers.replay.kinds import schema
 from tandem.workers.replay.player import Playback, Show, Summary, replay
 from tandem.workers.replay.pushes import PushLog
 from tandem.workers.replay.record_file import Header, RecordReader, model_digest
+from tandem.workers.replay.value_types import schema
 from tandem.workers.worker import Worker, page_uses
 
 TRANSPORT = "shared_memory"  # all PEs are in this process
@@ -53,11 +53,11 @@ def _check(headers: Sequence[Header]) -> None:
     first = headers[0]
     for header in headers:
         one, other = header.config, first.config
-        run, others = (
+        mine, first_one = (
             (of.run, of.config.island, of.config.epoch, of.config.num_pes, of.num_pages, of.host)
             for of in (header, first)
         )
-        if run != others:
+        if mine != first_one:
             raise NoReplay(
                 f"the files are of {other.island!r} epoch {other.epoch}, start {first.run:.8} on boot {first.host:.8}, "
                 f"and of {one.island!r} epoch {one.epoch}, start {header.run:.8} on boot {header.host:.8}; files "
@@ -65,7 +65,7 @@ def _check(headers: Sequence[Header]) -> None:
             )
         if one.device != "cpu":
             raise NoReplay(f"the worker of PE {one.pe} computed on {one.device}; records of cpu are accepted")
-        if header.kinds != schema():
+        if header.types != schema():
             raise NoReplay(f"the record is of tandem {header.tandem}, whose values have other fields than those here")
     pes = [header.config.pe for header in headers]
     if len(set(pes)) < len(pes):

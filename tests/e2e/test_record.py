@@ -20,8 +20,8 @@ from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
-from tandem.workers.replay.kinds import TokensEntry, schema
 from tandem.workers.replay.record_file import FRAME, RecordReader
+from tandem.workers.replay.value_types import TokensEntry, schema
 from tests.e2e.test_adaptive import in_graphs
 from tests.support.island import running_island
 from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller

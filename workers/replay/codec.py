@@ -36,7 +36,7 @@ class Tag(IntEnum):
     RECORD, SHARED, KNOWN = range(14, 17)
 
 
-class Kind(NamedTuple):
+class ValueType(NamedTuple):
     """A NamedTuple or frozen dataclass that may be recorded. shared: it has an identity, which a replay keeps. secret:
     what stands in place of a field's value where prompts are not recorded."""
 
@@ -60,18 +60,18 @@ class Known(NamedTuple):
 class Encoder:
     """Writes values one after another. Keeps the numbers of objects for as long as these live. Owned by one thread."""
 
-    def __init__(self, kinds: Sequence[Kind], *, secrets: bool) -> None:
-        """secrets: whether values are written as they are, whatever Kind.secret says."""
-        self._kinds = {
-            kind.type: (
+    def __init__(self, types: Sequence[ValueType], *, secrets: bool) -> None:
+        """secrets: whether values are written as they are, whatever ValueType.secret says."""
+        self._types = {
+            one.type: (
                 number,
-                kind.shared,
+                one.shared,
                 tuple(
-                    (name, f"{kind.type.__name__}.{name}", None if secrets else kind.secret.get(name))
-                    for name in kind.fields
+                    (name, f"{one.type.__name__}.{name}", None if secrets else one.secret.get(name))
+                    for name in one.fields
                 ),
             )
-            for number, kind in enumerate(kinds)
+            for number, one in enumerate(types)
         }
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id()
         self._next = 0
@@ -117,7 +117,7 @@ class Encoder:
         put = self._puts.get(type(value))
         if put is not None:
             put(value, where)
-        elif type(value) in self._kinds:
+        elif type(value) in self._types:
             self._record(value, where)
         elif (known := self._numbers.get(id(value))) is not None:
             self._out.append(Tag.KNOWN)
@@ -185,7 +185,7 @@ class Encoder:
         self._out += value.tobytes()
 
     def _record(self, value: Any, where: str) -> None:
-        number, shared, names = self._kinds[type(value)]
+        number, shared, names = self._types[type(value)]
         if shared:
             known = self._numbers.get(id(value))
             self._out.append(Tag.SHARED if known is None else Tag.KNOWN)
@@ -203,8 +203,8 @@ class Encoder:
 class Decoder:
     """Reads what one Encoder has written, in the same order. BadRecord for anything that it cannot have written."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
-        self._kinds = [(kind.type, len(kind.fields)) for kind in kinds]
+    def __init__(self, types: Sequence[ValueType]) -> None:
+        self._types = [(one.type, len(one.fields)) for one in types]
         self.known: dict[int, object] = {}  # by number; the caller adds what a result's Known stand for
         self._data = memoryview(b"")
         self._at = 0
@@ -308,11 +308,11 @@ class Decoder:
         shape, size = [self._varint() for _ in range(ndim)], DTYPES[number].itemsize
         for length in shape:
             size *= length
-        return np.frombuffer(bytes(self._take(size)), DTYPES[number]).reshape(shape).copy()
+        return np.frombuffer(self._take(size), DTYPES[number]).reshape(shape).copy()
 
     def _record(self, depth: int) -> Any:
         number = self._varint()
-        if number >= len(self._kinds):
-            raise BadRecord(f"a record is of type {number}; there are {len(self._kinds)}")
-        kind, count = self._kinds[number]
-        return kind(*[self._value(depth) for _ in range(count)])
+        if number >= len(self._types):
+            raise BadRecord(f"a record is of type {number}; there are {len(self._types)}")
+        made, count = self._types[number]
+        return made(*[self._value(depth) for _ in range(count)])

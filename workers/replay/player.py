@@ -11,7 +11,10 @@ import numpy as np
 from tandem.workers.engine.engine import ACTIONS, Engine
 from tandem.workers.replay.codec import Decoder, Known
 from tandem.workers.replay.errors import BadRecord
-from tandem.workers.replay.kinds import (
+from tandem.workers.replay.pushes import PushLog
+from tandem.workers.replay.record_file import RecordReader
+from tandem.workers.replay.recorder import PARAMETERS
+from tandem.workers.replay.value_types import (
     SECRET_RESULTS,
     ActionEntry,
     EndEntry,
@@ -19,11 +22,8 @@ from tandem.workers.replay.kinds import (
     ResultEntry,
     TokensEntry,
     Unnoted,
-    kinds,
+    value_types,
 )
-from tandem.workers.replay.pushes import PushLog
-from tandem.workers.replay.record_file import RecordReader
-from tandem.workers.replay.recorder import PARAMETERS
 
 WHOLE_ENDS = frozenset({"the worker left its island", "its process ended"})  # all that the worker wrote is replayed
 MOST_SHOWN = 400  # characters of a value
@@ -93,7 +93,7 @@ class Playback:
         self._whole = whole
         self._awaited: set[int] = set()  # sequences that a peer writes
         self._tells = True  # whether tokens can be compared
-        self._decoder = Decoder(kinds())
+        self._decoder = Decoder(value_types())
         self.action: Any = None  # the last one
         self._number = 0  # of the next one
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.stored_layers import Stages
-from tandem.workers.replay.kinds import Pushed
+from tandem.workers.replay.value_types import Pushed
 
 
 class PushLog(PageWriter):

@@ -43,7 +43,7 @@ class Header:
     num_pages: of every pool, as Worker.open() got it. layout: KVLayout.fingerprint. model: SHA-256 of the checkpoint's
     config.json. host: the boot of the host; only its records share a clock. run: the same of all workers that one start
     of a cluster made: a digest of the secret that they share. began: of that clock, in nanoseconds.
-    prompts: whether the record has token ids. kinds: the types of its values and their fields.
+    prompts: whether the record has token ids. types: those of its values and their fields.
     """
 
     config: WorkerConfig
@@ -54,17 +54,17 @@ class Header:
     run: str
     began: int
     prompts: bool
-    kinds: list[list[str]]
+    types: list[list[str]]
     tandem: str
 
     @classmethod
-    def of(cls, config: WorkerConfig, num_pages: int, layout: int, kinds: list[list[str]]) -> "Header":
+    def of(cls, config: WorkerConfig, num_pages: int, layout: int, types: list[list[str]]) -> "Header":
         """That of a worker which begins now. The header has no secret of the worker's."""
         prompts = config.record is not None and config.record.prompts
         public = replace(config, token="", logging=LogSettings(), record=None)
         model, host = model_digest(Path(config.model_path)), BOOT_ID.read_text().strip()
         run = sha256(f"{MAGIC} {config.token}".encode()).hexdigest()[:RUN_DIGITS]
-        return cls(public, num_pages, layout, model, host, run, time.monotonic_ns(), prompts, kinds, version("tandem"))
+        return cls(public, num_pages, layout, model, host, run, time.monotonic_ns(), prompts, types, version("tandem"))
 
     def line(self) -> bytes:
         text = json.dumps(asdict(self)).encode()

@@ -15,7 +15,10 @@ from tandem.workers.config import WorkerConfig
 from tandem.workers.engine.engine import ACTIONS, Engine
 from tandem.workers.replay.codec import Encoder
 from tandem.workers.replay.errors import NotAValue, RecordError
-from tandem.workers.replay.kinds import (
+from tandem.workers.replay.pseudonyms import Pseudonyms
+from tandem.workers.replay.pushes import PushLog
+from tandem.workers.replay.record_file import Header, RecordWriter
+from tandem.workers.replay.value_types import (
     HANDLES,
     SECRET_RESULTS,
     UNNOTED,
@@ -24,13 +27,10 @@ from tandem.workers.replay.kinds import (
     ResultEntry,
     TokensEntry,
     Unnoted,
-    kinds,
     schema,
     secret_arguments,
+    value_types,
 )
-from tandem.workers.replay.pseudonyms import Pseudonyms
-from tandem.workers.replay.pushes import PushLog
-from tandem.workers.replay.record_file import Header, RecordWriter
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 
@@ -46,7 +46,7 @@ class Recorder:
         self._writer: RecordWriter | None = writer
         self._began = began
         self._tells = pseudonyms is None
-        self._encoder = Encoder(kinds(pseudonyms), secrets=pseudonyms is None)
+        self._encoder = Encoder(value_types(pseudonyms), secrets=pseudonyms is None)
         self._secrets = secret_arguments(pseudonyms) if pseudonyms else {}
         self._pushes: PushLog | None = None
         self._actions = 0

@@ -16,7 +16,7 @@ from tandem.transfer.recall import Recall
 from tandem.workers.engine.admission import Admission
 from tandem.workers.replay.codec import DTYPES, LONG, MOST_NESTED, Decoder, Encoder, Known, Tag
 from tandem.workers.replay.errors import BadRecord, NotAValue
-from tandem.workers.replay.kinds import kinds
+from tandem.workers.replay.value_types import value_types
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -44,11 +44,11 @@ VALUES = st.recursive(
 
 
 def encoder() -> Encoder:
-    return Encoder(kinds(), secrets=True)
+    return Encoder(value_types(), secrets=True)
 
 
 def back(value: object) -> Any:
-    return Decoder(kinds()).decode(encoder().encode(value, "value"))
+    return Decoder(value_types()).decode(encoder().encode(value, "value"))
 
 
 @given(VALUES)
@@ -75,7 +75,7 @@ def test_types_of_actions_come_back() -> None:
 
 
 def test_rules_are_sent_once_and_stay_the_same_object() -> None:
-    writes, reads = encoder(), Decoder(kinds())
+    writes, reads = encoder(), Decoder(value_types())
     rules = LogitRules(SamplingParams(presence_penalty=1.0), frozenset({7}), np.arange(3), 1, 2)
     batch = SampleBatch.from_params([SamplingParams(temperature=0)] * 2, [rules, None])
     first, second = writes.encode(batch, "batch"), writes.encode(batch, "batch")
@@ -95,7 +95,7 @@ def test_an_object_without_a_value_is_known_by_its_number() -> None:
     class Samples:
         pass
 
-    writes, reads, samples = encoder(), Decoder(kinds()), Samples()
+    writes, reads, samples = encoder(), Decoder(value_types()), Samples()
     number = writes.number(samples)
     data = writes.encode((samples,), "result")
     assert reads.decode(data) == (Known(number),)
@@ -121,14 +121,14 @@ def test_what_is_no_value_is_named_with_its_field() -> None:
 @given(st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     with suppress(BadRecord):
-        Decoder(kinds()).decode(data)
+        Decoder(value_types()).decode(data)
 
 
 @given(VALUES, st.data())
 def test_a_cut_value_is_refused(value: object, data: st.DataObject) -> None:
     written = encoder().encode(value, "value")
     with pytest.raises(BadRecord):
-        Decoder(kinds()).decode(written[: data.draw(st.integers(0, len(written) - 1))])
+        Decoder(value_types()).decode(written[: data.draw(st.integers(0, len(written) - 1))])
 
 
 def test_deep_values_are_refused() -> None:
@@ -144,4 +144,4 @@ def test_fields_that_a_type_refuses_are_bad() -> None:
     runs = data.index(Tag.ARRAY)
     data[runs : runs + 8] = bytes([Tag.NONE])
     with pytest.raises(BadRecord, match="cannot be read"):
-        Decoder(kinds()).decode(bytes(data))
+        Decoder(value_types()).decode(bytes(data))

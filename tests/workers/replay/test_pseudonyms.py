@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.workers.replay.codec import Encoder
-from tandem.workers.replay.kinds import kinds
 from tandem.workers.replay.pseudonyms import Pseudonyms
+from tandem.workers.replay.value_types import value_types
 from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -58,7 +58,9 @@ def test_no_value_that_is_written_has_the_tokens() -> None:
         PromptChunks([1], [tokens], [16]),
         LogitRules(params, frozenset({40_005}), tokens, 0, 0),
     ]
-    written = b"".join(Encoder(kinds(Pseudonyms(PAGE, VOCAB)), secrets=False).encode(one, "value") for one in values)
+    written = b"".join(
+        Encoder(value_types(Pseudonyms(PAGE, VOCAB)), secrets=False).encode(one, "value") for one in values
+    )
     assert b"secret" not in written
     for token in range(40_000, 40_016):
         assert token.to_bytes(3, "little") not in written

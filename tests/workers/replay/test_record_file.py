@@ -15,9 +15,9 @@ from tandem.cache.operations.holdings import PageCounts
 from tandem.workers.config import RecordSettings, Role, SpeculationSettings, WorkerConfig
 from tandem.workers.replay.codec import Decoder
 from tandem.workers.replay.errors import BadRecord, RecordError
-from tandem.workers.replay.kinds import kinds, schema
 from tandem.workers.replay.record_file import FRAME, Header, RecordReader, RecordWriter
 from tandem.workers.replay.recorder import END_BYTES, Recorder, begin_record
+from tandem.workers.replay.value_types import schema, value_types
 
 ENGINE: Any = SimpleNamespace(pages=PageCounts(9, 8, 1, 0))
 ENTRIES = [b"one", b"two" * 10, b"three" * 100]
@@ -176,7 +176,7 @@ def test_an_error_of_an_action_is_noted_and_raised(config: WorkerConfig) -> None
         recorder.act(ENGINE, "free", (1,), fails)
     recorder.close()
     (path,) = Path(config.record.folder).iterdir()  # type: ignore[union-attr]
-    decoder = Decoder(kinds())
+    decoder = Decoder(value_types())
     entries = [decoder.decode(entry) for _, entry in RecordReader(path).entries()]
     assert [type(entry).__name__ for entry in entries] == ["ActionEntry", "ResultEntry", "EndEntry"]
     assert entries[1].raised == "KeyError"

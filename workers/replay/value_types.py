@@ -14,7 +14,7 @@ from tandem.transfer.recall import Recall
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.captures import Captures
 from tandem.workers.engine.step import Step, StepDrafts
-from tandem.workers.replay.codec import Kind
+from tandem.workers.replay.codec import ValueType
 from tandem.workers.replay.pseudonyms import Pseudonyms, without_tokens, zeros
 from tandem.workers.requests.post import DigestRange, Post
 from tandem.workers.runner.encoder_prompts import PromptChunks
@@ -79,22 +79,24 @@ HANDLES = (PromptLogits,)
 UNNOTED = (PackedLogprobs,)
 
 
-def kinds(pseudonyms: Pseudonyms | None = None) -> list[Kind]:
+def value_types(pseudonyms: Pseudonyms | None = None) -> list[ValueType]:
     """pseudonyms: of a record without prompts."""
     tokens, salt = (pseudonyms.tokens, pseudonyms.salt) if pseudonyms else (_itself, _itself)
     return [
-        *map(Kind, (*ENTRIES, Unnoted, Pushed, PageCounts)),
-        *map(Kind, (Admission, EncoderPrompt, SlidingWindow, PositionMap, SlotRuns, Sliding, Recall, Signal)),
-        *map(Kind, (Post, DigestRange)),
-        Kind(SampleBatch, shared=True, secret={"masks": _allowing_all}),  # steps of the same rows have the same one
-        Kind(PromptSpec, secret={"token_ids": tokens, "salt": salt}),
-        Kind(PromptChunks, secret={"chunks": _all_zeros}),
-        Kind(Scored, secret={"targets": zeros}),
-        Kind(DecodeStep, secret={"tokens": zeros}),
-        *map(Kind, (Captures, Step)),
-        Kind(StepDrafts, secret={"tokens": _all_zeros, "contexts": _all_zeros}),
-        *map(Kind, (SamplingParams, Guided, Thinking)),
-        Kind(
+        *map(ValueType, (*ENTRIES, Unnoted, Pushed, PageCounts)),
+        *map(ValueType, (Admission, EncoderPrompt, SlidingWindow, PositionMap, SlotRuns, Sliding, Recall, Signal)),
+        *map(ValueType, (Post, DigestRange)),
+        ValueType(
+            SampleBatch, shared=True, secret={"masks": _allowing_all}
+        ),  # steps of the same rows have the same one
+        ValueType(PromptSpec, secret={"token_ids": tokens, "salt": salt}),
+        ValueType(PromptChunks, secret={"chunks": _all_zeros}),
+        ValueType(Scored, secret={"targets": zeros}),
+        ValueType(DecodeStep, secret={"tokens": zeros}),
+        *map(ValueType, (Captures, Step)),
+        ValueType(StepDrafts, secret={"tokens": _all_zeros, "contexts": _all_zeros}),
+        *map(ValueType, (SamplingParams, Guided, Thinking)),
+        ValueType(
             LogitRules,
             shared=True,
             secret={"params": without_tokens, "stop_ids": lambda _: frozenset(), "context": zeros},
@@ -104,7 +106,7 @@ def kinds(pseudonyms: Pseudonyms | None = None) -> list[Kind]:
 
 def schema() -> list[list[str]]:
     """The types and their fields, for a file's header."""
-    return [[kind.type.__name__, *kind.fields] for kind in kinds()]
+    return [[one.type.__name__, *one.fields] for one in value_types()]
 
 
 def secret_arguments(pseudonyms: Pseudonyms) -> dict[str, Any]:

@@ -62,10 +62,14 @@ def serve(
         Literal["completions", "chat"], typer.Option(help="With --url: prompts as token ids, or chats as text.")
     ] = "completions",
     model_name: Annotated[str | None, typer.Option(help="The served model's name; with --url the first one's.")] = None,
-    mix: Annotated[str | None, typer.Option(help="A, A2, B, C or laptop: lengths of prompts and outputs, SLO.")] = None,
+    mix: Annotated[
+        str | None, typer.Option(help="A, A2, B, C, bursty, mixed or laptop: lengths, arrivals and SLO.")
+    ] = None,
     prompt_tokens: Annotated[
         str | None,
-        typer.Option(help="Instead of the mix's: fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:CAP."),
+        typer.Option(
+            help="Instead of the mix's: fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:CAP, either:LOW:HIGH:SHARE."
+        ),
     ] = None,
     output_tokens: Annotated[str | None, typer.Option(help="The same for outputs.")] = None,
     prefix: Annotated[int, typer.Option(min=0, help="Tokens of a system prompt that requests share.")] = 0,
@@ -83,7 +87,9 @@ def serve(
     requests: Annotated[int | None, typer.Option(min=1, help="Measured ones instead, of a sweep's trial, too.")] = None,
     warmup_seconds: Annotated[float, typer.Option(min=0, help="Of arrivals before those that are measured.")] = 3.0,
     tail_seconds: Annotated[float, typer.Option(min=0, help="Of arrivals after them, while they run.")] = 5.0,
-    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts (gamma); inf: even.")] = 1.0,
+    burstiness: Annotated[
+        float | None, typer.Option(help="1: Poisson; less: bursts (gamma); inf: even. Else the mix's.")
+    ] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(min=0, help="Most time to first token; else the mix's.")] = None,
     slo_gap_ms: Annotated[float | None, typer.Option(min=0, help="Most p90 gap of a request; else the mix's.")] = None,
     slo_fraction: Annotated[float | None, typer.Option(min=0.01, max=1, help="Of requests that keep both.")] = None,
@@ -121,12 +127,12 @@ def serve(
     files = (None if path is None else str(path) for path in (token_file, tls_ca, tls_cert, tls_key))
     settings = Settings(
         TargetSpec(grpc or "", tuple(url or ()), endpoint, model_name or "", salt, *files),
-        LoadOptions(seconds, requests, warmup_seconds, tail_seconds, burstiness, max_concurrency, timeout),
+        LoadOptions(seconds, requests, warmup_seconds, tail_seconds, max_concurrency=max_concurrency, timeout=timeout),
         mix=mix, prompt_tokens=prompt_tokens, output_tokens=output_tokens, prefix=prefix, prefixes=prefixes,
         turns=turns, pause_seconds=pause_seconds, trace=trace, rates=tuple(rate or ()),
         sweeps=sweep or not (rate or trace), slo_ttft_ms=slo_ttft_ms, slo_gap_ms=slo_gap_ms,
-        slo_fraction=slo_fraction, precision=precision, budget_seconds=budget_seconds, processes=processes, seed=seed,
-        vocab_size=vocab_size,
+        slo_fraction=slo_fraction, burstiness=burstiness, precision=precision, budget_seconds=budget_seconds,
+        processes=processes, seed=seed, vocab_size=vocab_size,
     )  # fmt: skip
     settings.check()
     if plot is not None:

@@ -103,6 +103,14 @@ def test_several_servers_get_requests_in_turns(island: Island, capsys: Capture) 
     assert (run["completed"], run["failed"]) == (20, 0)
 
 
+def test_a_mix_says_how_requests_arrive_unless_it_is_asked_for(island: Island, capsys: Capture) -> None:
+    runs = [
+        results(capsys, *address(island, "grpc"), "--mix", "bursty", *QUICK, *LENIENT, *more)["runs"][0]
+        for more in ([], ["--burstiness", "2"])
+    ]
+    assert [run["burstiness"] for run in runs] == [0.25, 2.0]
+
+
 @pytest.mark.long
 def test_processes_share_a_load(island: Island, capsys: Capture, tmp_path: Path) -> None:
     output = tmp_path / "out" / "serve.json"
@@ -141,11 +149,11 @@ def test_a_sweep_with_a_plot(island: Island, capsys: Capture, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--mix", "D"], "--mix is 'D'; A, A2, B, C, laptop are accepted"),
+        (["--mix", "D"], "--mix is 'D'; A, A2, B, C, bursty, mixed, laptop are accepted"),
         (["--rate", "0"], "--rate is 0; it must be above 0"),
         (["--rate", "nan"], "--rate is nan; it must be above 0"),
         (["--burstiness", "0"], "--burstiness is 0; it must be above 0"),
-        (["--output-tokens", "many"], "--output-tokens is 'many'; it must be fixed:TOKENS, uniform:LOW:HIGH or"),
+        (["--output-tokens", "many"], "--output-tokens is 'many'; it must be fixed:TOKENS, uniform:LOW:HIGH"),
         (["--grpc", "a:1", "--url", "http://b"], "give --grpc HOST:PORT, --url URL, or neither"),
         (["--endpoint", "chat", "--grpc", "a:1"], "--endpoint is chat; it needs --url"),
         (["--url", "ftp://a"], "--url is 'ftp://a'; one like http://127.0.0.1:8000 is accepted"),

@@ -36,6 +36,7 @@ def numbers_of(timelines: Sequence[Timeline], slo: Slo, overdue: int = 0) -> Num
     begin = min((each.sent for each in timelines), default=0.0)
     duration = max((each.sent + each.e2el for each in done), default=begin) - begin
     good = sum(each.meets(slo) for each in timelines)
+    good_by_mean = sum(each.meets(slo, mean_gap=True) for each in timelines)
     inputs, outputs = sum(each.prompt_tokens for each in done), sum(each.output_tokens for each in done)
     late = np.array([each.late for each in timelines] or [0.0]) * 1e3
     numbers: Numbers = {
@@ -49,6 +50,7 @@ def numbers_of(timelines: Sequence[Timeline], slo: Slo, overdue: int = 0) -> Num
         "output_throughput": _per(outputs, duration),
         "total_token_throughput": _per(inputs + outputs, duration),
         "slo_attainment": _per(good, len(timelines) + overdue),
+        "slo_attainment_mean_gap": _per(good_by_mean, len(timelines) + overdue),
         "total_cached_tokens": sum(each.cached_tokens for each in done),
         "total_reusable_tokens": sum(each.reusable_tokens for each in done),
         "tokens_per_message": _per(outputs, sum(len(each.seconds) for each in done)),

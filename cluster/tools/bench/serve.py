@@ -186,7 +186,7 @@ async def serve_bench(settings: Settings, embedded: str | None, show: Show) -> R
     workload.check()
     found = None
     async with Generators(settings.num_processes, dataclasses.replace(spec, model=served.model)) as generators:
-        bench = Bench(generators.run, workload, settings.slo, settings.load, show)
+        bench = Bench(generators.run, workload, settings.slo, settings.load_options, show)
         if settings.sweeps:
             found = await bench.sweep(settings.start_rate, settings.precision, settings.budget)
         else:

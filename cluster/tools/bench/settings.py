@@ -52,6 +52,7 @@ class Settings:
     slo_ttft_ms: float | None
     slo_gap_ms: float | None
     slo_fraction: float | None
+    burstiness: float | None
     precision: float
     budget_seconds: float | None
     processes: int | None
@@ -66,8 +67,8 @@ class Settings:
             raise UsageError(f"--mix is {self.mix!r:.80}; {', '.join(MIXES)} are accepted")
         if bad := [rate for rate in self.rates if not 0 < rate <= 1e6]:
             raise UsageError(f"--rate is {bad[0]:g}; it must be above 0 and at most 1000000 requests/s")
-        if not self.load.burstiness > 0:
-            raise UsageError(f"--burstiness is {self.load.burstiness:g}; it must be above 0: 1 is Poisson, inf is even")
+        if self.burstiness is not None and not self.burstiness > 0:
+            raise UsageError(f"--burstiness is {self.burstiness:g}; it must be above 0: 1 is Poisson, inf is even")
         if self.trace is not None and self.turns > 1:
             raise UsageError("--trace has requests of its own; leave --turns out")
         if self.target.endpoint == "chat" and not self.target.urls:
@@ -90,6 +91,11 @@ class Settings:
     def slo(self) -> Slo:
         given = {"ttft_ms": self.slo_ttft_ms, "gap_ms": self.slo_gap_ms, "fraction": self.slo_fraction}
         return dataclasses.replace(self._mix.slo, **{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def load_options(self) -> LoadOptions:
+        given = self._mix.burstiness if self.burstiness is None else self.burstiness
+        return dataclasses.replace(self.load, burstiness=given)
 
     @property
     def start_rate(self) -> float:

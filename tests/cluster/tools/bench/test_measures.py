@@ -61,6 +61,16 @@ def test_both_sides_of_the_slo_must_be_kept() -> None:
     assert not timeline(1.0, *tenth_late, error="broken").meets(SLO)
 
 
+def test_by_the_mean_gap_rare_and_frequent_long_gaps_count_alike() -> None:
+    often = timeline(1.0, *np.cumsum([0.1, *[0.005] * 8, 0.03, 0.03]))  # mean 10 ms, p90 30 ms
+    once = timeline(1.0, *np.cumsum([0.1, *[0.005] * 11, 0.3]))  # mean 30 ms, p90 5 ms
+    assert (often.meets(SLO), often.meets(SLO, mean_gap=True)) == (False, True)
+    assert (once.meets(SLO), once.meets(SLO, mean_gap=True)) == (True, False)
+    assert not timeline(1.0, 0.6, 0.601).meets(SLO, mean_gap=True)  # the first token is late
+    numbers = numbers_of([often, once, once], SLO)
+    assert (numbers["slo_attainment"], numbers["slo_attainment_mean_gap"]) == (2 / 3, 1 / 3)
+
+
 def test_tokens_that_come_together_make_no_gap_shorter() -> None:
     together = timeline(1.0, *(0.1 + 0.03 * step for step in range(5)), tokens=20)
     assert not together.meets(SLO)

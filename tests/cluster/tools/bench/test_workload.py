@@ -47,13 +47,31 @@ def test_lengths_of_the_mixes(mix: str) -> None:
     assert (min(outputs), max(outputs)) == (128, 384)
 
 
-@pytest.mark.parametrize("text", ["fixed:7", "uniform:3:9", "lognormal:800:0.8:8192"])
+def test_either_draws_two_lengths_by_its_share() -> None:
+    lengths, generator = MIXES["mixed"].prompts, np.random.default_rng(1)
+    drawn = np.array([lengths.sample(generator) for _ in range(COUNT)])
+    assert set(drawn) == {128, 12288}
+    assert (drawn == 12288).mean() == pytest.approx(0.05, rel=0.2)
+
+
+@pytest.mark.parametrize("text", ["either:128:12288:0.05", "fixed:7", "uniform:3:9", "lognormal:800:0.8:8192"])
 def test_lengths_are_read_and_shown_alike(text: str) -> None:
     assert str(Lengths.parse("--prompt-tokens", text)) == text
 
 
 @pytest.mark.parametrize(
-    "text", ["7", "fixed:0", "uniform:9:3", "uniform:1", "lognormal:9:1:3", "fixed:x", "fixed:nan"]
+    "text",
+    [
+        "7",
+        "fixed:0",
+        "uniform:9:3",
+        "uniform:1",
+        "lognormal:9:1:3",
+        "fixed:x",
+        "fixed:nan",
+        "either:1:2",
+        "either:1:2:1.5",
+    ],
 )
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--prompt-tokens is .*uniform:LOW:HIGH"):

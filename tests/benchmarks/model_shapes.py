@@ -1,7 +1,9 @@
-"""Folders with a config.json of a real shape, for load_format dummy: random weights, and no tokenizer."""
+"""Folders with a config.json of a real shape, for load_format dummy: random weights; a tokenizer where it is added."""
 
 import json
 from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 DRAFT_VOCABULARY = 32_000  # of an EAGLE-3 head
 COMMON = {
@@ -65,6 +67,28 @@ def write_shape(name: str, folder: Path) -> Path:
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(COMMON | SHAPES[name], indent=1) + "\n", encoding="utf-8")
     return made
+
+
+def write_tiny(folder: Path) -> Path:
+    """A folder in `folder` with a shape that a CPU serves."""
+    made = folder / "tiny"
+    made.mkdir(parents=True, exist_ok=True)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes |= {"head_dim": 16, "num_key_value_heads": 2, "vocab_size": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    config = COMMON | sizes | {"tie_word_embeddings": False, "torch_dtype": "float32"}
+    (made / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return made
+
+
+def add_tokenizer(model: Path) -> None:
+    """A tokenizer with a word for each id of the model's vocabulary, so that servers make text of what they sample."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    words = {f"w{number}": number for number in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(model / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": f"w{config['eos_token_id']}"}
+    (model / "tokenizer_config.json").write_text(json.dumps(named) + "\n", encoding="utf-8")
 
 
 def write_eagle3(name: str, folder: Path) -> Path:

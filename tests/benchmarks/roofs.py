@@ -59,3 +59,35 @@ def prefill_flops(config: ModelConfig, length: int) -> float:
 def prefill_floor(config: ModelConfig, length: int, roofs: Roofs) -> float:
     weights = product_weights(config) * config.dtype.itemsize / roofs.copy
     return max(weights, prefill_flops(config, length) / roofs.product)
+
+
+def parameters(config: ModelConfig) -> int:
+    """Elements of all weights of a dense model, but for norms."""
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return product_weights(config) + embedding
+
+
+def goodput_roof(config: ModelConfig, prompts: Lengths, outputs: Lengths, roofs: Roofs, step: float) -> float:
+    """Requests a second that one device can serve for ever with steps of at most `step` seconds.
+
+    prompts, outputs: int64 [requests], tokens, a sample of what comes. A request costs
+
+        f = 2 · parameters · (prompt + output) + attention    FLOP; attention: half of the prompt's square, all layers
+        k = Σ over its outputs of the positions stored        read once a step, times the bytes of a position
+
+    on average. At r requests a second a step of T seconds has r · T · f FLOP and reads r · T · k bytes of KV. Its
+    products take that time or the time in which weights are read once, whichever is longer; then KV is read:
+
+        T = max(weights / C, r · T · f / F) + r · T · k / C
+
+    so r = min(1 / (f / F + k / C), (1 - weights / (C · T)) · C / k). By convention each token costs 2 FLOP a
+    parameter. A prompt needs its head only once and an embedding is no product, so the hard limit of Qwen3-8B is some
+    10 % higher. Chunks that read the KV of chunks before them, queues and host time are left out.
+    """
+    heads = config.num_layers * config.num_heads * config.head_dim
+    tokens = float((prompts + outputs).mean())
+    flops = 2 * parameters(config) * tokens + 2 * heads * float((prompts.astype(float) ** 2).mean())
+    stored = prompts * outputs + outputs * outputs // 2
+    read = kv_seconds(config, stored, roofs) / stored.size
+    weights = product_weights(config) * config.dtype.itemsize / roofs.copy
+    return max(0.0, min(1 / (flops / roofs.product + read), (1 - weights / step) / read))

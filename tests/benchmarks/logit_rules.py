@@ -17,6 +17,7 @@ import torch
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.sampling.guided import Constraint, Grammars, Guided, masks_of
 from tandem.workers.sampling.logit_rules import LogitRules
+from tandem.workers.sampling.pending_samples import LateSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.benchmarks.model_shapes import SHAPES, shape_name
@@ -60,15 +61,15 @@ class RulesBench(Bench):
         for step in range(1, WARM_STEPS + STEPS + 1):
             if step == WARM_STEPS:
                 began = time.perf_counter()
-            if grammars:
-                self.runner.mask(masks_of(constraints))
+            if isinstance(flight, LateSamples):
+                flight.launch(masks_of(constraints))
             following = self.runner.step(ids, tokens, np.arange(rows), sampling, stored + step)
             sampled = flight.wait().token_ids
             for row, constraint in grammars:
                 constraint.follow([int(sampled[row])])
             flight = following
-        if grammars:
-            self.runner.mask(masks_of(constraints))
+        if isinstance(flight, LateSamples):
+            flight.launch(masks_of(constraints))
         seconds = (time.perf_counter() - began) / (STEPS + 1)
         flight.wait()
         torch.cuda.synchronize()

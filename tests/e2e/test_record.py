@@ -124,6 +124,7 @@ def test_a_storm_is_replayed(files: list[Path]) -> None:
     assert summary.page_ids > 100
     assert summary.prefix_hits
     assert summary.by_name["take_back"]  # drafts that were not accepted
+    assert summary.by_name["mask"]
     assert set(summary.ends.values()) == {"the worker left its island"}
 
 

@@ -222,8 +222,6 @@ class Decodes:
         try:
             self._masks.settle()
             alone, behind = step is not None and forward is None, steps.behind
-            if step is not None and behind is None:
-                step = self._masks.known(step, self._rows.requests)
             if self.is_verifying:
                 following = self._speculation.follow(self._rows) if alone else None
                 if following is not None:
@@ -237,6 +235,7 @@ class Decodes:
                 if behind is None:
                     beside = self._take_prompt_tokens()
                     steps.reading = self._speculation.launch(self._rows, step, drafts, beside)
+                    self._masks.launched(step, steps.reading.requests)
                     if not beside:  # else the next launch would wait until the prompts are done
                         steps.behind = self._speculation.follow(self._rows)
                 else:
@@ -245,6 +244,8 @@ class Decodes:
                 launch = forward or (lambda step: self._speculation.step(self._rows, step))
                 launched = None if step is None else self._launched(step, launch(step))
                 steps.launched(launched, overlaps=self._engine.capabilities.overlaps)
+            if behind is None:
+                self._masks.settle()  # the device computes meanwhile
             self._published.prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
         except Exception as error:

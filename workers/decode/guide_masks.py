@@ -9,29 +9,23 @@ from tandem.workers.scheduling.batch import DecodeStep
 
 
 class GuideMasks:
-    """Owned by the step thread. A mask follows from the token before.
+    """Owned by the step thread. A mask follows from the token before, and other threads compute it.
 
-    - A step that is launched while no other is in flight takes its masks along.
-    - A step that is launched behind another samples nothing until that one is read. Then settle() hands its masks over.
+    So a step is launched first, and samples nothing until settle() hands its masks over: behind the launch where no
+    other step is in flight, else once that one is read.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._late: Sequence[DecodeRequest] = ()  # rows of the step in flight, while it waits for masks
-
-    def known(self, step: DecodeStep, requests: Sequence[DecodeRequest]) -> DecodeStep:
-        """The step with its masks, behind tokens that are all known. Waits for them."""
-        if not step.sampling.lacks_masks:
-            return step
-        return step._replace(sampling=step.sampling.masked(request.constraint for request in requests))
+        self._late: Sequence[DecodeRequest] = ()  # rows of the step that was launched last, while it waits for masks
 
     def launched(self, step: DecodeStep, requests: Sequence[DecodeRequest]) -> None:
         """The step was launched, with these rows."""
-        if step.sampling.lacks_masks:
+        if step.sampling.is_guided:
             self._late = requests
 
     def settle(self) -> None:
-        """All steps but the last one that was launched are read. Before anything more is launched."""
+        """All steps but the last one that was launched are read. Before anything more is launched; waits for masks."""
         requests, self._late = self._late, ()
         if requests:
             self._engine.mask(masks_of(request.constraint for request in requests))

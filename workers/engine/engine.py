@@ -22,7 +22,7 @@ from tandem.workers.engine.step import DraftsFailed, Launched, Step, StepDrafts
 from tandem.workers.requests.post import Post
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.step_inputs import StepInputs
-from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.pending_samples import LateSamples, PendingSamples
 from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SlidingWindow
@@ -54,6 +54,7 @@ class Engine:
         self._recalls = RecallDesk(transport)
         self._recalled = RecallInbox(transport)
         self._num_prompt_launches = 0
+        self._late: LateSamples | None = None  # of the last step, until its masks come
         self.layout = cache.layout
         self.max_sequence_length = cache.max_sequence_length
         rows = num_request_rows(transport)
@@ -140,18 +141,15 @@ class Engine:
 
     @action
     def launch(self, step: Step) -> Launched:
-        """Launches one forward, with eager kernels computes it. Raises DraftsFailed."""
-        rows = step.rows
-        if rows is None:
+        """Launches one forward, with eager kernels computes it. A step with guided rows samples nothing before mask(),
+        and no other follows. Raises DraftsFailed."""
+        if step.rows is None:
             return self._launch_prompts(step)
-        if step.chunks is not None:
-            pending, logits = self._runner.step_with_prompts(rows.sequence_ids, StepInputs(*rows[1:]), step.chunks)
-            return Launched(pending, None, self._named(logits))
-        if step.drafts is not None:
-            return self._launch_drafts(rows, step.drafts)
-        if step.foreseen:
-            return Launched(self._runner.step_foreseen(rows.sequence_ids, rows.tokens))
-        return Launched(self._runner.step(*rows, alone=step.alone))
+        assert self._late is None, "mask() comes first"
+        launched = self._launch_rows(step.rows, step)
+        if isinstance(launched.rows, LateSamples):
+            self._late = launched.rows
+        return launched
 
     @action
     def prepare(self, rows: DecodeStep) -> None:
@@ -173,11 +171,16 @@ class Engine:
 
     @action
     def sample(
-        self, logits: PromptLogits, sampling: SampleBatch, positions: Int64Array, posts: Sequence[Post]
+        self,
+        logits: PromptLogits,
+        sampling: SampleBatch,
+        positions: Int64Array,
+        posts: Sequence[Post],
+        masks: Int32Array | None = None,
     ) -> PendingSamples:
         """Samples a token for each row of the logits, see ModelRunner.sample_async. Then it posts them, in order: each
         signal comes behind all writes to its PE that were launched before. Raises PeerGone."""
-        tokens, pending = self._runner.sample_async(logits.on_device, sampling, positions)
+        tokens, pending = self._runner.sample_async(logits.on_device, sampling, positions, masks)
         for post in posts:
             payload = tokens[post.row]
             if post.digest is not None:
@@ -187,12 +190,15 @@ class Engine:
 
     @action
     def mask(self, masks: Int32Array) -> None:
-        """The masks of the step that was launched last without them; see SampleBatch.masks. It is sampled now."""
-        self._runner.mask(masks)
+        """The masks of the guided rows of the step that was launched last, see masks_of(). It samples now."""
+        late, self._late = self._late, None
+        assert late is not None, "the last step waits for no masks"
+        late.launch(masks)
 
     @action
     def drain(self) -> None:
-        """See ModelRunner.drain."""
+        """See ModelRunner.drain. What waits for its masks is never sampled."""
+        self._late = None
         self._runner.drain()
 
     # Actions: transfers
@@ -306,6 +312,16 @@ class Engine:
             return Launched(prompts=self._named(self._runner.prompts(*step.chunks, push=step.push)))
         logits, scored = self._runner.scored_prompts(step.chunks, step.scored, push=step.push)
         return Launched(prompts=self._named(logits), scored=scored)
+
+    def _launch_rows(self, rows: DecodeStep, step: Step) -> Launched:
+        if step.chunks is not None:
+            pending, logits = self._runner.step_with_prompts(rows.sequence_ids, StepInputs(*rows[1:]), step.chunks)
+            return Launched(pending, None, self._named(logits))
+        if step.drafts is not None:
+            return self._launch_drafts(rows, step.drafts)
+        if step.foreseen:
+            return Launched(self._runner.step_foreseen(rows.sequence_ids, rows.tokens))
+        return Launched(self._runner.step(*rows, alone=step.alone))
 
     def _launch_drafts(self, rows: DecodeStep, drafts: StepDrafts) -> Launched:
         runner, drafting = self._runner, None

@@ -26,7 +26,7 @@ from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
-from tandem.workers.sampling.guided import Constraint
+from tandem.workers.sampling.guided import Constraint, masks_of
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.prompt_logits import PromptLogits
@@ -299,11 +299,13 @@ class Prefills:
             for prompt in (prompt for prompt in prompts if prompt.shares):
                 self._engine.publish(prompt.sequence_id, prompt.token_ids, prompt.spec.salt)
         posts = [prompt.destination.post(prompt, row) for row, prompt in enumerate(prompts)]
+        sampling = self._parameters(prompts)
         pending = self._engine.sample(
             logits,
-            self._parameters(prompts),
+            sampling,
             np.array([prompt.num_tokens for prompt in prompts], np.int64),
             [post for post in posts if post is not None],
+            masks_of(prompt.constraint for prompt in prompts) if sampling.is_guided else None,
         )
         for prompt in prompts:
             self._scheduler.remove(prompt)
@@ -313,10 +315,9 @@ class Prefills:
             self._handoff.await_quiet(prompts)
 
     def _parameters(self, prompts: Sequence[Prompt]) -> SampleBatch:
-        """Of their first tokens; waits for masks."""
+        """Of their first tokens."""
         rules = [prompt.logit_rules(self._eos_token_ids) for prompt in prompts]
-        sampling = SampleBatch.from_params([prompt.params for prompt in prompts], rules)
-        return sampling.masked(prompt.constraint for prompt in prompts)
+        return SampleBatch.from_params([prompt.params for prompt in prompts], rules)
 
     def _await_samples(self) -> None:
         """Waits for the device, and all first tokens are taken."""

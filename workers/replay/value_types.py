@@ -86,9 +86,7 @@ def value_types(pseudonyms: Pseudonyms | None = None) -> list[ValueType]:
         *map(ValueType, (*ENTRIES, Unnoted, Pushed, PageCounts)),
         *map(ValueType, (Admission, EncoderPrompt, SlidingWindow, PositionMap, SlotRuns, Sliding, Recall, Signal)),
         *map(ValueType, (Post, DigestRange)),
-        ValueType(
-            SampleBatch, shared=True, secret={"masks": _allowing_all}
-        ),  # steps of the same rows have the same one
+        ValueType(SampleBatch, shared=True),  # steps of the same rows have the same one
         ValueType(PromptSpec, secret={"token_ids": tokens, "salt": salt}),
         ValueType(PromptChunks, secret={"chunks": _all_zeros}),
         ValueType(Scored, secret={"targets": zeros}),
@@ -116,6 +114,7 @@ def secret_arguments(pseudonyms: Pseudonyms) -> dict[str, Any]:
         "publish.token_ids": pseudonyms.tokens,
         "publish.salt": pseudonyms.salt,
         "draft.tokens": zeros,
+        "sample.masks": _allowing_all,
         "mask.masks": _allowing_all,
     }
 

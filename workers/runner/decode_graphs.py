@@ -69,7 +69,6 @@ class DecodeGraphs:
         self._posts = PostBox(largest, model.device)
         self._last = torch.zeros(largest, dtype=torch.int64, device=model.device)  # what the last step sampled
         self._foreseen: Forward | None = None
-        self._late: LateSamples | None = None  # of the last step, while its masks are to come
         self._mixed: MixedGraphs | None = None
         self.outputs: Tensor | None = None  # what the head of a HeadedDecoder gave in the last step
         buffers = plain, sharing, sliding
@@ -100,7 +99,6 @@ class DecodeGraphs:
         if forward.is_next is None or not forward.is_next():
             return None
         forward.buffers.send([tokens, np.full_like(tokens, ON_HOST), np.full_like(tokens, ticket)])
-        self._late = None
         self._graphs.plain.replay(forward.buffers)
         self._cache.commit(forward)
         return self._posts.expect(ticket, tokens.size)
@@ -123,7 +121,6 @@ class DecodeGraphs:
         the other arrays have an element a token. scratch: see Batch. follows: see ModelRunner.verify. alone: without
         what drafts, if the model has it."""
         rows = tokens.size
-        assert self._late is None, "mask() comes first"
         self._foreseen = None  # its buffers are filled with something else
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, None if follows else positions)
@@ -177,7 +174,6 @@ class DecodeGraphs:
         """
         assert self._mixed is not None, "takes_prompts() is asked first"
         rows = len(sequence_ids)
-        assert self._late is None, "mask() comes first"
         self._foreseen = None
         step_buffers, prompt_buffers = self._mixed.choose(rows, token_ids.size)
         ticket = self._posts.next_ticket()
@@ -205,29 +201,16 @@ class DecodeGraphs:
         if sampling.rules is None:
             return self._posted(ticket, logits, sampling)
 
-        def sample(masks: Int32Array | None) -> PendingSamples:
+        def sample(masks: Int32Array | None = None) -> PendingSamples:
             self._sample_behind(ticket, logits, sampling, masks, positions)
             return self._posted(ticket, logits, sampling)
 
-        if not sampling.lacks_masks:
-            return sample(sampling.masks)
-        self._late = late = LateSamples(sample)
-        return late
+        return LateSamples(sample) if sampling.is_guided else sample()
 
     def _posted(self, ticket: int, logits: Tensor, sampling: SampleBatch) -> PendingSamples:
         rows = logits.shape[0]
         logprobs = logprobs_of(logits, self._last[:rows], sampling.num_logprobs)
         return self._posts.expect(ticket, rows) if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
-
-    def mask(self, masks: Int32Array) -> None:
-        """See ModelRunner.mask."""
-        late, self._late = self._late, None
-        assert late is not None, "the last step waits for no masks"
-        late.launch(masks)
-
-    def forget(self) -> None:
-        """The samples of the last step are not wanted."""
-        self._late = None
 
     @torch.inference_mode()
     def _sample_behind(

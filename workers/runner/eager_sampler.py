@@ -1,13 +1,15 @@
 """Tokens sampled behind work that no decode graph holds: a prompt's, or an eager step's."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.step_inputs import NUM_SAMPLING, pack_sampling, unpack_sampling
-from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
+from tandem.workers.sampling.pending_samples import CopiedSamples, LateSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox, half_of
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.token_logprobs import logprobs_of
@@ -28,10 +30,12 @@ class EagerSampler:
         self._make_room(FEWEST_ROWS)
 
     @torch.inference_mode()  # whatever the caller's: room that was made in this mode is written to in no other
-    def sample(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
+    def sample(
+        self, logits: Tensor, sampling: SampleBatch, positions: Int64Array, masks: Int32Array | None = None
+    ) -> PendingSamples:
         """A token for each row of logits [n, vocab], which are of 16 bits or float32; positions [n]: its index in its
         sequence. It depends on the row's logits, parameters, seed and position; with LogitRules also on the tokens
-        before it. Masks of guided rows are there."""
+        before it. masks: of guided rows, see masks_of()."""
         rows = logits.shape[0]
         if rows > self._last.shape[0]:
             if self._device.type == "cuda":
@@ -43,12 +47,18 @@ class EagerSampler:
         if sampling.rules is None:
             self._sampler.sample(logits, parameters, self._last, tickets, self._posts.words)
         else:
-            processed = self._processor.process(logits, sampling.rules, positions, sampling.masks)
+            processed = self._processor.process(logits, sampling.rules, positions, masks)
             self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
             self._processor.count(processed, self._last)
         posted = self._posts.expect(ticket, rows)
         logprobs = logprobs_of(logits, self._last, sampling.num_logprobs)
         return posted if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
+
+    def sample_step(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
+        """sample() of a step; LateSamples where rows are guided."""
+        if sampling.is_guided:
+            return LateSamples(partial(self.sample, logits, sampling, positions))
+        return self.sample(logits, sampling, positions)
 
     @property
     def sampled(self) -> Tensor:

@@ -39,22 +39,24 @@ class LogitsProcessor:
         self._slots: weakref.WeakKeyDictionary[LogitRules, int] = weakref.WeakKeyDictionary()
         self._free: list[int] = []
         self._rules_before: NDArray[np.object_] | None = None  # most steps have the rows of the one before
-        self._slots_before = np.zeros(0, np.int64)
+        self._slots_before = self._guided_before = np.zeros(0, np.int64)
 
     @torch.inference_mode()
     def process(
         self, logits: Tensor, rules: NDArray[np.object_], positions: Int64Array, masks: Int32Array | None = None
     ) -> ProcessedLogits:
         """logits [n, vocab], on the device. rules, positions: [n], of the SampleBatch and its tokens. masks: those of
-        the SampleBatch, where rows are guided."""
+        guided rows, see masks_of()."""
         if rules is not self._rules_before:
             slots = [NO_SLOT if one is None else self._slot(one, logits.shape[1]) for one in rules]
-            self._rules_before, self._slots_before = rules, np.array(slots, np.int64)
+            guided = [slot for one, slot in zip(rules, slots, strict=True) if one is not None and one.guided]
+            self._slots_before, self._guided_before = np.array(slots, np.int64), np.array(guided, np.int64)
+            self._rules_before = rules
         tables = self._tables
         assert tables is not None, "some row has rules"
         on_device, where = upload([self._slots_before, positions], self._device)
         if masks is not None:
-            self._take_masks(rules, masks, tables)
+            self._take_masks(masks, tables)
         return ProcessedLogits(self._kernels.process(logits, on_device, where, tables), on_device)
 
     @torch.inference_mode()
@@ -63,11 +65,10 @@ class LogitsProcessor:
         assert self._tables is not None
         self._kernels.count(processed.slots, tokens, self._tables)
 
-    def _take_masks(self, rules: NDArray[np.object_], masks: Int32Array, tables: RuleTables) -> None:
+    def _take_masks(self, masks: Int32Array, tables: RuleTables) -> None:
         """In place of what the guided rows allowed before."""
-        guided = np.array([self._slots[one] for one in rules if one is not None and one.guided])
-        slots, words = upload([guided, masks.reshape(-1)], self._device)
-        tables.allowed.index_copy_(0, slots, words.view(guided.size, -1))
+        slots, words = upload([self._guided_before, masks.reshape(-1)], self._device)
+        tables.allowed.index_copy_(0, slots, words.view(masks.shape))
 
     def _slot(self, rules: LogitRules, vocab: int) -> int:
         slot = self._slots.get(rules)

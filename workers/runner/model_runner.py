@@ -34,7 +34,7 @@ from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.runner.stream_mark import mark_stream
 from tandem.workers.runner.verify_rows import VerifyRows
-from tandem.workers.sampling.pending_samples import PendingSamples, Samples
+from tandem.workers.sampling.pending_samples import LateSamples, PendingSamples, Samples
 from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored, logprobs_of_targets
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -154,7 +154,8 @@ class ModelRunner:
 
         Arrays are int64 [n]. sources[i]: the row of the step before that samples the input of row i, or -1 where it is
         tokens[i], as it must be unless overlaps. positions: as for sample(). alone: a graph may leave out what drafts,
-        whose KV then lacks these positions: of no sequence a draft is wanted any more. Masks may come later: mask().
+        whose KV then lacks these positions: of no sequence a draft is wanted any more.
+        LateSamples where rows are guided.
         """
         if self._graphs is not None:
             pending = self._graphs.step(sequence_ids, tokens, sources, sampling, positions, alone=alone)
@@ -175,7 +176,7 @@ class ModelRunner:
         each of them, with the parameters of its sequence.
 
         positions: int64 [n], of the first token sampled for each sequence, as for sample(). A row with LogitRules has
-        no draft. No step is in flight, unless it follows.
+        no draft. No step is in flight, unless it follows. LateSamples where rows are guided.
 
         follows: the verify step before, of the same sequences, is in a graph, and may not be read yet. The device puts
         in its own tokens, and positions are as if all drafts of that step held. See next_drafts.
@@ -208,14 +209,20 @@ class ModelRunner:
         follow = self._model.follow
         if follow is None:
             rows = None if batch.append_lengths is None else np.arange(token_ids.size)
-            return sampler.sample(self.launch(batch, token_ids, rows), sampling, positions)
+            return sampler.sample_step(self.launch(batch, token_ids, rows), sampling, positions)
         forward = self._cache.begin(batch)
-        pending = sampler.sample(self.forward(token_ids, forward, None), sampling, positions)
-        outputs = follow(sampler.sampled[: token_ids.size], forward.attention)
-        self._cache.commit(forward)
-        appends = None if batch.append_lengths is None else np.array(batch.append_lengths)
-        self._note(outputs, batch.seq_ids, first, appends)
-        return pending
+        logits = self.forward(token_ids, forward, None)
+
+        @torch.inference_mode()
+        def sample(masks: Int32Array | None = None) -> PendingSamples:
+            pending = sampler.sample(logits, sampling, positions, masks)
+            outputs = follow(sampler.sampled[: token_ids.size], forward.attention)
+            self._cache.commit(forward)
+            appends = None if batch.append_lengths is None else np.array(batch.append_lengths)
+            self._note(outputs, batch.seq_ids, first, appends)
+            return pending
+
+        return LateSamples(sample) if sampling.is_guided else sample()
 
     def _note(
         self,
@@ -242,11 +249,6 @@ class ModelRunner:
             self._note(self._graphs.outputs, sequence_ids, self._foreseen_positions)
         return pending
 
-    def mask(self, masks: Int32Array) -> None:
-        """Those that the last step() was launched without. Until they come it samples nothing, and no step follows."""
-        assert self._graphs is not None, "eager steps are launched with their masks"
-        self._graphs.mask(masks)
-
     def mark(self) -> Callable[[], bool] | None:
         """Says whether all that was launched so far is done; None where nothing is under way.
 
@@ -255,9 +257,7 @@ class ModelRunner:
         return mark_stream(self._model.device)
 
     def drain(self) -> None:
-        """Waits for all that was launched; raises what the device reports. The last step's samples may be lost."""
-        if self._graphs is not None:
-            self._graphs.forget()
+        """Waits for all that was launched; raises what the device reports."""
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
@@ -348,7 +348,7 @@ class ModelRunner:
         )
         token_ids = np.concatenate((inputs.tokens, *prompts.chunks))
         logits = self.launch(batch, token_ids, np.concatenate((np.arange(rows), rows + last_rows)))
-        return self._eager_sampler.sample(logits[:rows], inputs.sampling, inputs.positions), logits[rows:]
+        return self._eager_sampler.sample_step(logits[:rows], inputs.sampling, inputs.positions), logits[rows:]
 
     @torch.inference_mode()
     def launch(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> Tensor:
@@ -383,10 +383,12 @@ class ModelRunner:
         ids, *rows = upload(arrays, self._model.device)
         return self._model.forward(ids, forward.attention, rows[0] if rows else None)
 
-    def sample_async(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> tuple[Tensor, PendingSamples]:
-        """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be sampled. Also
-        int64 [n or more], on the device, until the next sample_async()."""
-        pending = self._eager_sampler.sample(logits, batch, positions)
+    def sample_async(
+        self, logits: Tensor, batch: SampleBatch, positions: Int64Array, masks: Int32Array | None = None
+    ) -> tuple[Tensor, PendingSamples]:
+        """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be sampled. masks:
+        of guided rows. Also int64 [n or more], on the device, until the next sample_async()."""
+        pending = self._eager_sampler.sample(logits, batch, positions, masks)
         return self._eager_sampler.sampled, pending
 
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:

@@ -278,7 +278,8 @@ class Constraint:
 
 
 def masks_of(constraints: Iterable[Constraint | None]) -> Int32Array:
-    """[g, ⌈vocab/32⌉]: the masks of the rows that have a constraint, at least one, in their order. Waits for them."""
+    """[g, ⌈vocab/32⌉], of the g rows that have a constraint, at least one, in their order: what may come next in each,
+    as LogitRules.allowed. Waits for it."""
     return np.stack([one.mask() for one in constraints if one is not None])
 
 

@@ -58,7 +58,7 @@ class LogitRules:
     context: Int64Array  # [n]: prompt, and output so far
     num_output: int  # how many of them, at the end, are output
     first_output: int  # the position of the output token that min_tokens counts first
-    guided: bool = False  # whether each step comes with the row's `allowed`: see SampleBatch.masks
+    guided: bool = False  # whether each step comes with the row's `allowed`: see masks_of()
 
     def seen(self) -> tuple[Int64Array, NDArray[np.int16]]:
         """Tokens of the context, each once, and their entries of `seen`."""

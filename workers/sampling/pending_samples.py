@@ -34,9 +34,10 @@ class PendingSamples(Protocol):
 
 
 class LateSamples:
-    """Samples of a step whose sampling is launched behind the step, once the masks of its rows are known."""
+    """Samples of a guided step: its forward is launched, and samples once the masks of its rows are known."""
 
     def __init__(self, launch: Callable[[Int32Array], PendingSamples]) -> None:
+        """launch: samples with the masks, see masks_of()."""
         self._launch = launch
         self._launched: PendingSamples | None = None
 

@@ -1,15 +1,14 @@
 """Sampling parameters as arrays: what a step hands to the sampler without a loop over its sequences."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.workers.sampling.guided import Constraint, masks_of
+from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sampling_params import ROW, SamplingParams
 
@@ -25,9 +24,6 @@ class SampleBatch:
     columns: Int64Array  # [parameters of ROW, n], of float64 the bits
     num_logprobs: Int64Array  # [n], NO_LOGPROBS reports none
     rules: NDArray[np.object_] | None = None  # LogitRules, or None, of each row; None where no row has any
-    masks: Int32Array | None = None
-    """[g, ⌈vocab/32⌉]: what grammars allow next in the g guided rows, in order, as LogitRules.allowed. None: there are
-    no such rows, or the tokens before are not known yet."""
 
     @classmethod
     def from_params(cls, params: Sequence[SamplingParams], rules: Sequence[LogitRules | None] = ()) -> "SampleBatch":
@@ -55,18 +51,10 @@ class SampleBatch:
     def take(self, rows: NDArray[np.integer]) -> "SampleBatch":
         """A copy of `rows` (int [m]), in that order."""
         rules = None if self.rules is None else _rules(self.rules[rows])
-        masks = self.masks
-        if masks is not None:
-            masks = masks[(np.cumsum(self.guided) - 1)[rows[self.guided[rows]]]]
-        return SampleBatch(self.seeds[rows], self.columns.take(rows, axis=1), self.num_logprobs[rows], rules, masks)
-
-    def masked(self, constraints: Iterable[Constraint | None]) -> "SampleBatch":
-        """These rows with the masks of one step, for which it waits; themselves where they lack none. constraints: of
-        the rows."""
-        return replace(self, masks=masks_of(constraints)) if self.lacks_masks else self
+        return SampleBatch(self.seeds[rows], self.columns.take(rows, axis=1), self.num_logprobs[rows], rules)
 
     def join(self, other: "SampleBatch") -> "SampleBatch":
-        """These rows, then the other's; without masks."""
+        """These rows, then the other's."""
         both: list[LogitRules | None] = []
         if self.rules is not None or other.rules is not None:
             for batch in (self, other):
@@ -79,16 +67,9 @@ class SampleBatch:
         )
 
     @cached_property
-    def guided(self) -> NDArray[np.bool_]:
-        """[n], the rows that follow a grammar."""
-        if self.rules is None:
-            return np.zeros(self.size, np.bool_)
-        return np.array([one is not None and one.guided for one in self.rules], np.bool_)
-
-    @cached_property
-    def lacks_masks(self) -> bool:
-        """Whether rows follow grammars and their masks are still to come."""
-        return self.rules is not None and self.masks is None and bool(self.guided.any())
+    def is_guided(self) -> bool:
+        """Whether rows follow grammars. Such a batch is sampled with masks, see masks_of()."""
+        return self.rules is not None and any(one is not None and one.guided for one in self.rules)
 
     @cached_property
     def is_greedy(self) -> bool:

@@ -1,6 +1,8 @@
 """Rows that follow grammars beside rows that do not, in the loop of a decode worker, with a real model."""
 
 import random
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,11 +10,13 @@ import pytest
 
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.config import SpeculationSettings
+from tandem.workers.engine.step import Launched, Step
 from tandem.workers.errors import ForwardFailed
 from tandem.workers.requests.token_stream import TokenStream
-from tandem.workers.sampling.guided import Constraint, Grammars, Guided
+from tandem.workers.sampling.guided import Constraint, Grammars, Guided, masks_of
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
+from tests.support.likely_drafters import make_head, make_llama
 from tests.support.oracle import random_prompt
 from tests.support.prompt_programs import run_in_place
 from tests.support.prompt_specs import spec_of
@@ -37,13 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class GuidedPair(LoopPair):
-    """writer: PE whose worker computes the prompts. late: steps that were launched without their masks."""
+    """writer: PE whose worker computes the prompts. steps: guided ones that the decode worker launched."""
 
     def __init__(self, folder: Path, *, captured: bool, writer: int, speculation: SpeculationSettings) -> None:
         super().__init__(folder, num_pages=120, speculation=speculation, kernels=TableKernels)
         self._grammars = Grammars(folder, VOCAB, (EOS,))
         self._writer = writer
-        self.late = 0
+        self.steps: list[Step] = []
         runner = self.runners[DECODE]
         if captured:
             runner.capture_steps(8, run_in_place)
@@ -51,13 +55,18 @@ class GuidedPair(LoopPair):
             runner.capture_steps_with_prompts(run_in_place)
         if captured and speculation.tokens:
             runner.capture_verification(speculation.max_step_tokens, run_in_place, speculation.max_ngram)
-        mask = runner.mask
+        if captured and speculation.draft:
+            runner.capture_drafts(8, speculation.tokens, run_in_place)
+        engine = self.loops[DECODE].engine
+        launch = engine.launch
 
-        def counted(masks: Any) -> None:
-            self.late += 1
-            mask(masks)
+        def noted(step: Step) -> Launched:
+            launched = launch(step)
+            if step.rows is not None and step.rows.sampling.is_guided:
+                self.steps.append(step)
+            return launched
 
-        cast(Any, runner).mask = counted
+        cast(Any, engine).launch = noted
 
     def begin(self, name: str, number: int, constraint: Constraint | None = None) -> None:
         prompt = random_prompt(5 + 3 * number, number) * 2
@@ -100,9 +109,51 @@ def test_tokens_in_graphs_are_those_of_eager_steps(folder: Path, writer: int, sp
     tokens = ours.all_tokens()
     assert tokens == eager.all_tokens()
     assert all(tokens.values())
-    assert ours.late > 5
-    assert eager.late == 0
     ours.assert_free()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "in graphs"])
+def test_a_head_drafts_beside_guided_rows_and_changes_no_token(tmp_path: Path, captured: bool) -> None:
+    """Its layer takes the tokens of a step, which guided rows get behind the launch."""
+    model = make_llama(tmp_path / "model")
+    head = SpeculationSettings("eagle3", 3, 24, draft=str(make_head(tmp_path / "head", model)))
+    plain = GuidedPair(model, captured=False, writer=PREFILL, speculation=NO_SPECULATION)
+    ours = GuidedPair(model, captured=captured, writer=PREFILL, speculation=head)
+    tokens = ours.all_tokens()
+    assert tokens == plain.all_tokens()
+    assert any(step.drafts is not None for step in ours.steps)
+    ours.assert_free()
+
+
+@pytest.mark.parametrize("writer", [PREFILL, DECODE])
+@pytest.mark.parametrize("speculation", [NO_SPECULATION, NGRAM], ids=["plain", "drafts"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "in graphs"])
+def test_a_guided_step_is_launched_before_its_masks_are_waited_for(
+    folder: Path, captured: bool, speculation: SpeculationSettings, writer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a slow grammar is computed beside the forward, and not before it."""
+    pair = GuidedPair(folder, captured=captured, writer=writer, speculation=speculation)
+    launched: list[int] = []  # steps, before each wait
+
+    def waited(constraints: Iterable[Constraint | None]) -> Any:
+        launched.append(len(pair.steps))
+        return masks_of(constraints)
+
+    monkeypatch.setattr("tandem.workers.decode.guide_masks.masks_of", waited)
+    pair.all_tokens()
+    assert launched == list(range(1, len(pair.steps) + 1))
+    assert any(step.drafts is not None for step in pair.steps) == bool(speculation.tokens)
+    assert any(step.chunks is not None for step in pair.steps) == (writer == DECODE)
+
+
+def test_guided_steps_of_the_same_rows_have_one_batch(folder: Path) -> None:
+    """What it knows of its rows is worked out once, and a record has it once."""
+    pair = GuidedPair(folder, captured=True, writer=PREFILL, speculation=NO_SPECULATION)
+    pair.all_tokens()
+    steps = [step.rows for step in pair.steps if step.rows is not None]
+    alike = [(one, other) for one, other in pairwise(steps) if one.sequence_ids == other.sequence_ids]
+    assert len(alike) > 20
+    assert all(one.sampling is other.sampling for one, other in alike)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "in graphs"])

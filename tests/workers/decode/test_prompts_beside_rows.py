@@ -48,7 +48,9 @@ class PromptRunner(ScriptedRunner):
         self._ending = [sequence for sequence, length in whole if self._cache.num_tokens(sequence) == length]
         return self._ending
 
-    def sample_async(self, logits: list[int], batch: object, positions: np.ndarray) -> tuple[Any, PendingSamples]:
+    def sample_async(  # type: ignore[override]
+        self, logits: list[int], batch: object, positions: np.ndarray, *_: object
+    ) -> tuple[Any, PendingSamples]:
         tokens = [token_at(s, int(p)) for s, p in zip(logits, positions, strict=True)]
         return np.array(tokens), cast(PendingSamples, FirstSamples(self, self._chunks, tokens))
 

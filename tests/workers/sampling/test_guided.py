@@ -20,7 +20,7 @@ from tandem.workers.errors import ForwardFailed, InvalidCall
 from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.closed_schema import closed
-from tandem.workers.sampling.guided import MOST_CACHED, Grammars, Guided, InvalidGuide
+from tandem.workers.sampling.guided import MOST_CACHED, Grammars, Guided, InvalidGuide, masks_of
 from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -52,7 +52,8 @@ def draw(grammars: Grammars, guided: Guided, seed: int, again_at: int) -> list[i
             rules = LogitRules(params, frozenset((EOS,)), np.array([5, *output]), len(output), 1, guided=True)
             batch = SampleBatch.from_params([params], [rules])
         logits = torch.from_numpy(rng.normal(0, 2, (1, VOCAB)).astype(np.float32))
-        token = int(sampler.sample(logits, batch.masked([constraint]), np.array([1 + len(output)])).wait().token_ids[0])
+        masks = masks_of([constraint])
+        token = int(sampler.sample(logits, batch, np.array([1 + len(output)]), masks).wait().token_ids[0])
         assert constraint.error is None
         constraint.follow((token,))
         output.append(token)

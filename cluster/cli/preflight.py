@@ -48,7 +48,8 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     config.security.server.check()
     check_ports(config.gateway, config.metrics, beside)
     limit = raise_file_limit()
-    lacking = [*_check_files(limit), *_check_folders(config), *(_check_room(config) if own_ray else ())]
+    folders = _check_folders(config, _num_workers(config) if own_ray else 1)
+    lacking = [*_check_files(limit), *folders, *(_check_room(config) if own_ray else ())]
     if lacking:
         raise StartFailed("\n".join(lacking))
     warnings = [*_warn_of_plain_text(config), *_warn_of_files(config, limit)]
@@ -101,9 +102,7 @@ def _check_gpus(config: ClusterConfig, driver: Driver, *, replaces: bool = False
     """replaces: a cluster that ends soon may have the GPUs' memory."""
     if config.island.device != "cuda":
         return
-    section = config.island
-    needed = config.num_islands * (section.num_prefill + section.num_decode)
-    there = driver.visible
+    needed, there = _num_workers(config), driver.visible
     if there and "RAY_OVERRIDE_RESOURCES" in os.environ:
         return
     if there >= needed:
@@ -159,14 +158,22 @@ def _warn_of_files(config: ClusterConfig, limit: int) -> Iterator[str]:
         )
 
 
-def _check_folders(config: ClusterConfig) -> Iterator[str]:
+def _num_workers(config: ClusterConfig) -> int:
+    """Of all islands."""
+    return config.num_islands * (config.island.num_prefill + config.island.num_decode)
+
+
+def _check_folders(config: ClusterConfig, workers: int) -> Iterator[str]:
+    """workers: on this host, at least."""
     if config.logging.folder is not None:
         advice = "set logging.folder to another one; null leaves logs to Ray"
         for finding in _check_free(Path(config.logging.folder), LOG_BYTES, advice):
             yield f"logging.folder: {finding}"
     if config.record.folder is not None:
-        advice = "set record.folder to another one, or record.max_mib to less"
-        for finding in _check_free(Path(config.record.folder), config.record.max_mib * MIB, advice):
+        most = config.record.max_mib
+        each = f"{most} for each of {workers} workers" if workers > 1 else f"{most} for a worker"
+        advice = f"set record.folder to another one, or record.max_mib, {each}, to less"
+        for finding in _check_free(Path(config.record.folder), workers * most * MIB, advice):
             yield f"record.folder: {finding}"
 
 

@@ -189,13 +189,22 @@ def test_a_folder_for_logs_has_room_and_is_one(model: Path, monkeypatch: pytest.
     assert f"logging.folder: {logs} has 5 MiB free; at least 64 are needed: set" in refused(config, StartFailed)
 
 
-def test_a_folder_for_records_has_room_for_one(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = config_of(model, **{"record.folder": str(tmp_path), "record.max_mib": 100})
-    free(monkeypatch, str(tmp_path), 99 << 20)
+def test_a_folder_for_records_has_room_for_one_of_each_worker(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = {"num_islands": 2, "island.num_prefill": 1, "island.num_decode": 2, "scaling.max_islands": 2}
+    config = config_of(model, **{"record.folder": str(tmp_path), "record.max_mib": 100, **keys})
+    free(monkeypatch, str(tmp_path), 600 << 20)
+    check_host(config, own_ray=True)
+    free(monkeypatch, str(tmp_path), 599 << 20)
     assert refused(config, StartFailed) == (
-        f"record.folder: {tmp_path} has 99 MiB free; at least 100 are needed: set record.folder to another one, or "
-        "record.max_mib to less"
+        f"record.folder: {tmp_path} has 599 MiB free; at least 600 are needed: set record.folder to another one, or "
+        "record.max_mib, 100 for each of 6 workers, to less"
     )
+    check_host(config, own_ray=False)  # the workers may be on other hosts
+    free(monkeypatch, str(tmp_path), 99 << 20)
+    with pytest.raises(StartFailed, match=r"99 MiB free; at least 100 are needed: .*, 100 for a worker, to less"):
+        check_host(config, own_ray=False)
 
 
 FULL = replace(H200, used=130 << 30, holders=((os.getpid(), 129 << 30), (1 << 30, 0)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from tandem.cache.plan.errors import CacheError
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.pool_sizes import pages_of_groups
+from tandem.cluster.cli.recorded_config import check_recorded
 from tandem.cluster.errors import UsageError
 from tandem.transfer.errors import TransferError
 from tandem.transfer.factory import create_transport
@@ -40,7 +41,7 @@ def replay_files(
             workers = [_loaded(header, model, stack) for header in headers]
             _join(workers, headers, missing, stack)
             engines = [_engine(worker) for worker in workers]
-        except (CacheError, TransferError, MemoryError, OSError, TypeError, RuntimeError, ArithmeticError) as error:
+        except (CacheError, TransferError, MemoryError, OSError) as error:  # more than this host has or takes
             raise NoReplay(f"workers of the header's configuration cannot be made here: {error!s:.200}") from error
         whole = not missing
         playbacks = [Playback(one, *parts, summary, whole=whole) for one, parts in zip(readers, engines, strict=True)]
@@ -67,6 +68,7 @@ def _check(headers: Sequence[Header]) -> None:
             raise NoReplay(f"the worker of PE {one.pe} computed on {one.device}; records of cpu are accepted")
         if header.types != schema():
             raise NoReplay(f"the record is of tandem {header.tandem}, whose values have other fields than those here")
+        check_recorded(header)
     pes = [header.config.pe for header in headers]
     if len(set(pes)) < len(pes):
         raise UsageError(f"the files are of PEs {', '.join(map(str, pes))}; one file of each is accepted")

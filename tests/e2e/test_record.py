@@ -1,12 +1,16 @@
 """A storm of requests through the gateway is recorded by its workers, and replayed: the same pages, tokens, pushes."""
 
 import json
+import math
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -20,6 +24,8 @@ from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.replay.errors import RecordError
 from tandem.workers.replay.record_file import FRAME, RecordReader
 from tandem.workers.replay.value_types import TokensEntry, schema
 from tests.e2e.test_adaptive import in_graphs
@@ -112,6 +118,18 @@ def edited(paths: Sequence[Path], folder: Path, edit: Callable[[int, int, bytes]
         copies.append(folder / path.name)
         copies[-1].write_bytes(b"".join(parts))
     return copies
+
+
+def forged(path: Path, folder: Path, field: str, value: object) -> Path:
+    """A copy of the record whose header has the value in a field, by its dotted name."""
+    magic, line, entries = path.read_bytes().split(b"\n", 2)
+    header = json.loads(line.rpartition(b" ")[0])
+    *above, name = field.split(".")
+    reduce(getitem, above, header)[name] = value
+    text = json.dumps(header).encode()
+    copy = folder / path.name
+    copy.write_bytes(b"%s\n%s %08x\n%s" % (magic, text, crc32(text), entries))
+    return copy
 
 
 def test_a_storm_is_replayed(files: list[Path]) -> None:
@@ -244,6 +262,44 @@ def test_a_record_without_prompts_has_none_and_replays_its_pages(small_model: Pa
             assert np.array(SHARED[begin : begin + 4], dtype).tobytes() not in data
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("config.threads", 10**9, "island.threads_per_worker is 1000000000; it must be less than or equal to 1024"),
+        ("config.threads", 0, "island.threads_per_worker is 0; it must be greater than or equal to 1"),
+        ("config.workers_on_host", 0, "workers_on_host 0; it must be at least 1"),
+        ("config.decode_workers", 0, "island.num_decode is 0; it must be greater than or equal to 1"),
+        ("config.max_sequences", 1 << 40, "scheduler.max_sequences is 1099511627776; it must be less than or equal to"),
+        ("config.max_model_len", 0, "model.max_model_len is 0; it must be greater than or equal to 1"),
+        ("config.page_size", 7, "cache.page_size is 7; it must be 8, 16, 32, 64 or 128"),
+        ("config.speculation.tokens", 99, "speculation.tokens is 99; it must be less than or equal to 16"),
+        ("num_pages", 10**12, "cache.num_pages is 1000000000000; it must be less than or equal to 16777216"),
+        ("config.lease_seconds", "long", "lease_seconds is 'long'; it must be float"),
+    ],
+)
+def test_a_forged_header_is_refused_with_what_is_accepted(
+    files: list[Path], tmp_path: Path, field: str, value: object, error: str
+) -> None:
+    with pytest.raises(RecordError, match=re.escape(error)):
+        replay_files([forged(files[1], tmp_path, field, value)])
+
+
+def test_no_value_of_a_header_makes_a_replay_crash(files: list[Path], tmp_path: Path) -> None:
+    """What is not refused is replayed."""
+    header = json.loads(files[2].read_bytes().split(b"\n", 2)[1].rpartition(b" ")[0])
+    config = header["config"]
+    fields = [*header, *(f"config.{name}" for name in config)]
+    fields += [f"config.speculation.{name}" for name in config["speculation"]]
+    refused = 0
+    for field in fields:
+        for value in (-1, 0, 1, 1 << 31, 1 << 63, 10**400, 1.5, math.nan, math.inf, "x", "\ud800", None, True, [], {}):
+            try:
+                replay_files([forged(files[2], tmp_path, field, value)], until=0)
+            except (RecordError, ModelError):
+                refused += 1
+    assert refused > 7 * len(fields)
+
+
 def test_the_command_says_what_it_compared(
     files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,10 +321,8 @@ def test_the_command_says_what_it_compared(
     assert "first difference: " in output
     bad = tmp_path / "bad.tandemrec"
     bad.write_text("something else")
-    huge, other = tmp_path / "huge.tandemrec", tmp_path / "other.tandemrec"
-    data = files[0].read_bytes()
-    huge.write_bytes(data.replace(b'"num_pages": 40', b'"num_pages": 1000000000000', 1))
-    other.write_bytes(data.replace(b'"num_pes": 3', b'"num_pes": 2', 1))  # of another run
+    huge = forged(files[0], tmp_path, "num_pages", 10**12)
+    other = forged(files[2], tmp_path, "config.island", "another")
     refused = [[str(bad)], [str(files[0]), str(files[0])], [str(huge)], [str(other), str(files[1])]]
     for arguments in (*refused, [str(files[0]), "--steps", "x"]):
         status, _, errors = run(*arguments)

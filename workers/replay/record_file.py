@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import GenericAlias, NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 from zlib import crc32
 
 from tandem.workers.config import Role, SpeculationSettings, WorkerConfig
@@ -83,9 +84,8 @@ class Header:
             del given["logging"], given["record"]
             header = cls(config=WorkerConfig(role=role, speculation=speculation, **given), **values)
             config = header.config
-            for number in (config.pe, config.num_pes, config.epoch, header.num_pages, header.began):
-                if type(number) is not int or number < 0:
-                    raise BadRecord(f"its header has {number!r:.40}, where a number is expected")
+            for part in (header, config, speculation):
+                _check_values(part)
             if config.pe >= config.num_pes or config.num_pes > MAX_PES:
                 raise BadRecord(f"its header has PE {config.pe} of {config.num_pes}; at most {MAX_PES} are accepted")
             return header
@@ -93,6 +93,19 @@ class Header:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise BadRecord(f"its header cannot be read: {error!r:.200}") from error
+
+
+def _check_values(part: Header | WorkerConfig | SpeculationSettings) -> None:
+    """BadRecord unless its fields have values of their types, and numbers are not negative."""
+    for name, kind in get_type_hints(type(part)).items():
+        value, accepted = getattr(part, name), get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if any(isinstance(one, GenericAlias) for one in accepted):
+            continue  # types, which are compared as a whole
+        if type(value) not in accepted and not (float in accepted and type(value) is int):
+            names = " or ".join("null" if one is NoneType else one.__name__ for one in accepted)
+            raise BadRecord(f"its header's {name} is {value!r:.40}; it must be {names}")
+        if isinstance(value, int | float) and not (value >= 0 and (type(value) is float or value < 1 << 64)):
+            raise BadRecord(f"its header's {name} is {value!r:.40}; it must be at least 0 and have at most 64 bits")
 
 
 def model_digest(folder: Path) -> str:

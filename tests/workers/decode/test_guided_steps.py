@@ -148,7 +148,7 @@ def test_a_guided_step_is_launched_before_its_masks_are_waited_for(
 
 def test_guided_steps_of_the_same_rows_have_one_batch(folder: Path) -> None:
     """What it knows of its rows is worked out once, and a record has it once."""
-    pair = GuidedPair(folder, captured=True, writer=PREFILL, speculation=NO_SPECULATION)
+    pair = GuidedPair(folder, captured=False, writer=PREFILL, speculation=NO_SPECULATION)
     pair.all_tokens()
     steps = [step.rows for step in pair.steps if step.rows is not None]
     alike = [(one, other) for one, other in pairwise(steps) if one.sequence_ids == other.sequence_ids]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.step import Step
 from tandem.workers.prefill.push_meter import PushMeter
-from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.prompt_logits import PromptLogits
@@ -41,14 +40,14 @@ class PromptForwards:
         to their end, and their logits. alone: no other prompt runs or waits. forward: that of a decode step,
         which takes the chunks, too; None: one of their own."""
         prompts = [prompt for prompt, _ in chunks]
-        requests = [prompt for prompt in prompts if isinstance(prompt, PrefillRequest)]
+        sent = [prompt for prompt in prompts if prompt.target is not None]
         num_tokens = sum(length for _, length in chunks)
         by_pages = alone or forward is not None or self._engine.takes(len(chunks), num_tokens)
-        begun = [request for request in requests if request.computed and not request.marked]
-        for request in requests:
-            self._mark(request)
-        for request in begun if by_pages else ():
-            self._send(request)  # what was computed before its receiver was known
+        begun = [prompt for prompt in sent if prompt.computed and not prompt.marked]
+        for prompt in sent:
+            self._mark(prompt)
+        for prompt in begun if by_pages else ():
+            self._send(prompt)  # what was computed before its receiver was known
         seconds_before = self._meter.seconds
         packed = PromptChunks(
             [prompt.sequence_id for prompt in prompts],
@@ -56,15 +55,15 @@ class PromptForwards:
             [prompt.num_tokens for prompt in prompts],
         )
         if forward is None or any(prompt.gatherer for prompt in prompts):  # which have a forward of their own
-            logits = self._compute(chunks, packed, push=bool(requests) and not by_pages)
+            logits = self._compute(chunks, packed, push=bool(sent) and not by_pages)
         else:
             logits = forward(packed)
         self.computed_tokens += num_tokens
         for prompt, length in chunks:
             prompt.computed += length
-        self._count_pushed(requests, self._meter.seconds - seconds_before)
-        for request in requests if by_pages else ():
-            self._send(request)
+        self._count_pushed(sent, self._meter.seconds - seconds_before)
+        for prompt in sent if by_pages else ():
+            self._send(prompt)
         return [prompt for prompt in prompts if prompt.computed == prompt.num_tokens], logits
 
     def _compute(self, chunks: Sequence[Chunk], packed: PromptChunks, *, push: bool) -> PromptLogits:
@@ -76,30 +75,30 @@ class PromptForwards:
         assert launched.prompts is not None, "the step had chunks"
         return launched.prompts
 
-    def send_launched(self, request: PrefillRequest) -> None:
+    def send_launched(self, prompt: Prompt) -> None:
         """Sends a prompt that was launched as a whole before its receiver was known."""
-        self._mark(request)
-        self._send(request)
+        self._mark(prompt)
+        self._send(prompt)
 
-    def _mark(self, request: PrefillRequest) -> None:
-        if not request.marked:
-            self._engine.mark_send(request.sequence_id, *request.target)
-            request.marked = True
+    def _mark(self, prompt: Prompt) -> None:
+        if prompt.target is not None and not prompt.marked:
+            self._engine.mark_send(prompt.sequence_id, *prompt.target)
+            prompt.marked = True
 
-    def _send(self, request: PrefillRequest) -> None:
+    def _send(self, prompt: Prompt) -> None:
         """What is launched and not sent."""
         seconds_before = self._meter.seconds
-        self._engine.push(request.sequence_id)
-        self._count_pushed([request], self._meter.seconds - seconds_before)
+        self._engine.push(prompt.sequence_id)
+        self._count_pushed([prompt], self._meter.seconds - seconds_before)
 
-    def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
+    def _count_pushed(self, prompts: Sequence[Prompt], seconds: float) -> None:
         """Divides the seconds of calls that wrote for them, by the bytes that were sent since."""
-        sent = [self._engine.sequence(request.sequence_id).bytes_sent for request in requests]
-        pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
-        for request, total in zip(requests, sent, strict=True):
+        sent = [self._engine.sequence(prompt.sequence_id).bytes_sent for prompt in prompts]
+        pushed = sum(sent) - sum(prompt.bytes_pushed for prompt in prompts)
+        for prompt, total in zip(prompts, sent, strict=True):
             if pushed:
-                request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
-            request.bytes_pushed = total
+                prompt.push_seconds += seconds * (total - prompt.bytes_pushed) / pushed
+            prompt.bytes_pushed = total
 
 
 def _scored(prompt: Prompt, length: int) -> Scored | None:

@@ -285,7 +285,6 @@ class Prefills:
     def _send_launched(self, prompts: Sequence[Prompt], beside: bool) -> None:
         """Prompts that were launched as a whole before their receiver was known; they have come to their end."""
         for prompt in prompts:
-            assert isinstance(prompt, PrefillRequest)
             assert prompt.logits is not None
             self._forwards.send_launched(prompt)
             self._finish([prompt], prompt.logits, beside)

@@ -59,9 +59,6 @@ class PrefillRequest(Prompt):
     lease: Lease
     result: "Future[PrefillResult]" = field(default_factory=Future)
     first_token: "Future[FirstToken]" = field(default_factory=Future)
-    marked: bool = False  # whether the cache knows where the KV goes
-    push_seconds: float = 0.0
-    bytes_pushed: int = 0
 
     @property
     def has_room(self) -> bool:
@@ -70,7 +67,6 @@ class PrefillRequest(Prompt):
 
     @property
     def target(self) -> tuple[int, PositionMap, int]:
-        """From which position on its KV goes where, and to which PE."""
         return self.reservation.matched_tokens, self.position_map, self.reservation.target_pe
 
     def take_over(self, speculative: SpeculativePrompt) -> None:

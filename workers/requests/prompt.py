@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.post import Post
@@ -56,6 +57,9 @@ class Prompt:
     arrived: float = field(default_factory=time.perf_counter, kw_only=True)
     started: float = field(default=0.0, kw_only=True)
     sampled_at: float = field(default=0.0, kw_only=True)  # when the host learned the first token
+    marked: bool = field(default=False, kw_only=True)  # whether the cache knows where the KV goes
+    push_seconds: float = field(default=0.0, kw_only=True)
+    bytes_pushed: int = field(default=0, kw_only=True)
 
     @property
     def token_ids(self) -> Int64Array:
@@ -89,6 +93,11 @@ class Prompt:
         """The mask of the first token is computed while the prompt is."""
         if self.constraint is not None:
             self.constraint.follow(self.token_ids[self.num_tokens - self.spec.num_output :].tolist())
+
+    @property
+    def target(self) -> tuple[int, PositionMap, int] | None:
+        """From which position on its KV goes where, and to which PE; None: it stays here."""
+        return None
 
     @property
     def has_room(self) -> bool:

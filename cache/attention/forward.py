@@ -313,7 +313,7 @@ class Attention:
             return None
         if any(self.layers.places[layer] != (group, place) for place, layer in enumerate(layers, first)):
             return None
-        return self.groups[group].backend.step_pages(self.plans[group], range(first, first + len(layers)))
+        return self.plans[group].own.step_pages(self.plans[group], range(first, first + len(layers)))
 
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention; a model has one rule."""

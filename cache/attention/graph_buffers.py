@@ -104,8 +104,8 @@ class GraphBuffers:
             self.positions.sub_(by)
             for tables in self._tables:
                 self._shift_rows(tables, by, self._page_size)
-        for group, buffers in zip(self._groups, self._buffers, strict=True):
-            group.backend.begin_captured(buffers, by_layers)
+        for buffers in self._buffers:
+            buffers.begin_captured(by_layers)
         noted = [None if self.limits.one_each else group.stored for group in self._groups]
         plans = [
             GroupPlan(own, rotation, num_tokens=self.size, stored=stored, captured=True)
@@ -113,7 +113,7 @@ class GraphBuffers:
         ]
         by_token = None
         if has_by_token(self._groups):
-            by_token = TokenForward.of_buffers(self._groups, plans, self._buffers, self.positions, self._rotations.at)
+            by_token = TokenForward.of_buffers(self._groups, plans, self._tables, self.positions, self._rotations.at)
         return Attention(self._groups, plans, self._layers, None, lambda: self.positions, by_token=by_token)
 
     def clear(self) -> None:
@@ -152,7 +152,7 @@ class GraphBuffers:
     def _takes_shared(self, shared: Sequence[SharedPrefixes | None]) -> bool:
         """Whether there is room for what the sequences of a step share in each group."""
         return all(
-            one is None or (group.shares_in_graphs and group.backend.takes_shared(buffers, one))
+            one is None or (group.shares_in_graphs and buffers.takes_shared(one))
             for group, buffers, one in zip(self._groups, self._buffers, shared, strict=True)
         )
 
@@ -175,8 +175,8 @@ class GraphBuffers:
             layouts = [pad_layout(one, count) for one, count in zip(layouts, absent, strict=True)]
             tables = [pad_tables(one, missing, count, 0) for one, count in zip(tables, absent, strict=True)]
             self._arrays.open()  # a plan's own copies come before these: what a backend copied last is gone, too
-        for group, buffers, tokens, one in zip(self._groups, self._buffers, layouts, tables, strict=True):
-            group.backend.plan(tokens, one, buffers)
+        for buffers, tokens, one in zip(self._buffers, layouts, tables, strict=True):
+            buffers.plan(tokens, one)
         if ways is not None:  # K and q of a row that slides are not rotated when K is stored
             positions = np.where(ways.indices == ways.still, positions, ways.still)
         arrays: list[np.ndarray] = [positions, *inputs]

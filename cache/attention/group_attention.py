@@ -97,7 +97,7 @@ class GroupAttention:
         if not plan.captured:
             hooked = plan.sends or plan.stored is not None
             return self.backend.run(plan, layer, x, partial(self._appended, plan, layer) if hooked else None)
-        output = self.backend.run(plan, layer, x)
+        output = plan.own.run(plan, layer, x)
         if plan.stored is not None:  # behind attention: between two kernels that overlap an event would part them
             plan.stored.note(layer)
         return output
@@ -117,7 +117,7 @@ class GroupAttention:
         all of them are cached."""
         if self.given and layer == 0 and plan.sends:
             self.push_cached(plan.sends)
-        return self.backend.read(plan, layer, x)
+        return (plan.own if plan.captured else self.backend).read(plan, layer, x)
 
     def _appended(self, plan: GroupPlan, layer: int, k: Tensor | None, v: Tensor | None) -> None:
         """Takes note of a stored layer, and pushes what append has left to the writer; see PageWriter for k and v."""

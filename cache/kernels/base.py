@@ -118,7 +118,7 @@ class GroupPlan(NamedTuple):
 
     own: what the group's backend planned; only the backend reads it. rotation: of the new tokens; None without RoPE.
     sliding: the sequences with a sliding window; None where there is none. tokens: as the tables have them. In graph
-    buffers tokens is None, and tables and sends are empty.
+    buffers own is the GroupBuffers, tokens is None, and tables and sends are empty.
     """
 
     own: Any
@@ -271,6 +271,38 @@ class StepPages:
     scales: Tensor | None
 
 
+class GroupBuffers:
+    """Graph buffers of one layer group. A replay reads their tables, which the caller fills. As they are here they need
+    nothing else, and compute no layer: kernels of several groups do."""
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> None:
+        """The next replay computes this forward; waits for no device. The tables are filled up with padding. Those for
+        sharing leave out the pages of segments, which the buffers copy themselves."""
+
+    def takes_shared(self, shared: SharedPrefixes) -> bool:
+        """Whether buffers for sharing have room for these segments."""
+        return False
+
+    def begin_captured(self, by_layers: bool = False) -> None:
+        """Queues, in the graph, what all layers of a replay need that follows from the tables.
+
+        The forward ran once before it is captured. What that run did not need may be left out, unless by_layers.
+        """
+
+    def run(self, plan: GroupPlan, layer: int, x: Any) -> Tensor:
+        """See AttentionBackend.run."""
+        raise NotImplementedError(f"{type(self).__name__} computes no layer")
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        """See AttentionBackend.read."""
+        raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
+
+    def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
+        """For a decode megakernel in place of run() of these layers; None where run() does more than causal
+        attention."""
+        return None
+
+
 class AttentionBackend(PageOperations, Generic[InputsT]):
     """Bound to one pool. plan() once a forward, on the host; run() once a layer. layer counts within the group.
 
@@ -288,31 +320,17 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         """The most tokens of up to num_sequences prompts that graph buffers may hold; 0: there are none for prompts."""
         return 0
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> Any:
-        """Graph buffers: run() reads `tables` whenever the captured graph is replayed. The caller fills `tables`."""
-        raise NotImplementedError(f"{type(self).__name__} has no graph buffers")
-
-    def begin_captured(self, buffers: Any, by_layers: bool = False) -> None:
-        """Queues, in the graph, what all layers of a replay need that follows from the tables of `buffers`.
-
-        The forward ran once before it is captured. What that run did not need may be left out, unless by_layers.
-        """
+    def buffers(self, limits: Limits, tables: DeviceTables) -> GroupBuffers:
+        """Graph buffers over `tables`, where capabilities have some. They plan and run their forwards themselves."""
+        return GroupBuffers()
 
     @abstractmethod
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        """Whatever run() needs of a forward; waits for no device.
-
-        buffers: of buffers(), which the next replay then computes. Their tables are filled up with padding. Those for
-        sharing leave out the pages of segments; the backend copies these itself.
-        """
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> Any:
+        """Whatever run() needs of a forward that is not in graph buffers; waits for no device."""
 
     def largest_sharing_step(self, num_q_heads: int) -> int:
         """Rows that a step in buffers for sharing may have; 0 where there are none."""
         return 0
-
-    def takes_shared(self, buffers: Any, shared: SharedPrefixes) -> bool:
-        """Whether buffers for sharing have room for these segments."""
-        return False
 
     def push_with_append(self, own: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
         """A plan whose append also stores into mapped peers, and the sends that are left for the page writer."""
@@ -342,11 +360,6 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
     def read_part(self, own: Any, layer: int, q: Tensor) -> Part:
         """As read(), of q as it is, which is rotated. own: of plan_read()."""
         raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
-
-    def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
-        """For a decode megakernel in place of run() of these layers; None where run() does more than causal
-        attention."""
-        return None
 
 
 KVBackend = AttentionBackend[QKV]

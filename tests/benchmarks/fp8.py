@@ -84,12 +84,13 @@ def decode_seconds(kind: str, rows: int, context: int) -> Measured:
     norm = HeadNorm(
         torch.ones(Q_HEADS + KV_HEADS, HEAD_DIM, device=q.device, dtype=q.dtype), 1e-6, lambda heads, *_: heads
     )
-    plan = GroupPlan(kernels.plan(tokens, tables, buffers), rotation, num_tokens=rows, captured=True)
-    kernels.begin_captured(buffers)  # once for all layers of a step, so it is not measured
-    kernels.run(plan, 1, QKV(q, k, v, None, norm))
+    buffers.plan(tokens, tables)
+    plan = GroupPlan(buffers, rotation, num_tokens=rows, captured=True)
+    buffers.begin_captured()  # once for all layers of a step, so it is not measured
+    buffers.run(plan, 1, QKV(q, k, v, None, norm))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.run(plan, 1, QKV(q, k, v, None, norm))
+        buffers.run(plan, 1, QKV(q, k, v, None, norm))
     return device_seconds(graph.replay)
 
 

@@ -29,7 +29,7 @@ class TokenMemory(AppendThenAttend):
         """A KernelFactory."""
         return self
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> PageTables:
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> PageTables:
         return tables
 
     def append(

@@ -11,18 +11,18 @@ from torch import Tensor
 from tandem.cache.kernels.base import FLASHINFER_HEAD_DIMS, QKV, Capabilities, DeviceTables, Limits, Part
 from tandem.cache.kernels.flashinfer.eager import WORKSPACE_BYTES, EagerPlan, PlannedWrappers
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, plan_parts
-from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_prompt
+from tandem.cache.kernels.flashinfer.prompts import FixedPrompts, largest_prompt
 from tandem.cache.kernels.flashinfer.sharing import FixedSharing, SharedPart, largest_decode, sharing_rule
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.gpu_limits import check_sizes
-from tandem.cache.kernels.paged.steps import TritonSteps
+from tandem.cache.kernels.paged.steps import DecodeSteps, KVBuffers, SlidingSteps, TritonSteps
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.kernels.triton.decode_plan import DecodePlan
 from tandem.cache.kernels.triton.merge import merge_parts
-from tandem.cache.kernels.triton.sliding import SlidingSteps
 from tandem.cache.kernels.triton.tree import attend_trees
+from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
@@ -31,26 +31,11 @@ GATHER_FP8_FROM = 192  # the same over 8 bits, which FlashInfer otherwise widens
 PROMPTS_PLAN_BYTES = 1 << 20  # what a plan of some thousand tokens takes many times over
 
 
-@dataclass(frozen=True, eq=False)
-class SharingBuffers:
-    """A decode step in a CUDA graph by FlashInfer, where sequences share pages: a wrapper of its own that reads the
-    arrays where they stand.
-
-    wrapper: of what each sequence has of its own. sharing: of what they attend to together.
-    """
-
-    targets: AppendTargets
-    wrapper: Any
-    sharing: FixedSharing
-    num_q_heads: int
-    keep: bool = False
-
-
 class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
     """See KVBackend. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64
     positions; else InvalidArgument.
 
-    Its graph buffers are a DecodePlan where sequences do not share pages, else SharingBuffers, SlidingSteps where some
+    Its graph buffers are DecodeSteps where sequences do not share pages, else SharingBuffers, SlidingSteps where some
     may slide, and PromptBuffers.
     """
 
@@ -92,18 +77,7 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
         self._shared_workspace = torch.empty_like(self._graph_workspace)
         self._prompts_workspace = torch.empty(PROMPTS_PLAN_BYTES, dtype=torch.uint8, device=pool.device)
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        """Of SharingBuffers, the full plan() of their wrapper chose the kernel; this only shares out the work anew."""
-        if isinstance(buffers, DecodePlan | SlidingSteps):  # nothing is planned on the host
-            return buffers
-        if isinstance(buffers, SharingBuffers):
-            self._plan_sharing(buffers, tables)
-            return buffers
-        if isinstance(buffers, PromptBuffers):
-            self._planned.synchronize()
-            buffers.plan(tokens.qo_indptr, tables)
-            self._planned.record()
-            return buffers
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> EagerPlan:
         single = tokens.single
         prompts = ~single & ~tokens.in_trees
         gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
@@ -112,45 +86,27 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
         slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], self._pool.device, self.scoring.window)
         return EagerPlan(AppendTargets(slots, None), parts)
 
-    def buffers(
-        self, limits: Limits, tables: DeviceTables
-    ) -> "DecodePlan | SharingBuffers | PromptBuffers | SlidingSteps":
-        sizes = self._sizes(limits.num_q_heads)
+    def buffers(self, limits: Limits, tables: DeviceTables) -> "DecodeSteps | KVBuffers":
+        sizes, targets = self._sizes(limits.num_q_heads), AppendTargets(tables.slots, None)
         if limits.sliding:
-            return SlidingSteps(AppendTargets(tables.slots, None), tables)
+            return SlidingSteps(targets, self, tables)
         if not limits.one_each:
             workspaces = (self._workspace, self._prompts_workspace)
-            return PromptBuffers.make(workspaces, tables, sizes, self._paged_options)
+            return PromptBuffers(targets, self, FixedPrompts.make(workspaces, tables, sizes, self._paged_options))
         if not limits.sharing:
-            return DecodePlan.make(tables, *sizes[:3])
+            return DecodeSteps(self, DecodePlan.make(tables, *sizes[:3]))
         size, max_pages = limits.num_sequences, tables.kv_indices.shape[0] // limits.num_sequences
         num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
         fixed = FixedSharing(self._workspace, self._shared_workspace, size, num_rows, max_pages)
         fixed.plan_largest(sizes, self._paged_options)
         wrapper = self._fixed_wrapper(tables, limits.num_q_heads)
-        return SharingBuffers(AppendTargets(tables.slots, None), wrapper, fixed, limits.num_q_heads)
+        return SharingBuffers(targets, self, wrapper, fixed, limits.num_q_heads)
 
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return largest_prompt(self._workspace, num_sequences, self._sizes(num_q_heads))
 
     def largest_sharing_step(self, num_q_heads: int) -> int:
         return largest_decode(WORKSPACE_BYTES, self._sizes(num_q_heads))
-
-    def takes_shared(self, buffers: SharingBuffers, shared: SharedPrefixes) -> bool:
-        return buffers.sharing.fits(shared)
-
-    def _plan_sharing(self, buffers: SharingBuffers, tables: PageTables) -> None:
-        indptr, indices, last_page_len = (
-            torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
-        )
-        self._planned.synchronize()
-        self._plan_decode(
-            *(buffers.wrapper, indptr, indices, last_page_len, *self._sizes(buffers.num_q_heads)),
-            **self._paged_options,
-            global_override_indptr_cpu=indptr,
-        )
-        buffers.sharing.refill(tables.shared, self._sizes(buffers.num_q_heads), self._paged_options)
-        self._planned.record()
 
     def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> EagerPlan:
         """One part of all sequences, which share nothing."""
@@ -172,12 +128,8 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
         return Part(output, lse.mul_(math.log(2)))
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, own: Any, sinks: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, own: EagerPlan, sinks: Tensor | None = None
     ) -> Tensor:
-        if isinstance(own, PromptBuffers):
-            return self._attend_pages(own.wrapper, layer, q, sinks)
-        if isinstance(own, SharingBuffers):
-            return self._attend_shared(own.wrapper, own.sharing.wrapper, own.sharing.part, layer, q, sinks)
         return self.attend_parts(own, q, q.shape[2], lambda part, its_q: self._attend_part(layer, part, its_q, sinks))
 
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
@@ -245,6 +197,56 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
             self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._before_tree_options)
         else:
             self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=causal, **self._paged_options)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBuffers(KVBuffers):
+    kernels: FlashInferKernels
+    prompts: FixedPrompts
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> None:
+        self.kernels._planned.synchronize()
+        self.prompts.plan(tokens.qo_indptr, tables.kv_indptr, tables.kv_last_page_len)
+        self.kernels._planned.record()
+
+    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
+        return self.kernels._attend_pages(self.prompts.wrapper, layer, q, sinks)
+
+
+@dataclass(frozen=True, eq=False)
+class SharingBuffers(KVBuffers):
+    """A decode step in a CUDA graph by FlashInfer, where sequences share pages: a wrapper of its own that reads the
+    arrays where they stand.
+
+    wrapper: of what each sequence has of its own. sharing: of what they attend to together.
+    """
+
+    kernels: FlashInferKernels
+    wrapper: Any
+    sharing: FixedSharing
+    num_q_heads: int
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> None:
+        """The full plan() of the wrapper chose the kernel; this only shares out the work anew."""
+        of, sizes = self.kernels, self.kernels._sizes(self.num_q_heads)
+        indptr, indices, last_page_len = (
+            torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
+        )
+        of._planned.synchronize()
+        of._plan_decode(
+            *(self.wrapper, indptr, indices, last_page_len, *sizes),
+            **of._paged_options,
+            global_override_indptr_cpu=indptr,
+        )
+        self.sharing.refill(tables.shared, sizes, of._paged_options)
+        of._planned.record()
+
+    def takes_shared(self, shared: SharedPrefixes) -> bool:
+        return self.sharing.fits(shared)
+
+    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
+        shared = self.sharing.wrapper, self.sharing.part
+        return self.kernels._attend_shared(self.wrapper, *shared, layer, q, sinks)
 
 
 def _run(wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, **scales: float) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import LatentAppendThenAttend
-from tandem.cache.kernels.base import Capabilities, DeviceTables, Latents, Limits
+from tandem.cache.kernels.base import Capabilities, DeviceTables, GroupBuffers, GroupPlan, Latents, Limits
 from tandem.cache.kernels.flashinfer.eager import PLAN_BYTES, EagerPlan, PlannedWrappers
 from tandem.cache.kernels.flashinfer.parts import AttentionPart, ChosenTokens, plan_parts
 from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
@@ -27,25 +27,6 @@ from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.latent import LatentHeads, UpProjections, absorbed_is_cheaper, heads_at_once
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
-
-
-@dataclass(frozen=True, eq=False)
-class LatentBuffers(AppendPlan):
-    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
-
-    wrapper: Any
-    qo_indptr: Tensor
-    num_heads: int
-
-
-@dataclass(frozen=True, eq=False)
-class ChosenBuffers(AppendPlan):
-    """A decode step in a CUDA graph whose tokens all attend to chosen positions."""
-
-    tables: DeviceTables
-
-
-LatentPlan = EagerPlan | LatentBuffers | ChosenBuffers
 
 
 class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
@@ -70,11 +51,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         self._graph_plan_on_host = torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=True)
         self._heads_at_once = 0
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        if buffers is not None:
-            if isinstance(buffers, LatentBuffers):
-                self._refill(buffers, tables)
-            return buffers
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> EagerPlan:
         absorbed = absorbed_is_cheaper(np.diff(tokens.qo_indptr), tables.kv_lens, RANK, ROTATED, self._heads)
         choosers, device = Choosers.of(tokens, tables, self._top_k), self._pool.device
         plain = ~(tokens.in_trees | choosers.sequences)
@@ -82,9 +59,9 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], device, others=others)
         return EagerPlan(AppendTargets(slots, None), parts, ChosenTokens.of(choosers, tables.kv_indices, device))
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> LatentBuffers | ChosenBuffers:
+    def buffers(self, limits: Limits, tables: DeviceTables) -> "LatentBuffers | ChosenBuffers":
         if self._top_k is not None:
-            return ChosenBuffers(AppendTargets(tables.slots, None), tables)
+            return ChosenBuffers(AppendTargets(tables.slots, None), self, tables)
         size, device = tables.slots.shape[0], self._pool.device
         qo_indptr, ones = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
         wrapper = load_flashinfer().mla.BatchMLAPagedAttentionWrapper(
@@ -99,17 +76,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         wrapper._int_workspace_buffer = self._graph_workspace
         wrapper._pin_memory_int_workspace_buffer = self._graph_plan_on_host
         wrapper.plan(qo_indptr, qo_indptr, ones * 0, ones, *self._sizes(limits.num_q_heads), False, *self._types())
-        return LatentBuffers(AppendTargets(tables.slots, None), wrapper, qo_indptr, limits.num_q_heads)
-
-    def _refill(self, plan: LatentBuffers, tables: PageTables) -> None:
-        """The wrapper's full plan() in buffers() chose the kernel; this only shares out the work anew."""
-        kv_indptr, kv_lens = torch.from_numpy(tables.kv_indptr), torch.from_numpy(tables.kv_lens)
-        self._planned.synchronize()
-        plan.wrapper._plan_info = plan.wrapper._cached_module.plan(
-            *(self._workspace, self._graph_workspace, self._graph_plan_on_host),
-            *(plan.qo_indptr, kv_indptr, kv_lens, plan.num_heads, RANK, False),
-        )
-        self._planned.record()
+        return LatentBuffers(AppendTargets(tables.slots, None), self, wrapper, qo_indptr, limits.num_q_heads)
 
     def append(
         self,
@@ -118,16 +85,12 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         latents: Tensor,
         keys: Tensor,
         rotation: Rotation | None,
-        own: LatentPlan,
+        own: AppendPlan,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotates q in place."""
         return q, append_latents(self._pool, layer, q, latents, keys, rotation, own.targets, keep=own.keep)
 
-    def attend(self, layer: int, q: Tensor, own: LatentPlan, up: UpProjections, chosen: Tensor | None = None) -> Tensor:
-        if isinstance(own, LatentBuffers):
-            return self._attend_absorbed(own.wrapper, layer, q, up)
-        if isinstance(own, ChosenBuffers):
-            return self._attend_chosen(layer, q, up, chosen, (own.tables.kv_indptr, own.tables.kv_indices))
+    def attend(self, layer: int, q: Tensor, own: EagerPlan, up: UpProjections, chosen: Tensor | None = None) -> Tensor:
         output = self.attend_parts(
             own, q, self._heads.value_dim, lambda part, its_q: self._attend_part(layer, part, its_q, up)
         )
@@ -202,3 +165,41 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
 
     def _types(self) -> tuple[float, torch.dtype, torch.dtype]:
         return self._scale, self._pool.dtype, self._pool.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class LatentBuffers(AppendPlan, GroupBuffers):
+    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
+
+    kernels: FlashInferLatentKernels
+    wrapper: Any
+    qo_indptr: Tensor
+    num_heads: int
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> None:
+        """The wrapper's full plan() chose the kernel; this only shares out the work anew."""
+        kv_indptr, kv_lens = torch.from_numpy(tables.kv_indptr), torch.from_numpy(tables.kv_lens)
+        of = self.kernels
+        of._planned.synchronize()
+        self.wrapper._plan_info = self.wrapper._cached_module.plan(
+            *(of._workspace, of._graph_workspace, of._graph_plan_on_host),
+            *(self.qo_indptr, kv_indptr, kv_lens, self.num_heads, RANK, False),
+        )
+        of._planned.record()
+
+    def run(self, plan: GroupPlan, layer: int, x: Latents) -> Tensor:
+        q, _ = self.kernels.append(layer, x.q, x.latents, x.keys, plan.rotation, self)
+        return self.kernels._attend_absorbed(self.wrapper, layer, q, x.up)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenBuffers(AppendPlan, GroupBuffers):
+    """A decode step in a CUDA graph whose tokens all attend to chosen positions."""
+
+    kernels: FlashInferLatentKernels
+    tables: DeviceTables
+
+    def run(self, plan: GroupPlan, layer: int, x: Latents) -> Tensor:
+        q, _ = self.kernels.append(layer, x.q, x.latents, x.keys, plan.rotation, self)
+        pages = self.tables.kv_indptr, self.tables.kv_indices
+        return self.kernels._attend_chosen(layer, q, x.up, x.chosen, pages)

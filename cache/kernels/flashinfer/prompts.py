@@ -9,26 +9,22 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.flashinfer.wrappers import prefill_in_graph
-from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.tables import PageTables
 
 TILE_ROWS = 128  # queries times heads of a KV head that one of FlashInfer's blocks takes, at most
 
 
 @dataclass(frozen=True, eq=False)
-class PromptBuffers:
+class FixedPrompts:
     """A wrapper of its own that reads the arrays where they stand; what it makes of tokens of padding is zeros.
 
     sizes: query heads, KV heads, head_dim, page size.
     """
 
-    targets: AppendTargets
     wrapper: Any
     kv_indices: Tensor
     sizes: tuple[int, int, int, int]
     options: dict[str, Any]
-    keep: bool = False
 
     @classmethod
     def make(
@@ -37,27 +33,24 @@ class PromptBuffers:
         tables: DeviceTables,
         sizes: tuple[int, int, int, int],
         options: dict[str, Any],
-    ) -> "PromptBuffers":
+    ) -> "FixedPrompts":
         """workspaces: of all that runs, and of the planning of prompts in graphs."""
         assert tables.qo_indptr is not None  # sequences of a prompt have any number of tokens
         num_tokens = tables.slots.shape[0]
         arrays = tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len
         backend = choose_backend(num_tokens, sizes[0], workspaces[0].device)
         wrapper = prefill_in_graph(*workspaces, arrays, backend)
-        plan = cls(AppendTargets(tables.slots, None), wrapper, tables.kv_indices, sizes, options)
-        plan._plan_largest(num_tokens, tables.kv_last_page_len.shape[0])
-        return plan
-
-    def plan(self, qo_indptr: Int32Array, tables: PageTables) -> None:
-        self._plan(qo_indptr, tables.kv_indptr, tables.kv_last_page_len)
+        prompts = cls(wrapper, tables.kv_indices, sizes, options)
+        prompts._plan_largest(num_tokens, tables.kv_last_page_len.shape[0])
+        return prompts
 
     def _plan_largest(self, num_tokens: int, num_sequences: int) -> None:
         """FlashInfer takes the tokens of the first plan for the most that will come."""
         first = np.arange(num_sequences + 1, dtype=np.int32) > 0  # one sequence has all
         num_pages = np.int32(-(-num_tokens // self.sizes[3]))
-        self._plan(first * np.int32(num_tokens), first * num_pages, np.ones(num_sequences, np.int32))
+        self.plan(first * np.int32(num_tokens), first * num_pages, np.ones(num_sequences, np.int32))
 
-    def _plan(self, qo_indptr: Int32Array, kv_indptr: Int32Array, kv_last_page_len: Int32Array) -> None:
+    def plan(self, qo_indptr: Int32Array, kv_indptr: Int32Array, kv_last_page_len: Int32Array) -> None:
         indptr, last_page_len = torch.from_numpy(kv_indptr), torch.from_numpy(kv_last_page_len)
         longest = int(np.diff(qo_indptr).max())  # spares FlashInfer a loop in Python
         self.wrapper.plan(
@@ -78,7 +71,7 @@ def choose_backend(num_tokens: int, num_q_heads: int, device: torch.device) -> s
 
 def largest_prompt(workspace: Tensor, num_sequences: int, sizes: tuple[int, int, int, int]) -> int:
     """As many as FlashInfer's workspace has room for while it splits keys, two tiles a multiprocessor at least; sizes:
-    see PromptBuffers."""
+    see FixedPrompts."""
     num_q_heads, num_kv_heads, head_dim, _ = sizes
     tiles = workspace.numel() // (num_q_heads * TILE_ROWS * (head_dim + 1) * 4)
     if tiles < 2 * num_multiprocessors(workspace.device) // num_kv_heads:

@@ -3,7 +3,6 @@
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +87,7 @@ class NativeKernels(AppendThenAttend):
     def takes_head_dim(head_dim: int) -> bool:
         return head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> NativePlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> NativePlan:
         queries, first_pages, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tables.kv_lens
         parts: tuple[AttentionPart, ...] = ()
         if tokens.positions.size != queries.size or tokens.trees is not None:

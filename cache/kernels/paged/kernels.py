@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import Capabilities, DeviceTables, Limits, Part, PeerPool
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.paged.prompts import FIELDS, attend_tiles, lay_out_tiles, most_tiles
-from tandem.cache.kernels.paged.steps import TritonSteps
+from tandem.cache.kernels.paged.steps import DecodeSteps, KVBuffers, TritonSteps
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.kernels.triton.decode_plan import DecodePlan
@@ -22,6 +21,7 @@ from tandem.cache.kernels.triton.tree import TreeTiles, attend_trees
 from tandem.cache.kernels.triton.tree import lay_out_tiles as lay_out_nodes
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
 MOST_TOKENS = 1 << 20  # of prompts in graph buffers, which take no workspace
@@ -40,19 +40,18 @@ class TreePart:
 @dataclass(frozen=True, eq=False)
 class TilePlan(AppendPlan):
     """tiles: int32 [tiles, FIELDS], of all tokens but nodes of trees. kv_indices: as PageTables has them. causal: see
-    plan_read. padded: in graph buffers, which have as many tiles as can be needed, and zeros for those that are not."""
+    plan_read."""
 
     tiles: Tensor
     kv_indices: Tensor
     trees: TreePart | None = None
     causal: bool = True
-    padded: bool = False
 
 
 class TritonKernels(TritonSteps):
     """See KVBackend. head_dim is a power of two of at least 16, and in Triton's interpreter dtypes may be others, too;
     else as FlashInferKernels. Sequences do not share pages while they attend. Steps in which sequences slide have no
-    graph buffers. Those of prompts are a TilePlan."""
+    graph buffers."""
 
     capabilities = Capabilities(pushes=True, step_graphs=True, verify_graphs=True, reads=True)
 
@@ -60,22 +59,15 @@ class TritonKernels(TritonSteps):
         super().__init__(pool, scoring, fp8)
         self._without_window = replace(scoring, window=None)
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        if isinstance(buffers, DecodePlan):  # nothing is planned on the host
-            return buffers
-        if isinstance(buffers, TilePlan):
-            tiles = self._tiles(tokens, tables)
-            missing = buffers.tiles.shape[0] - tiles.shape[0]
-            buffers.tiles.copy_(upload([np.pad(tiles, ((0, missing), (0, 0)))], buffers.tiles.device)[0])
-            return buffers
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> TilePlan:
         return self._plan_tiles(self._tiles(tokens, tables, ~tokens.in_trees), tokens, tables)
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> "DecodePlan | TilePlan":
+    def buffers(self, limits: Limits, tables: DeviceTables) -> "DecodeSteps | TileBuffers":
         if limits.one_each:
-            return DecodePlan.make(tables, *self._sizes(limits.num_q_heads)[:3])
+            return DecodeSteps(self, DecodePlan.make(tables, *self._sizes(limits.num_q_heads)[:3]))
         count, device = most_tiles(limits.num_tokens, limits.num_sequences), tables.slots.device
         tiles = torch.zeros((count, FIELDS), dtype=torch.int32, device=device)
-        return TilePlan(AppendTargets(tables.slots, None), tiles, tables.kv_indices, padded=True)
+        return TileBuffers(AppendTargets(tables.slots, None), self, tiles, tables.kv_indices)
 
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return MOST_TOKENS
@@ -90,7 +82,7 @@ class TritonKernels(TritonSteps):
     ) -> Tensor:
         scales = self._scales(layer)
         arguments = own.tiles, own.kv_indices, self.scoring, sinks, scales
-        output, _ = attend_tiles(self._pool, layer, q, *arguments, padded=own.padded)
+        output, _ = attend_tiles(self._pool, layer, q, *arguments)
         if own.trees is None:
             return output
         nodes = q.index_select(0, own.trees.tokens)
@@ -131,3 +123,21 @@ class TritonKernels(TritonSteps):
         slots, on_device, kv_indices, *of_trees = uploaded
         part = TreePart(of_trees[0], of_trees[1], TreeTiles(*of_trees[2:])) if of_trees else None
         return TilePlan(AppendTargets(slots, None), on_device, kv_indices, part)
+
+
+@dataclass(frozen=True, eq=False)
+class TileBuffers(KVBuffers):
+    """Of prompts. tiles: as TilePlan has them, as many as can be needed, and zeros for those that are not."""
+
+    kernels: TritonKernels
+    tiles: Tensor
+    kv_indices: Tensor
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> None:
+        tiles = self.kernels._tiles(tokens, tables)
+        missing = self.tiles.shape[0] - tiles.shape[0]
+        self.tiles.copy_(upload([np.pad(tiles, ((0, missing), (0, 0)))], self.tiles.device)[0])
+
+    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
+        arguments = self.tiles, self.kv_indices, self.kernels.scoring, sinks, self.kernels._scales(layer)
+        return attend_tiles(self.kernels._pool, layer, q, *arguments, padded=True)[0]

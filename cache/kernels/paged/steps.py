@@ -1,25 +1,28 @@
 """What Triton's kernels do for a pool of K and V on a GPU: append, and all of decode and verify steps in graphs."""
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import QKV, Appended, GroupPlan, Query, StepPages
+from tandem.cache.kernels.base import QKV, DeviceTables, GroupBuffers, GroupPlan, Query, StepPages
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.append import append
 from tandem.cache.kernels.triton.decode import decode
 from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
 from tandem.cache.kernels.triton.gather import gather
-from tandem.cache.kernels.triton.sliding import SlidingSteps, attend_sliding
+from tandem.cache.kernels.triton.pushing import AppendPlan
+from tandem.cache.kernels.triton.sliding import attend_sliding
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.rope import Rotation
 
 
 class TritonSteps(AppendThenAttend):
-    """A KVBackend without attend(). Graph buffers of steps are a DecodePlan, or SlidingSteps where some may slide."""
+    """A KVBackend without attend(). Its graph buffers are DecodeSteps, or KVBuffers."""
 
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         super().__init__(pool)
@@ -27,45 +30,6 @@ class TritonSteps(AppendThenAttend):
         self.scoring = scoring
         self._fp8 = fp8
         self._dtype = pool.dtype if fp8 is None else fp8.dtype
-
-    def begin_captured(self, buffers: Any, by_layers: bool = False) -> None:
-        if isinstance(buffers, DecodePlan):
-            buffers.scheduled = by_layers or buffers.by_layers
-            buffers.by_layers = False  # unless run() or read() is called again
-            if buffers.scheduled:
-                schedule_splits(buffers, self._pool, self.scoring, self._fp8)
-
-    def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
-        own = plan.own
-        if isinstance(own, SlidingSteps):
-            q, k = (x.q, x.k) if x.norm is None else x.norm.apply(x.q, x.k)
-            q, _ = self.append(layer, q, k, x.v, plan.rotation, own)
-            return self._slide(own, layer, q, plan.rotation, x.sinks)
-        if not isinstance(own, DecodePlan):
-            return super().run(plan, layer, x, appended)
-        assert own.scheduled, "begin_captured() has queued no schedule for this step"
-        own.by_layers = True
-        return decode(self._pool, layer, x.q, x.k, x.v, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
-
-    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
-        own = plan.own
-        if isinstance(own, SlidingSteps):
-            q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
-            q = q if plan.rotation is None else plan.rotation.apply(q)
-            return self._slide(own, layer, q, plan.rotation, x.sinks)
-        if not isinstance(own, DecodePlan):
-            return super().read(plan, layer, x)
-        assert own.scheduled, "begin_captured() has queued no schedule for this step"
-        own.by_layers = True
-        return decode(self._pool, layer, x.q, None, None, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
-
-    def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
-        plain = self.scoring == Scoring(self.scoring.scale)
-        if not plain or plan.rotation is None or not isinstance(plan.own, DecodePlan):
-            return None
-        pool, scales = self._pool[:, layers.start : layers.stop], None if self._fp8 is None else self._fp8.scales
-        scales = scales if scales is None else scales[layers.start : layers.stop]
-        return StepPages(pool, plan.own.tables, plan.rotation, self.scoring.scale, scales)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, own: Any
@@ -82,11 +46,6 @@ class TritonSteps(AppendThenAttend):
         k, v = gather(self._pool, layer, slots, self._dtype, self._scales(layer)).unbind(1)
         return k, v
 
-    def _slide(
-        self, own: SlidingSteps, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None
-    ) -> Tensor:
-        return attend_sliding(self._pool, layer, q, own.tables, rotation, self.scoring, sinks, self._scales(layer))
-
     def _scales(self, layer: int) -> Tensor | None:
         return None if self._fp8 is None else self._fp8.scales[layer]
 
@@ -94,3 +53,72 @@ class TritonSteps(AppendThenAttend):
         """Query heads, KV heads, head_dim, page size."""
         _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
         return num_q_heads, num_kv_heads, head_dim, page_size
+
+
+@dataclass(eq=False)
+class DecodeSteps(GroupBuffers):
+    """Of decode and verify steps, of which one kernel computes a layer.
+
+    A graph that a megakernel computes needs no schedule: the forward that ran before the capture shows which one it is.
+    """
+
+    kernels: TritonSteps
+    own: DecodePlan
+    by_layers: bool = True  # False: the last forward gave the pages to a megakernel, and no layer called decode()
+    scheduled: bool = False  # whether schedule_splits() was queued for the forward that runs now
+
+    def begin_captured(self, by_layers: bool = False) -> None:
+        self.scheduled = by_layers or self.by_layers
+        self.by_layers = False  # unless run() or read() is called again
+        if self.scheduled:
+            schedule_splits(self.own, self.kernels._pool, self.kernels.scoring, self.kernels._fp8)
+
+    def run(self, plan: GroupPlan, layer: int, x: QKV) -> Tensor:
+        return self._decode(plan, layer, x, x.k, x.v)
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        return self._decode(plan, layer, x, None, None)
+
+    def _decode(self, plan: GroupPlan, layer: int, x: QKV | Query, k: Tensor | None, v: Tensor | None) -> Tensor:
+        assert self.scheduled, "begin_captured() has queued no schedule for this step"
+        self.by_layers, of = True, self.kernels
+        return decode(of._pool, layer, x.q, k, v, plan.rotation, self.own, of.scoring, x.sinks, x.norm, of._fp8)
+
+    def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
+        of, these = self.kernels, slice(layers.start, layers.stop)
+        if of.scoring != Scoring(of.scoring.scale) or plan.rotation is None:
+            return None
+        scales = None if of._fp8 is None else of._fp8.scales[these]
+        return StepPages(of._pool[:, these], self.own.tables, plan.rotation, of.scoring.scale, scales)
+
+
+@dataclass(frozen=True, eq=False)
+class KVBuffers(AppendPlan, GroupBuffers, ABC):
+    """Of forwards whose layers append and then attend, as AppendThenAttend does."""
+
+    kernels: TritonSteps
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
+        """o of q [T, num_q_heads, head_dim], which is rotated. rotation: of its tokens; they are stored."""
+
+    def run(self, plan: GroupPlan, layer: int, x: QKV) -> Tensor:
+        q, k = (x.q, x.k) if x.norm is None else x.norm.apply(x.q, x.k)
+        q, _ = self.kernels.append(layer, q, k, x.v, plan.rotation, self)
+        return self.attend(layer, q, plan.rotation, x.sinks)
+
+    def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
+        q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
+        q = q if plan.rotation is None else plan.rotation.apply(q)
+        return self.attend(layer, q, plan.rotation, x.sinks)
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingSteps(KVBuffers):
+    """Of decode steps in which sequences may slide."""
+
+    tables: DeviceTables
+
+    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
+        scoring, scales = self.kernels.scoring, self.kernels._scales(layer)
+        return attend_sliding(self.kernels._pool, layer, q, self.tables, rotation, scoring, sinks, scales)

@@ -7,21 +7,12 @@ of the entry before offer it: the first half of their values and gates. The seco
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import (
-    Appended,
-    AttentionBackend,
-    Capabilities,
-    DeviceTables,
-    GroupPlan,
-    Limits,
-    SharedKV,
-)
+from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, GroupPlan, SharedKV
 from tandem.cache.kernels.scoring import additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
 from tandem.cache.kernels.torch.latent_entries import LatentEntries
@@ -74,7 +65,7 @@ class SharedPlan:
 
 
 class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
-    """Of a pool whose one plane is K and V. In graph buffers, own is the tables, for kernels by token."""
+    """Of a pool whose one plane is K and V. Graph buffers are for kernels by token, which read the tables."""
 
     capabilities = Capabilities(step_graphs=True, verify_graphs=True)
 
@@ -83,13 +74,8 @@ class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
         self.scale = scale
         self.window = window
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> DeviceTables:
-        return tables
-
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        """A SharedPlan, but where kernels by token attend."""
-        if buffers is not None:
-            return buffers
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> SharedPlan | None:
+        """None where kernels by token attend."""
         if self.pool.is_cuda and tokens.trees is None:  # such forwards are by token, see TokenForward
             return None
         trees = tree_masks(tokens, tables, self.window)

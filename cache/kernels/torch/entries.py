@@ -1,20 +1,18 @@
 """Entries that layers keep beside what they attend to, stored with torch operations on any device."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, DeviceTables, Entries, GroupPlan, Limits
+from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, Entries, GroupPlan
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array, IntArray
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
 
 class TorchEntryKernels(AttentionBackend[Entries]):
-    """An EntryBackend. own, what plan() returns, is the page and the place in it of each new entry, int64 [2, n]. In
-    graph buffers it is the tables, for kernels by token."""
+    """An EntryBackend. own, what plan() returns, is the page and the place in it of each new entry, int64 [2, n]. Graph
+    buffers are for kernels by token, which read the tables."""
 
     capabilities = Capabilities(step_graphs=True, verify_graphs=True)
 
@@ -25,12 +23,7 @@ class TorchEntryKernels(AttentionBackend[Entries]):
     def clear_pages(self, pages: Int32Array) -> None:
         """Nothing: an entry is read when it has been stored, and by its own slot."""
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> DeviceTables:
-        return tables
-
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        if buffers is not None:
-            return buffers
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> Tensor:
         return places_of(self.pool, tables.slot_mapping)
 
     def run(self, plan: GroupPlan, layer: int, x: Entries, appended: Appended | None = None) -> Tensor:

@@ -1,7 +1,6 @@
 """Scores by index keys and the choice by them with torch operations: the CPU path, and the GPU's kernels' reference."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ class TorchIndexKernels(LatentEntries, AppendThenChoose):
         super().__init__(pool, rank)
         self._top_k = top_k
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> TorchIndexPlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchIndexPlan:
         choosers, trees = Choosers.of(tokens, tables, self._top_k), tree_masks(tokens, tables, None)
         sequences = np.flatnonzero(choosers.sequences).tolist()
         parts = [self._part(tokens, tables, sequence, trees.get(sequence)) for sequence in sequences]

@@ -1,7 +1,6 @@
 """Torch kernels: the CPU serving path, and the reference that other backends are compared with."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class TorchKernels(AppendThenAttend):
         self._value_rows = [rows[2 * value * layer + value :] for layer in range(layers)]
         self._spans = [spans[2 * heads * layer :] for layer in range(layers)]
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> TorchPlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchPlan:
         slots, window = tables.slot_mapping.astype(np.int64), self.scoring.window
         rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
         append_rows = torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)).to(self._pool.device)

@@ -1,7 +1,6 @@
 """Latent attention over a paged pool with torch operations: the CPU path, and the reference of the GPU's kernels."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class TorchLatentKernels(LatentEntries, LatentAppendThenAttend):
         self._scoring = Scoring(scale)
         self._top_k = top_k
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> TorchLatentPlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchLatentPlan:
         appends = np.diff(tokens.qo_indptr)
         absorbed = absorbed_is_cheaper(appends, tables.kv_lens, self.rank, self.entry_size - self.rank, self._heads)
         choosers = Choosers.of(tokens, tables, self._top_k)

@@ -48,12 +48,11 @@ WIDE, WIDE_FP8 = Tiling(32, 8, 2), Tiling(64, 8, 2)
 FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class DecodePlan:
     """A decode step of B rows at fixed addresses, of a pool with Hkv heads of D numbers.
 
-    programs is how many programs like lengths occupy; by it the tiling is chosen. A graph that a megakernel computes
-    needs no schedule: the forward that ran before the capture shows which one it is.
+    programs is how many programs like lengths occupy; by it the tiling is chosen.
 
     pack: how many new tokens of one sequence a program attends for at once, in a verify step without a window. A tile
     has room for so many: its sequence is read once for all of them. In other steps 1.
@@ -68,10 +67,6 @@ class DecodePlan:
     """float32 [Hq · pack, entries, D + 4]: what each piece found, then row_max, row_sum and padding to 16 bytes."""
     counters: Tensor
     """int32 [B, Hkv]: pieces that are done; 0 between layers."""
-    by_layers: bool = True
-    """Whether decode() computes the step. False: the last forward gave the pages to a megakernel instead."""
-    scheduled: bool = False
-    """Whether schedule_splits() was queued for the forward that runs now."""
 
     @classmethod
     def make(cls, tables: DeviceTables, num_q_heads: int, num_kv_heads: int, head_dim: int) -> "DecodePlan":

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenChoose
-from tandem.cache.kernels.base import Capabilities, DeviceTables, Limits, PeerPool
+from tandem.cache.kernels.base import Capabilities, DeviceTables, GroupBuffers, GroupPlan, Index, Limits, PeerPool
 from tandem.cache.kernels.index_keys import SCORE_BYTES, Choosers
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.kernels.triton.gather import gather
@@ -25,12 +24,11 @@ from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 @dataclass(frozen=True, eq=False)
 class IndexPlan(AppendPlan):
     """Of the n choosers: tokens, int64 [n], theirs among the packed ones, None where all are; what they see; and tiles,
-    (begin, end, longest), of which scores are in memory together. Graph buffers have tables, too."""
+    (begin, end, longest), of which scores are in memory together."""
 
     tokens: Tensor | None
     seen: SeenPages
     tiles: tuple[tuple[int, int, int], ...]
-    tables: DeviceTables | None = None
 
 
 class TritonIndexKernels(AppendThenChoose):
@@ -42,26 +40,17 @@ class TritonIndexKernels(AppendThenChoose):
         super().__init__(pool)
         self._pool, self._rank, self._top_k = pool, rank, top_k
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> IndexPlan:
-        if buffers is not None:
-            return buffers
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> IndexPlan:
         choosers, device = Choosers.of(tokens, tables, self._top_k), self._pool.device
         arrays = [tables.slot_mapping, choosers.tokens, choosers.lengths, choosers.firsts, tables.kv_indices]
         slots, rows, *seen = upload(arrays, device)
         return IndexPlan(AppendTargets(slots, None), rows, SeenPages(*seen), tuple(cut_tiles(choosers.lengths)))
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> IndexPlan:
+    def buffers(self, limits: Limits, tables: DeviceTables) -> "IndexBuffers":
         size = limits.num_tokens
         longest = tables.kv_indices.shape[0] // size * self._pool.shape[4]
         seen = SeenPages(torch.ones_like(tables.kv_last_page_len), tables.kv_indptr[:-1], tables.kv_indices)
-        return IndexPlan(AppendTargets(tables.slots, None), None, seen, ((0, size, longest),), tables)
-
-    def begin_captured(self, buffers: IndexPlan, by_layers: bool = False) -> None:
-        """Queues what makes the lengths of the rows."""
-        tables = buffers.tables
-        assert tables is not None  # they are graph buffers
-        full = (tables.kv_indptr[1:] - tables.kv_indptr[:-1] - 1) * self._pool.shape[4]
-        torch.add(full, tables.kv_last_page_len, out=buffers.seen.lengths)
+        return IndexBuffers(AppendTargets(tables.slots, None), None, seen, ((0, size, longest),), tables, self)
 
     def push_with_append(
         self, own: IndexPlan, sends: Sequence[Send], peer_pool: PeerPool
@@ -87,6 +76,22 @@ class TritonIndexKernels(AppendThenChoose):
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         entries = gather(self._pool, layer, upload([slots], self._pool.device)[0])[:, 0]
         return entries, entries[:, :, : self._rank]
+
+
+@dataclass(frozen=True, eq=False)
+class IndexBuffers(IndexPlan, GroupBuffers):
+    """The plan of all forwards in them."""
+
+    tables: DeviceTables
+    kernels: TritonIndexKernels
+
+    def begin_captured(self, by_layers: bool = False) -> None:
+        """Queues what makes the lengths of the rows."""
+        full = (self.tables.kv_indptr[1:] - self.tables.kv_indptr[:-1] - 1) * self.kernels._pool.shape[4]
+        torch.add(full, self.tables.kv_last_page_len, out=self.seen.lengths)
+
+    def run(self, plan: GroupPlan, layer: int, x: Index) -> Tensor:
+        return self.kernels.run(plan, layer, x)
 
 
 def cut_tiles(lengths: Int32Array, most: int = SCORE_BYTES // 4) -> list[tuple[int, int, int]]:

@@ -3,7 +3,6 @@
 What it computes is what tandem.cache.kernels.torch.sliding computes: see there for which K meets which q.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,22 +13,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.tree import add_keys, add_sink, end_softmax
 from tandem.cache.plan.rope import Rotation
 
 LEAST_ROWS = 16  # of a product on tensor cores
 KEYS_PER_TILE = 64
-
-
-@dataclass(frozen=True, eq=False)
-class SlidingSteps:
-    """Graph buffers of steps in which sequences may slide."""
-
-    targets: AppendTargets
-    tables: DeviceTables
-    keep: bool = False
 
 
 def attend_sliding(

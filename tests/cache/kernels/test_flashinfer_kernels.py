@@ -16,6 +16,7 @@ from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
 from tandem.cache.kernels.flashinfer.parts import all_slots
 from tandem.cache.kernels.flashinfer.sharing import largest_decode
 from tandem.cache.kernels.paged import steps
+from tandem.cache.kernels.paged.steps import DecodeSteps
 from tandem.cache.kernels.triton.decode_plan import DecodePlan
 from tandem.cache.plan.latent import LatentHeads
 
@@ -82,7 +83,7 @@ def test_a_graph_is_scheduled_unless_a_megakernel_computed_the_step_before_it(mo
     backend = object.__new__(FlashInferKernels)  # without a GPU
     backend._pool, backend._fp8, backend.scoring = torch.empty(1, 1, 2, 1, 16, 64), None, Scoring(1.0)
     tables = DeviceTables(*(torch.zeros(size, dtype=torch.int32) for size in (1, 2, 1, 4)))
-    own = DecodePlan.make(tables, 1, 1, 64)
+    own = DecodeSteps(backend, DecodePlan.make(tables, 1, 1, 64))
     plan = GroupPlan(own, Rotation(torch.zeros(1, 2, 64)), captured=True)
     head = torch.zeros(1, 1, 64)
     x = QKV(head, head, head)
@@ -90,10 +91,10 @@ def test_a_graph_is_scheduled_unless_a_megakernel_computed_the_step_before_it(mo
     def forward(*, asks: bool, attends: bool) -> bool:
         """Whether its graph is scheduled."""
         scheduled.clear()
-        backend.begin_captured(own)
-        assert not asks or backend.step_pages(plan, range(1)) is not None
+        own.begin_captured()
+        assert not asks or own.step_pages(plan, range(1)) is not None
         if attends:
-            backend.run(plan, 0, x)
+            own.run(plan, 0, x)
         return bool(scheduled)
 
     assert forward(asks=True, attends=True)

@@ -188,9 +188,9 @@ def test_both_backends_store_and_choose_alike(case: Case, captured: bool, monkey
         turned = Rotation(torch.cat((rotation.table, rotation.table[:1])))
         limits = Limits.of_step(num_tokens + 1, 4, 1)
         own = kernels.buffers(limits, device_tables(tables, limits.num_tokens))
-        kernels.begin_captured(own)
-        assert kernels.plan(tokens, tables, own) is own
-        found = kernels.run(GroupPlan(own, turned, captured=True), LAYER, padded)
+        own.begin_captured()
+        own.plan(tokens, tables)
+        found = own.run(GroupPlan(own, turned, captured=True), LAYER, padded)
         assert torch.equal(found[torch.from_numpy(choosers.tokens).to(DEVICE)], expected)
         for token in np.flatnonzero(tokens.seq_lens <= case.top_k):
             positions = range(tokens.seq_lens[token])

@@ -1,6 +1,5 @@
 """CONTRIBUTING's list for a kind of state, followed with a kind that stores K negated."""
 
-import ast
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from tests.cache.oracle import Oracle, Setting
 from tests.cache.program import QUERY_HEADS, Program
 
 ROOT = Path(__file__).parents[3]
-ASKED = {"EntryLayout", "RopeParameters"}  # whose type attention and operations may ask for: values of a plan
 
 
 class NegatedKernels(TorchKernels):
@@ -141,16 +139,6 @@ def test_a_kind_that_nothing_serves_is_refused() -> None:
 
     with pytest.raises(InvalidArgument, match=r"kind is .*Unserved.*; a kind of tandem.cache.kinds is accepted"):
         kind_of(LayerGroup((0,), Unserved()))
-
-
-@pytest.mark.parametrize("package", ["attention", "operations"])
-def test_nobody_asks_for_the_class_of_a_kind_or_a_backend(package: str) -> None:
-    asked: set[str] = set()
-    for path in (ROOT / "cache" / package).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-                asked |= {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
-    assert asked <= ASKED
 
 
 def test_the_recipe_names_what_there_is() -> None:

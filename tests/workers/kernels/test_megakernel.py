@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Batch
-from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits, StepPages
+from tandem.cache.kernels.base import Capabilities, DeviceTables, GroupBuffers, GroupPlan, Limits, StepPages
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.kinds.kv import KV
@@ -20,7 +20,6 @@ from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import Rotation
-from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.workers.kernels.base import RmsNorm
 from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, Launch, MegakernelShape
 from tandem.workers.models import small_batch_decoder
@@ -95,21 +94,22 @@ class OpenKernels(TorchKernels):
         super().__init__(pool, scoring, fp8)
         self.capabilities = Capabilities(step_graphs=True, verify_graphs=True)
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> DeviceTables:
-        return tables
+    def buffers(self, limits: Limits, tables: DeviceTables) -> "OpenBuffers":
+        return OpenBuffers(self, tables)
 
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        """The kernel reads all that it needs from the arrays."""
-        return super().plan(tokens, tables) if buffers is None else buffers
 
-    def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
-        assert not plan.captured, f"layer {layer} is attended to by itself"
-        return super().run(plan, layer, x, appended)
+@dataclass(frozen=True, eq=False)
+class OpenBuffers(GroupBuffers):
+    """The kernel reads all that it needs from the arrays. No layer is attended to by itself."""
+
+    kernels: OpenKernels
+    tables: DeviceTables
 
     def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
         assert plan.rotation is not None
-        scales = None if self._fp8 is None else self._fp8.scales[layers.start : layers.stop]
-        return StepPages(self._pool[:, layers.start : layers.stop], plan.own, plan.rotation, self.scoring.scale, scales)
+        of, these = self.kernels, slice(layers.start, layers.stop)
+        scales = None if of._fp8 is None else of._fp8.scales[these]
+        return StepPages(of._pool[:, these], self.tables, plan.rotation, of.scoring.scale, scales)
 
 
 Build = Callable[[tuple[str, ...]], ctypes.CDLL]

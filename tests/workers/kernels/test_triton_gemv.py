@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Batch
-from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits
+from tandem.cache.kernels.base import Capabilities, DeviceTables, Limits
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tests.support.checkpoints import make_model
@@ -23,8 +22,9 @@ from tests.support.tvm_cache import TvmCache
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.triton.decode import decode
-from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
+from tandem.cache.kernels.paged.kernels import TritonKernels
+from tandem.cache.kernels.paged.steps import DecodeSteps
+from tandem.cache.kernels.triton.decode_plan import DecodePlan
 
 LENGTHS = (5, 12)
 
@@ -36,20 +36,9 @@ class StepKernels(TorchKernels):
         super().__init__(pool, scoring, fp8)
         self.capabilities = Capabilities(step_graphs=True)
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> DecodePlan:
-        return DecodePlan.make(tables, limits.num_q_heads, self._pool.shape[3], self._pool.shape[5])
-
-    def begin_captured(self, buffers: DecodePlan, by_layers: bool = False) -> None:
-        schedule_splits(buffers, self._pool, self.scoring)
-
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        """The kernel reads all that it needs on the device."""
-        return super().plan(tokens, tables) if buffers is None else buffers
-
-    def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
-        if not plan.captured:
-            return super().run(plan, layer, x, appended)
-        return decode(self._pool, layer, x.q, x.k, x.v, plan.rotation, plan.own, self.scoring, x.sinks, x.norm)
+    def buffers(self, limits: Limits, tables: DeviceTables) -> DecodeSteps:
+        steps = TritonKernels(self._pool, self.scoring, self._fp8)
+        return DecodeSteps(steps, DecodePlan.make(tables, *steps._sizes(limits.num_q_heads)[:3]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_steps.py runs there")

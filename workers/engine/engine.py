@@ -1,7 +1,7 @@
 """All that a worker does on its device and towards its peers, as calls of three sorts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor
 
@@ -147,8 +147,8 @@ class Engine:
             return self._launch_prompts(step)
         assert self._late is None, "mask() comes first"
         launched = self._launch_rows(step.rows, step)
-        if isinstance(launched.rows, LateSamples):
-            self._late = launched.rows
+        if step.rows.sampling.is_guided:
+            self._late = cast(LateSamples | None, launched.rows)
         return launched
 
     @action

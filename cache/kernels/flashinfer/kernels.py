@@ -201,6 +201,8 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
 
 @dataclass(frozen=True, eq=False)
 class PromptBuffers(KVBuffers):
+    """Prompt chunks in a CUDA graph by FlashInfer, whose wrapper plans each forward anew."""
+
     kernels: FlashInferKernels
     prompts: FixedPrompts
 

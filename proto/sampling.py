@@ -32,3 +32,4 @@ class Sampling(TypedDict, total=False):
     n: int
     best_of: int
     sliding: Mapping[str, int]
+    first_token_seconds: float

@@ -140,6 +140,10 @@ class SchedulerSection(Section):
     token_seconds: Seconds | None = Field(default=None, gt=0, le=60)
     """how long a sequence may wait for its next token because its worker computes prompts, too; shorter ones slow
     prompts down; null is 0.015 on a GPU, and no bound on a CPU"""
+    first_token_seconds: Seconds | None = Field(default=None, gt=0, le=80)
+    """when the first token of a request should be there, from its arrival: workers compute first the prompts that can
+    still be in time, and give one prompt token in eight to others; a request may have its own; null computes prompts in
+    the order of their arrival"""
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
     """most messages that the clients of one decode worker get; when more tokens come, a message carries several; null
     is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU"""

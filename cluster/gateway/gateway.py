@@ -82,7 +82,10 @@ class Gateway:
         self._model, limits = settings.model, settings.model.limits
         self._tokenizer = Tokenizer.from_folder(folder)
         self._names = settings.config.model.names
-        defaults = default_sampling(folder, settings.config.model.generation_config)
+        defaults = dict(default_sampling(folder, settings.config.model.generation_config))
+        target = settings.config.scheduler.first_token_seconds
+        if target is not None:
+            defaults["first_token_seconds"] = target
         self._validator = RequestValidator(
             limits, self._tokenizer, salt_by_token=settings.security.salt_by_token, defaults=defaults
         )

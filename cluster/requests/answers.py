@@ -72,6 +72,7 @@ class Answers:
                 await landed.wait()
                 near = _pair_of(lead)
                 for index, one in others:
+                    one.await_anew()
                     replay = Replay(router, one, client, max_attempts, near=near)
                     group.create_task(_pass_on(replay.run(deadline), self._writer(index, write)))
         except BaseExceptionGroup as errors:

@@ -24,6 +24,8 @@ from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.wire.messages import prompt_to_proto, sampling_to_proto
 from tandem.workers.wire.prompt_spec import PromptSpec
 
+PLANNED = 0.85  # of a target for the first token: workers do not plan pushes, networks and steps under way
+
 
 class Moved(Exception):
     """The request goes on at another pair of workers: its decode worker so far sends the KV."""
@@ -59,6 +61,7 @@ class Generation:
         self.prompt_logprobs = PromptLogprobs(request, turns)
         self._request = request
         self._arrived = arrived
+        self._awaited = arrived  # since when its client waits for its first token
         self._output = TextOutput(request.params, tokenizer)
         self._rule = FinishRule.of(request.params, eos_token_ids)
         self._usage = inference_pb2.Usage(prompt_tokens=len(request.prompt) - request.prompt.encoder.padding)
@@ -181,6 +184,10 @@ class Generation:
     def num_moves(self) -> int:
         return self._timings.moves
 
+    def await_anew(self) -> None:
+        """The target for its first token counts from now on: until now the request was not to begin."""
+        self._awaited = time.perf_counter()
+
     def move(self, target: WorkerLink) -> None:
         """Ends run() behind the tokens that are there, with Moved: the request goes on at another decode worker."""
         if self._decoding is not None:
@@ -230,9 +237,15 @@ class Generation:
         params, num_output = self._request.params, len(self._sent)
         least = max(0, params.min_tokens - num_output)
         scored = params.prompt_logprobs if self.prompt_logprobs.wanted else None
-        left = self.max_tokens_left
         sampling = sampling_to_proto(
-            replace(params, max_tokens=left, min_tokens=least, bad_words=(), prompt_logprobs=scored)
+            replace(
+                params,
+                max_tokens=self.max_tokens_left,
+                min_tokens=least,
+                bad_words=(),
+                prompt_logprobs=scored,
+                first_token_seconds=self._first_token_seconds_left,
+            )
         )
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
@@ -253,6 +266,15 @@ class Generation:
         if not placement.is_local:
             start.sampling.ClearField("prompt_logprobs")
         return send, start
+
+    @property
+    def _first_token_seconds_left(self) -> float | None:
+        """What workers plan the first token of a placement by; 0 or less where that is past. Of a request whose client
+        has tokens already, the target counts from this placement on: its reader waits now, for the next token."""
+        target = self._request.params.first_token_seconds
+        if target is None:
+            return None
+        return PLANNED * target - (0.0 if self._sent else time.perf_counter() - self._awaited)
 
     async def _answer(self, call: Sent, placement: Placement) -> worker_pb2.RemoteSendResponse:
         begun = bool(self._timings.first_token_seconds)  # in an earlier placement

@@ -21,9 +21,11 @@ from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.sampling_params import (
+    FIRST_TOKEN_SECONDS,
     MAX_ANSWERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_FIRST_TOKEN_SECONDS,
     SEED_LIMIT,
     SamplingParams,
     validate,
@@ -111,6 +113,9 @@ class RequestValidator:
             if len(getattr(message.sampling, name)) > most:
                 count = len(getattr(message.sampling, name))
                 raise InvalidRequest(f"sampling.{name} has {count} entries; at most {most} are accepted")
+        target = message.sampling.first_token_seconds
+        if message.sampling.HasField("first_token_seconds") and not target >= MIN_FIRST_TOKEN_SECONDS:
+            raise InvalidRequest(f"sampling.first_token_seconds is {target:g}; it must be {FIRST_TOKEN_SECONDS}")
         slides = message.sampling.HasField("sliding")
         self._check_received("resume.token_ids", len(message.resume.token_ids), slides=slides)
         for index, answer in enumerate(message.resume.answers[:MAX_ANSWERS]):

@@ -43,6 +43,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     local: list[str] = field(default_factory=list)  # requests with such prompts
     packed: list[worker_pb2.PackedLogprobs] = field(default_factory=list)  # what PromptLogprobs brings
     asked: list[bool] = field(default_factory=list)  # of each RemoteSend: whether it wants them
+    targets: list[float | None] = field(default_factory=list)  # of each RemoteSend: what is left for its first token
 
     async def start(self) -> None:
         self._prepared: dict[str, tuple[list[int], int]] = {}
@@ -83,6 +84,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def RemoteSend(self, request: worker_pb2.RemoteSendRequest, context: Any) -> worker_pb2.RemoteSendResponse:
         self.sent.append(request.request_id)
         self.asked.append(request.sampling.HasField("prompt_logprobs"))
+        has_target = request.sampling.HasField("first_token_seconds")
+        self.targets.append(request.sampling.first_token_seconds if has_target else None)
         self.prompts.append(prompt_from_bytes(request.prompt.token_ids).tolist())
         if self.landed is not None:
             await self.landed.wait()

@@ -211,6 +211,7 @@ class Prefills:
         self._retired.settle()
         self.poll()
         self._handoff.upkeep(self._stop)
+        self._scheduler.order(time.perf_counter())
         for request in self._scheduler.admitted(self._has_room) if self._scheduler.num_waiting else ():
             self._attempt([request], lambda request=request: self._begin(request))
 

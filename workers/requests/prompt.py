@@ -1,5 +1,6 @@
 """One prompt on its way through this worker's forwards, wherever its KV goes."""
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -55,11 +56,16 @@ class Prompt:
     logits: PromptLogits | None = field(default=None, kw_only=True)  # where all was launched speculatively
     left: bool = field(default=False, kw_only=True)  # no forward has it any more, and nobody wants its first token
     arrived: float = field(default_factory=time.perf_counter, kw_only=True)
+    deadline: float = field(init=False)  # of its first token, in the time of `arrived`; infinite without a target
     started: float = field(default=0.0, kw_only=True)
     sampled_at: float = field(default=0.0, kw_only=True)  # when the host learned the first token
     marked: bool = field(default=False, kw_only=True)  # whether the cache knows where the KV goes
     push_seconds: float = field(default=0.0, kw_only=True)
     bytes_pushed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        left = self.params.first_token_seconds  # of the target, when the worker heard of it
+        self.deadline = math.inf if left is None else self.arrived + left
 
     @property
     def token_ids(self) -> Int64Array:

@@ -25,7 +25,10 @@ MAX_TAG_LENGTH = 64  # characters
 MAX_BAD_WORDS = 64  # sequences of tokens; a text may be two
 MAX_BAD_WORD_TOKENS = 16
 MAX_ANSWERS = 128
+MIN_FIRST_TOKEN_SECONDS = 0.01 * (1 - 2**-24)  # 0.01 as a float32
+MAX_FIRST_TOKEN_SECONDS = 600.0
 SEED_LIMIT = 1 << 64
+FIRST_TOKEN_SECONDS = f"in [{MIN_FIRST_TOKEN_SECONDS:g}, {MAX_FIRST_TOKEN_SECONDS:g}]"
 
 
 class InvalidSamplingParams(ValueError):
@@ -68,6 +71,7 @@ class SamplingParams:
     n: int = 1  # answers; the gateway places each as a request of one answer
     best_of: int | None = None  # answers generated, of which the n likeliest are given; None is n
     sliding: SlidingWindow | None = None  # None: each token sees all before it
+    first_token_seconds: float | None = None  # from arrival at the gateway; workers get what is left, 0 or less if past
 
     @property
     def num_answers(self) -> int:
@@ -123,6 +127,9 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     _require(
         not ranked or params.prompt_logprobs is None, "prompt_logprobs", params.prompt_logprobs, "absent beside best_of"
     )
+    target = params.first_token_seconds
+    fits = target is None or target <= MAX_FIRST_TOKEN_SECONDS
+    _require(fits, "first_token_seconds", target, FIRST_TOKEN_SECONDS)
     _validate_penalties(params)
     _validate_token_rules(params, vocab_size)
     if params.guided is not None:

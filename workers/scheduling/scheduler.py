@@ -1,18 +1,19 @@
 """Decides what each step computes. Pure: it touches no device, no cache and no clock."""
 
-from collections import deque
 from collections.abc import Callable, Iterator
 
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.scheduling.batch import Chunk, StepBatch
 from tandem.workers.scheduling.decode_rows import DecodeRows
+from tandem.workers.scheduling.prompt_order import PromptOrder
 from tandem.workers.scheduling.token_pace import TokenPace
 
 LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows there are
 
 
 class Scheduler:
-    """Prompts in the order in which they came, and a row for each sequence that is decoded. Owned by the step thread.
+    """Prompts by their turns, and a row for each sequence that is decoded. Owned by the step thread. Turns are those of
+    arrival, unless prompts have a target for their first token; see PromptOrder.
 
     A worker's role is what its scheduler is given: prompts, decode rows, or both. Whether a prompt is for a peer or for
     a row of this worker makes no difference here.
@@ -27,31 +28,42 @@ class Scheduler:
         self.rows = DecodeRows()
         self.pace = TokenPace(token_seconds, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
-        self._waiting: deque[Prompt] = deque()
-        self._running: list[Prompt] = []
+        self._token_seconds = token_seconds
+        self._order = PromptOrder()
+        self._waiting: dict[Prompt, None] = {}  # these two keep the order in which prompts came
+        self._running: dict[Prompt, None] = {}
         self._asked_in_vain: Prompt | None = None
 
     def add(self, request: Prompt) -> None:
         """Queues a prompt. One that has its room runs at once."""
+        self._order.add(request)
         if request.has_room:
-            self._running.append(request)
+            self._running[request] = None
         else:
-            self._waiting.append(request)
+            self._waiting[request] = None
+
+    def order(self, now: float) -> None:
+        """Gives prompts with targets their turns for admitted() and next_batch(), once a step. now: by
+        time.perf_counter(), as deadlines are."""
+        self._order.update(now, self._prompt_rate())
 
     def admitted(self, has_room: Callable[[Prompt], bool]) -> Iterator[Prompt]:
-        """Waiting prompts that run from now on, in order, until one has no room.
+        """Waiting prompts that run from now on, by their turns, until one has no room.
 
         The caller takes the room of each prompt before it asks for the next.
         """
-        while self._waiting and has_room(self._waiting[0]):
-            request = self._waiting.popleft()
-            self._running.append(request)
+        self._asked_in_vain = None
+        for request in self._order.for_room(self._waiting):
+            if not has_room(request):
+                self._asked_in_vain = request
+                return
+            del self._waiting[request]
+            self._running[request] = None
             yield request
-        self._asked_in_vain = self._waiting[0] if self._waiting else None
 
     @property
     def lacks_room(self) -> bool:
-        """Whether the first waiting prompt has found none: what becomes free is for it."""
+        """Whether the waiting prompt whose turn it was has found none: what becomes free is for it."""
         return self._asked_in_vain is not None and self._asked_in_vain in self._waiting
 
     def is_waiting(self, request: Prompt) -> bool:
@@ -62,9 +74,9 @@ class Scheduler:
 
     def remove(self, request: Prompt) -> None:
         """No batch has this prompt any more. Idempotent."""
-        for prompts in (self._waiting, self._running):
-            if request in prompts:
-                prompts.remove(request)
+        self._order.remove(request)
+        self._waiting.pop(request, None)
+        self._running.pop(request, None)
 
     @property
     def num_waiting(self) -> int:
@@ -91,13 +103,17 @@ class Scheduler:
             return StepBatch(decodes=decodes)
         launched = tuple(request for request in self._running if request.computed == request.num_tokens)
         alone = len(self._running) - len(launched) == 1 and not self._waiting
-        return StepBatch(self._chunks(), launched, alone, decodes)
+        chunks = self._chunks()
+        self._order.gave(chunks)
+        return StepBatch(chunks, launched, alone, decodes)
 
     def _chunks(self) -> tuple[Chunk, ...]:
         budget, chunks = self._max_batch_tokens, []
         if len(self.rows):
             budget = max(min(budget - len(self.rows), self.pace.chunk_tokens), LEAST_PROMPT_TOKENS)
-        for request in self._running:
+        for request in self._order.for_chunks(self._running):
+            if not budget and chunks:
+                break
             length = min(budget, request.num_tokens - request.computed)
             if length < request.least_chunk and not chunks:  # an encoder's prompt waits for no larger budget
                 length = min(request.least_chunk, request.num_tokens - request.computed)
@@ -105,3 +121,9 @@ class Scheduler:
                 chunks.append(Chunk(request, length))
                 budget = max(budget - length, 0)
         return tuple(chunks)
+
+    def _prompt_rate(self) -> float:
+        """Prompt tokens that are computed a second, as things stand: beside rows those of chunks within the bound."""
+        if not len(self.rows) or self._token_seconds is None:
+            return self.pace.prompt_rate
+        return min(self.pace.prompt_rate, self.pace.chunk_tokens / self._token_seconds)

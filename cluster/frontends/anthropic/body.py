@@ -120,6 +120,7 @@ class MessagesBody(ChatLikeBody):
     temperature: float | None = Field(default=None, description="a number")
     top_p: float | None = Field(default=None, description="a number")
     top_k: int | None = Field(default=None, description="an integer")
+    first_token_seconds: float | None = Field(default=None, description="a number")
     metadata: dict[str, Any] | None = Field(default=None, description="an object")
     output_config: OutputConfig | None = Field(default=None, description="an object with effort and format")
     output_format: OutputFormat | None = Field(default=None, description="an object with type and schema")
@@ -142,5 +143,6 @@ class MessagesBody(ChatLikeBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "first_token_seconds": self.first_token_seconds,
             "stream": self.stream,
         }

@@ -105,7 +105,11 @@ class _Watched(RequestObserver):
         recorder = self._metrics.recorder
         recorder.observe(series.FIRST_TOKEN, now - self._arrived)
         recorder.add(series.GENERATION_TOKENS, count)
-        recorder.add(series.PROMPT_TOKENS, len(self._request.prompt) if self._request else 0)
+        request = self._request
+        recorder.add(series.PROMPT_TOKENS, len(request.prompt) if request else 0)
+        target = request.params.first_token_seconds if request and request.params.num_answers == 1 else None
+        if target is not None:
+            recorder.add(series.TARGETS, 1, series.MET if now - self._arrived <= target else series.MISSED)
         self._metrics.table.add(Column.DECODING, 1)
 
     def lost(self, error: Exception) -> None:

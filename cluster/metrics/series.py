@@ -14,6 +14,7 @@ TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2
 GRPC, HTTP = "grpc", "http"
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 LOST, FAILED = "lost", "failed"
+MET, MISSED = "met", "missed"
 
 PROMPT_TOKENS = Counter("vllm:prompt_tokens", "Tokens of prompts whose first token is there.")
 GENERATION_TOKENS = Counter("vllm:generation_tokens", "Output tokens sent to clients.")
@@ -29,6 +30,12 @@ SUCCESS = Counter(
     series=((STOP,), (LENGTH,), (ABORT,), (ERROR,)),
 )
 FIRST_TOKEN = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token sent.", FIRST)
+TARGETS = Counter(
+    "tandem:first_token_targets",
+    "First tokens of requests with one answer and a target for it, by whether they came in time.",
+    labels=("outcome",),
+    series=((MET,), (MISSED,)),
+)
 GAPS = Histogram(
     "vllm:inter_token_latency_seconds",
     "From one token sent to the next; those of one message share its time.",

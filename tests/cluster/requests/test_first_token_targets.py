@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from tandem.cluster.cli.samples import Samples
+from tandem.cluster.client import Client
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.requests.generation import PLANNED
 from tandem.proto import inference_pb2, inference_pb2_grpc
@@ -140,3 +142,15 @@ def test_an_error_over_http_names_the_field(gateway: OpenGateway) -> None:
     error = response.json()["error"]
     assert error["param"] == "first_token_seconds"
     assert error["message"] == "first_token_seconds is 0.001; it must be in [0.01, 600]"
+
+
+def test_targets_that_were_met_and_missed_are_counted(gateway: OpenGateway) -> None:
+    def counted(outcome: str) -> int:
+        with Client(gateway.grpc) as client:
+            return int(Samples(client.metrics().text).total("tandem:first_token_targets_total", outcome=outcome))
+
+    ask(gateway, None)
+    ask(gateway)
+    gateway.worker.fails["PrepareReceive"] = ["RESOURCE_EXHAUSTED"] * 2  # then it is asked after a tenth of a second
+    ask(gateway, 0.05)
+    until(lambda: (counted("met"), counted("missed")) == (1, 1))

@@ -40,7 +40,7 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `gateway.nodes` | must be launcher where `island.network` is loopback |
 | `gateway.node_resources`, `gateway.node_labels` | must be empty where `gateway.nodes` is launcher |
 | `gateway.routing_policy` | must be prefix_aware unless `scheduler.roles` is split |
-| `scheduler.token_seconds` | must be null where `scheduler.roles` is split |
+| `scheduler.token_seconds`, `scheduler.token_share` | must be null and 0.9 where `scheduler.roles` is split |
 | `speculation.tokens`, `speculation.max_step_tokens` | must be 3 and 32 where `speculation.method` is none |
 | `speculation.max_ngram` | must be 3 unless `speculation.method` is ngram |
 | `gateway.cors_origins` | must be empty where `gateway.http_port` is null |

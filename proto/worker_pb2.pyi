@@ -264,7 +264,7 @@ class WatchRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("whole", "added", "removed", "prompt_tokens", "rows", "positions", "token_seconds", "prompt_tokens_per_second", "free_pages")
+    __slots__ = ("whole", "added", "removed", "prompt_tokens", "rows", "positions", "token_seconds", "prompt_tokens_per_second", "free_pages", "prompt_tokens_per_second_beside_rows")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +274,7 @@ class WorkerReport(_message.Message):
     TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_SECOND_BESIDE_ROWS_FIELD_NUMBER: _ClassVar[int]
     whole: bool
     added: bytes
     removed: bytes
@@ -283,4 +284,5 @@ class WorkerReport(_message.Message):
     token_seconds: float
     prompt_tokens_per_second: float
     free_pages: int
-    def __init__(self, whole: bool = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., rows: _Optional[int] = ..., positions: _Optional[int] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., free_pages: _Optional[int] = ...) -> None: ...
+    prompt_tokens_per_second_beside_rows: float
+    def __init__(self, whole: bool = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., rows: _Optional[int] = ..., positions: _Optional[int] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., free_pages: _Optional[int] = ..., prompt_tokens_per_second_beside_rows: _Optional[float] = ...) -> None: ...

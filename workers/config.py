@@ -7,6 +7,7 @@ from enum import StrEnum
 from tandem.workers.logs import LogSettings
 
 MESSAGE_BYTES = 16 << 20  # what a message may have besides a prompt
+TOKEN_SHARE = 0.9  # of tokens that come within token_seconds
 
 
 class Role(StrEnum):
@@ -54,7 +55,8 @@ class WorkerConfig:
 
     role: what the worker is mainly for. It computes prompts and decodes whatever its role is. adaptive: it is asked for
     both often, so that what captures CUDA graphs captures those of both. token_seconds: how long a sequence may wait
-    for its next token because of prompts; None sets no bound. record: None records nothing.
+    for its next token because of prompts; None sets no bound. token_share: how many of its tokens are to come in that
+    time. record: None records nothing.
     """
 
     role: Role
@@ -86,6 +88,7 @@ class WorkerConfig:
     max_stream_messages_per_second: float = math.inf
     adaptive: bool = False
     token_seconds: float | None = None
+    token_share: float = TOKEN_SHARE
     speculation: SpeculationSettings = SpeculationSettings()
     logging: LogSettings = field(default_factory=LogSettings)
     record: RecordSettings | None = None
@@ -102,6 +105,7 @@ class LoopSettings:
     max_sequences: int = 256  # between reservation and last token
     eos_token_ids: tuple[int, ...] = ()
     token_seconds: float | None = None  # from one token of a row to its next, beside prompts; None: no bound
+    token_share: float = TOKEN_SHARE  # of the times from one token to the next that are to keep it
     speculation: SpeculationSettings = SpeculationSettings()
 
 

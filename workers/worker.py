@@ -308,7 +308,7 @@ class Worker:
         self._step_thread.start()
         for captures in (FIRST_USE, captures_of(config)):
             self._prepared += 1
-            await asyncio.wrap_future(self._step_thread.call(partial(engine.capture, captures)))
+            await asyncio.wrap_future(self._step_thread.call(partial(loop.capture, captures)))
         self._server = grpc.aio.server(
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )
@@ -348,6 +348,7 @@ class Worker:
             lease_seconds=config.lease_seconds,
             eos_token_ids=self._eos_token_ids,
             token_seconds=config.token_seconds,
+            token_share=config.token_share,
             speculation=config.speculation,
         )
         fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)

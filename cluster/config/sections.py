@@ -41,7 +41,7 @@ from tandem.cluster.config.units import (
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
-from tandem.workers.config import RecordSettings
+from tandem.workers.config import TOKEN_SHARE, RecordSettings
 from tandem.workers.logs import LogSettings
 
 
@@ -144,6 +144,9 @@ class SchedulerSection(Section):
     """when the first token of a request should be there, from its arrival: workers compute first the prompts that can
     still be in time, and give one prompt token in eight to others; a request may have its own; null computes prompts in
     the order of their arrival"""
+    token_share: Fraction = Field(default=TOKEN_SHARE, gt=0.5, lt=1)
+    """the share of a sequence's tokens that should come within token_seconds; with a larger share, prompts take
+    longer"""
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
     """most messages that the clients of one decode worker get; when more tokens come, a message carries several; null
     is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU"""

@@ -29,6 +29,7 @@ RULES = (
         lambda roles: roles == "split",
         "workers that decode then compute no prompts",
     ),
+    Unused("scheduler.token_share", "scheduler.roles", lambda roles: roles == "split"),
     Unused("speculation.tokens", "speculation.method", lambda method: method == "none"),
     Unused("speculation.max_step_tokens", "speculation.method", lambda method: method == "none"),
     Unused("speculation.max_ngram", "speculation.method", lambda method: method != "ngram"),

@@ -73,6 +73,7 @@ def worker_configs(
             decode_workers=config.island.num_decode if role == Role.DECODE else None,
             max_stream_messages_per_second=stream_messages_per_second(config),
             token_seconds=token_seconds(config),
+            token_share=config.scheduler.token_share,
             speculation=config.speculation.settings,
             adaptive=is_adaptive(config),
             logging=config.logging.settings,

@@ -16,6 +16,7 @@ from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.prompt_spec import PromptSpec
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import print_result
+from tests.support.fixed_rate import FixedRate
 
 RATE = 40_000.0  # prompt tokens a second
 BATCH_TOKENS = 1024
@@ -63,8 +64,7 @@ class Worker:
     order_seconds: list[tuple[int, float]] = field(default_factory=list)  # of a real clock: prompts there, and the cost
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(BATCH_TOKENS)
-        self.scheduler.pace.prompt_rate = RATE * self.rate_error
+        self.scheduler = Scheduler(BATCH_TOKENS, FixedRate(BATCH_TOKENS, RATE * self.rate_error))
         self._in_use = 0
         self._arriving = iter(self.prompts)
         self._next = next(self._arriving, None)

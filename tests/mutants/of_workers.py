@@ -48,8 +48,8 @@ WORKERS = (
     Mutant(
         name="rows-wait-for-a-long-prompt",
         file="workers/scheduling/scheduler.py",
-        find="budget = max(min(budget - len(self.rows), self.pace.chunk_tokens), LEAST_PROMPT_TOKENS)",
-        replace="budget = max(budget - len(self.rows), LEAST_PROMPT_TOKENS)",
+        find="budget = max(min(budget - rows, chunk), LEAST_PROMPT_TOKENS)",
+        replace="budget = max(budget - rows, LEAST_PROMPT_TOKENS)",
         reason="Chunks beside rows are short, or all answers pause while somebody's long prompt is computed.",
         tests=("tests/workers/scheduling/test_scheduler.py::test_chunks_are_bounded_beside_rows_only",),
     ),

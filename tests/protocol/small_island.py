@@ -21,6 +21,7 @@ from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.token_stream import TokenUpdate
+from tandem.workers.runner.batch_buckets import GraphSizes
 from tandem.workers.runner.model_runner import PromptChunks
 from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.sampling.finish import FinishReason
@@ -113,6 +114,7 @@ class CountingModel:
     """
 
     drafts = next_drafts = None  # no model drafts
+    graph_sizes = GraphSizes()
 
     def __init__(self, cache: TvmCache, shape: Shape, findings: list[str]) -> None:
         self._cache = cache

@@ -78,7 +78,7 @@ class DraftedBatch:
             self.alone += bool(self._speculation.step(rows, step))
         else:
             drafts = [np.zeros(size, np.int64) for size in drafted]
-            self._speculation.settle(self._speculation.launch(rows, step, drafts, 0), runs)
+            self._speculation.settle(self._speculation.launch(rows, step, drafts), runs)
         for row, run in enumerate(runs):
             self._requests[row].output.extend(run.token_ids)
             if len(self._requests[row].output) >= self._length:

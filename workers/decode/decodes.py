@@ -30,6 +30,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.scheduling.scheduler import Scheduler
+from tandem.workers.scheduling.step_time import NOTHING, StepLoad
 from tandem.workers.speculation.speculation import Speculation
 from tandem.workers.wire.lease import Clock
 from tandem.workers.wire.prompt_spec import PromptSpec
@@ -81,7 +82,7 @@ class Decodes:
         self._joining: list[DecodeRequest] = []  # their first token came since the last batch
         self._clock = clock
         self._delivered: float | None = None  # when the tokens of the last step came; None behind a pause
-        self._prompt_tokens = 0  # launched since the last step
+        self._beside = NOTHING  # chunks that were launched since the last step
         self._speculation = speculation
         self._steps = StepsInFlight(engine)
         self._masks = GuideMasks(engine)
@@ -192,9 +193,9 @@ class Decodes:
         """Whether nothing may be launched behind what is in flight but a verify step that follows it."""
         return self._steps.behind is not None and self._steps.behind.verifies
 
-    def ran_beside(self, prompt_tokens: int) -> None:
-        """Chunks of so many tokens were launched behind the last step."""
-        self._prompt_tokens += prompt_tokens
+    def ran_beside(self, chunks: StepLoad) -> None:
+        """Chunks were launched behind the last step, or are launched with the next one."""
+        self._beside = self._beside.plus(chunks)
 
     def upkeep(self) -> float | None:
         """What comes before a batch: leases, recalls, and requests whose KV has come. When it has to come again."""
@@ -216,7 +217,7 @@ class Decodes:
         """
         steps = self._steps
         if step is None and steps.behind is None:
-            self._delivered, self._prompt_tokens = None, 0
+            self._delivered, self._beside = None, NOTHING
             poll = IDLE_POLL_SECONDS if self._engine.capabilities.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
@@ -225,7 +226,7 @@ class Decodes:
             if self.is_verifying:
                 following = self._speculation.follow(self._rows) if alone else None
                 if following is not None:
-                    following.prompt_tokens = self._take_prompt_tokens()
+                    following.load = self._take_load(following.num_tokens)
                 steps.launched(following, overlaps=True)
             elif (
                 step is not None
@@ -233,10 +234,10 @@ class Decodes:
                 and (drafts := self._speculation.propose(self._rows.requests, known=behind is None))
             ):
                 if behind is None:
-                    beside = self._take_prompt_tokens()
-                    steps.reading = self._speculation.launch(self._rows, step, drafts, beside)
-                    self._masks.launched(step, steps.reading.requests)
-                    if not beside:  # else the next launch would wait until the prompts are done
+                    steps.reading = verification = self._speculation.launch(self._rows, step, drafts)
+                    verification.load = load = self._take_load(verification.num_tokens)
+                    self._masks.launched(step, verification.requests)
+                    if not load.chunk:  # else the next launch would wait until the prompts are done
                         steps.behind = self._speculation.follow(self._rows)
                 else:
                     steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
@@ -317,13 +318,13 @@ class Decodes:
         return reason
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
-        in_flight = self._rows.launched(step, pending, self._take_prompt_tokens())
+        in_flight = self._rows.launched(step, pending, self._take_load(len(self._rows)))
         self._masks.launched(step, in_flight.requests)
         return in_flight
 
-    def _take_prompt_tokens(self) -> int:
-        prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
-        return prompt_tokens
+    def _take_load(self, tokens: int) -> StepLoad:
+        beside, self._beside = self._beside, NOTHING
+        return self._scheduler.pace.step_load(tokens, self._rows.positions, beside)
 
     def _deliver(self, in_flight: LaunchedStep) -> None:
         """Hands out the tokens of a step."""
@@ -331,10 +332,8 @@ class Decodes:
             samples = in_flight.pending.wait()
         finally:
             self._steps.done(in_flight)
-        now = self._clock()
-        if self._delivered is not None:
-            self._scheduler.pace.measured(now - self._delivered, in_flight.prompt_tokens)
-        self._delivered, runs = now, in_flight.runs(samples)
+        before, self._delivered = self._delivered, (now := self._clock())
+        runs = in_flight.runs(samples)
         in_flight.settle(samples, runs, is_last=self._steps.behind is None)
         updates, leaving, failed = [], [], []
         for request, run in zip(in_flight.requests, runs, strict=True):
@@ -355,6 +354,8 @@ class Decodes:
             for request in leaving:
                 self._end(request, writer_quiet=True)
         self._fanout.publish(updates)
+        if before is not None:
+            self._scheduler.pace.measured(now - before, in_flight.load)
         if failed:
             self._fail_rows(failed)
 

@@ -7,6 +7,7 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
+from tandem.workers.scheduling.step_time import StepLoad
 
 
 class LaunchedStep(Protocol):
@@ -19,8 +20,8 @@ class LaunchedStep(Protocol):
     def pending(self) -> PendingSamples: ...
 
     @property
-    def prompt_tokens(self) -> int:
-        """That the device computes between the step before and this one."""
+    def load(self) -> StepLoad:
+        """What the device computes between the step before and this one."""
         ...
 
     @property

@@ -55,6 +55,7 @@ class Engine:
         self._recalled = RecallInbox(transport)
         self._num_prompt_launches = 0
         self._late: LateSamples | None = None  # of the last step, until its masks come
+        self._sizes = runner.graph_sizes
         self.layout = cache.layout
         self.max_sequence_length = cache.max_sequence_length
         rows = num_request_rows(transport)
@@ -77,6 +78,7 @@ class Engine:
             runner.capture_drafts(max(wanted.verified // 2, 1), wanted.draft_tokens)
         if wanted.joint:
             runner.capture_steps_with_prompts()
+        self._sizes = runner.graph_sizes
 
     # Actions: sequences
 
@@ -235,7 +237,8 @@ class Engine:
         """They change when something is captured."""
         following = self._runner.next_drafts
         most, looks_up = (0, False) if following is None else (following.num_sequences, following.looks_up)
-        return Capabilities(self._runner.overlaps, self._runner.drafts is not None, most, looks_up)
+        runner = self._runner
+        return Capabilities(runner.overlaps, runner.drafts is not None, most, looks_up, self._sizes)
 
     def takes(self, num_sequences: int, num_tokens: int, rows: Sequence[int] = ()) -> bool:
         """Whether one launch computes these rows and so many tokens of prompts. Without rows: whether a graph computes

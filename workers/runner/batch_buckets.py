@@ -2,14 +2,15 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 LEAST_TO_SHARE = 16  # rows; for fewer, sharing takes long prefixes to pay for its launches
 STEP = 8  # rows, the least that a tensor core's tile adds
 WIDE = 256  # rows; beyond, each graph more costs a start more than padding costs a step
 WIDE_STEP = 32
-# Of a decode step and of the prompt chunks in its forward: few, for each pair of them is a graph.
+# Of a decode step, and the least and most of the prompt chunks in its forward. Each pair of sizes is a graph.
 MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MIXED_TOKENS = (64, 128, 256, 512)
+MIXED_TOKENS = (64, 512)
 SLIDING_ROWS = (1, 4, 16, 64)  # of a step in which sequences slide; larger ones are eager
 MOST_PROMPTS = 16  # sequences of a forward
 MOST_PROMPT_TOKENS = 4096  # what a graph holds takes memory
@@ -30,13 +31,13 @@ def sharing_sizes(limit: int) -> list[int]:
 
 
 def prompt_sizes(limit: int, hidden_size: int) -> list[int]:
-    """Tokens: 32, 64, then 64 more each up to 512, then a quarter of the power of two below, up to the least that holds
-    `limit`, or what is worth a graph."""
+    """Tokens: 32 more each up to 256, then a quarter of the power of two below, up to the least that holds `limit`, or
+    what is worth a graph; at least 32 and 64."""
     limit = min(limit, MOST_PROMPT_TOKENS, LAUNCH_BOUND // hidden_size**2)
     sizes = [32, 64]
     while sizes[-1] < limit:
         octave = 1 << (sizes[-1].bit_length() - 1)
-        sizes.append(sizes[-1] + max(64, octave // 4))
+        sizes.append(sizes[-1] + max(32, octave // 4))
     return sizes
 
 
@@ -51,3 +52,26 @@ def bucket_of(sizes: Sequence[int], rows: int) -> int:
     if index == len(sizes):
         raise ValueError(f"rows is {rows}; at most {sizes[-1]} fit")
     return index
+
+
+class GraphSizes(NamedTuple):
+    """Sizes of CUDA graphs in ascending order; of a kind without graphs none, and every size is computed as it is.
+
+    joint: whether rows and chunks can share a forward. rows, chunks: of such a forward, rows and prompt tokens; each
+    pair has a graph. prompts: tokens of a forward without rows; longer ones are computed as they are.
+    """
+
+    joint: bool = True
+    rows: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
+
+    def share(self, rows: int) -> bool:
+        """Whether so many rows can share a forward with a chunk."""
+        return self.joint and (not self.rows or rows <= self.rows[-1])
+
+
+def filled_up(sizes: Sequence[int], count: int) -> int:
+    """The least of ascending `sizes` that is at least `count`; `count` itself when there is none."""
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else count

@@ -15,7 +15,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.runner.batch_buckets import MIXED_ROWS
+from tandem.workers.runner.batch_buckets import MIXED_ROWS, MIXED_TOKENS
 from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.mixed_attention import MixedAttention
@@ -150,10 +150,16 @@ class DecodeGraphs:
         return logits
 
     def capture_with_prompts(self, prompts: Sequence[GraphBuffers], capture: Capture) -> None:
-        """Captures steps of some sizes with prompt chunks in each of `prompts`, ascending buffers of prompts."""
-        largest = self._graphs.plain.largest
+        """Captures steps with prompt chunks, of some sizes of either. prompts: ascending buffers of prompts."""
+        largest, (least, most) = self._graphs.plain.largest, MIXED_TOKENS
+        prompts = [one for one in prompts if least <= one.size <= most]
         steps = [one for one in self._graphs.plain.buffers if one.size in MIXED_ROWS or one.size == largest]
         self._mixed = MixedGraphs(steps, prompts, capture, self._compute_with_prompts)
+
+    @property
+    def mixed_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows, and tokens of prompts, of the graphs that hold both, ascending; empty where none was captured."""
+        return ((), ()) if self._mixed is None else self._mixed.sizes
 
     def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
         """Whether a graph holds a step of so many rows beside so many tokens of prompts."""

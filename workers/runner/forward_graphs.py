@@ -57,7 +57,7 @@ class ForwardGraphs:
     ) -> None:
         """Captures compute() for each of `buffers`: PagedKVCache.graph_buffers, at least one, in ascending order."""
         self.buffers = buffers
-        self._sizes = [one.size for one in buffers]
+        self.sizes = tuple(one.size for one in buffers)
         self._replays: dict[GraphBuffers, Replay] = {}
         for one in reversed(buffers):  # smaller ones fit into a larger one's memory
             one.clear()
@@ -65,14 +65,14 @@ class ForwardGraphs:
 
     @property
     def largest(self) -> int:
-        return self._sizes[-1]
+        return self.sizes[-1]
 
     def takes(self, num_sequences: int, num_tokens: int) -> bool:
-        return num_sequences <= self.buffers[0].limits.num_sequences and num_tokens <= self._sizes[-1]
+        return num_sequences <= self.buffers[0].limits.num_sequences and num_tokens <= self.sizes[-1]
 
     def choose(self, num_tokens: int) -> GraphBuffers:
         """The buffers for a forward of so many tokens."""
-        return self.buffers[bucket_of(self._sizes, num_tokens)]
+        return self.buffers[bucket_of(self.sizes, num_tokens)]
 
     def replay(self, buffers: GraphBuffers) -> Tensor:
         """The result of the forward that the buffers hold, in memory that the next replay writes over."""

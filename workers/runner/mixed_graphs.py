@@ -23,6 +23,7 @@ class MixedGraphs:
         pair."""
         self._steps = steps
         self._prompts = prompts
+        self.sizes = tuple(one.size for one in steps), tuple(one.size for one in prompts)
         self._replays: dict[tuple[GraphBuffers, GraphBuffers], Replay] = {}
         for pair in product(reversed(steps), reversed(prompts)):  # smaller ones fit into a larger one's memory
             for buffers in pair:
@@ -35,8 +36,8 @@ class MixedGraphs:
 
     def choose(self, num_rows: int, num_tokens: int) -> tuple[GraphBuffers, GraphBuffers]:
         """The buffers that a step of so many rows, and chunks of so many tokens, are to be begun with."""
-        rows = bucket_of([one.size for one in self._steps], num_rows)
-        return self._steps[rows], self._prompts[bucket_of([one.size for one in self._prompts], num_tokens)]
+        rows, tokens = self.sizes
+        return self._steps[bucket_of(rows, num_rows)], self._prompts[bucket_of(tokens, num_tokens)]
 
     def replay(self, step: GraphBuffers, prompts: GraphBuffers) -> Tensor:
         """The result of the forwards that the buffers hold, in memory that the next replay writes over."""

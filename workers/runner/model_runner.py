@@ -15,9 +15,9 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.workers.models.drafters.load import Model
 from tandem.workers.runner.batch_buckets import (
-    MIXED_TOKENS,
     MOST_PROMPTS,
     SLIDING_ROWS,
+    GraphSizes,
     bucket_sizes,
     prompt_sizes,
     sharing_sizes,
@@ -314,8 +314,14 @@ class ModelRunner:
         """From now on step_with_prompts() replays CUDA graphs; capture_steps and capture_prompts come first."""
         graphs, prompts = self._graphs, self._prompt_graphs
         if graphs is not None and prompts is not None:
-            sizes = [one for one in prompts.buffers if one.size in MIXED_TOKENS]
-            graphs.capture_with_prompts(sizes, capture or GraphCapture())
+            graphs.capture_with_prompts(prompts.buffers, capture or GraphCapture())
+
+    @property
+    def graph_sizes(self) -> GraphSizes:
+        """Of what is captured by now. Without graphs of steps one eager forward takes rows and chunks."""
+        rows, chunks = ((), ()) if self._graphs is None else self._graphs.mixed_sizes
+        prompts = () if self._prompt_graphs is None else self._prompt_graphs.sizes
+        return GraphSizes(self._graphs is None or bool(chunks), rows, chunks, prompts)
 
     def takes_prompts(self, sequence_ids: Sequence[int], num_sequences: int, num_tokens: int) -> bool:
         """Whether step_with_prompts() can compute a step of these rows beside so many tokens of prompts."""

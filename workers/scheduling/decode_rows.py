@@ -16,6 +16,7 @@ from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.scheduling.batch import DecodeStep
+from tandem.workers.scheduling.step_time import NOTHING, StepLoad
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class StepInFlight:
     stop_ids: Int64Array  # [n, k]
     pending: PendingSamples
     rows: "DecodeRows"  # which launched it
-    prompt_tokens: int = 0  # that the device computes between the step before and this one
+    load: StepLoad  # what the device computes between the step before and this one
     released: list[int] = field(default_factory=list)  # sequences that ended since; the step may write to their pages
     verifies: ClassVar[bool] = False
 
@@ -73,6 +74,11 @@ class DecodeRows:
     def __len__(self) -> int:
         return len(self.requests)
 
+    @property
+    def positions(self) -> int:
+        """Of all rows: what the next step reads of KV."""
+        return int(self.lengths.sum())
+
     def join(self, requests: Sequence[DecodeRequest]) -> None:
         """Requests whose prompt is stored and whose last output token is on the host."""
         rules = [request.rule for request in requests if request.rule is not None]
@@ -98,17 +104,17 @@ class DecodeRows:
             return None
         return DecodeStep(self.sequence_ids, self.tokens, self.sources, self.sampling, self.lengths + 1)
 
-    def launched(self, step: DecodeStep, pending: PendingSamples, prompt_tokens: int = 0) -> StepInFlight:
-        """`step`, which next_step() gave since the last change, was launched. Rows with their last token leave.
-        prompt_tokens: of chunks that were launched since the step before."""
+    def launched(self, step: DecodeStep, pending: PendingSamples, load: StepLoad = NOTHING) -> StepInFlight:
+        """`step`, which next_step() gave since the last change, was launched. Rows with their last token leave. load:
+        see StepInFlight."""
         self.lengths = step.positions
         self.sources = self._every_row
         self._steps_left -= 1
         if self._steps_left > 0:
-            return StepInFlight(self.requests, self._no_limits, self.stop_ids, pending, self, prompt_tokens)
+            return StepInFlight(self.requests, self._no_limits, self.stop_ids, pending, self, load)
         last = self.lengths >= self.ends
         limits = np.where(last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
-        in_flight = StepInFlight(self.requests, limits, self.stop_ids, pending, self, prompt_tokens)
+        in_flight = StepInFlight(self.requests, limits, self.stop_ids, pending, self, load)
         self._keep(~last)
         return in_flight
 

@@ -81,12 +81,12 @@ class PromptOrder:
             del self._dated[index]
         else:
             del self._past[bisect_left(self._past, (entry.number,))]
-        if not self._has_targets:
+        if not self.has_targets:
             self._timely, self._late = {}, []
 
     def update(self, now: float, rate: float) -> None:
         """Turns as they are now, in the time of deadlines. rate: prompt tokens a second."""
-        if not self._has_targets:
+        if not self.has_targets:
             return
         total, behind = self._take_given()
         if now >= self._again:
@@ -98,12 +98,12 @@ class PromptOrder:
 
     def gave(self, chunks: Sequence[Chunk]) -> None:
         """These are the chunks of the next step."""
-        if self._has_targets:
+        if self.has_targets:
             self._given = [(prompt, prompt.computed, prompt in self._timely) for prompt, _ in chunks]
 
     def for_room(self, waiting: Collection[Prompt]) -> Iterator[Prompt]:
         """Prompts that wait for room, by their turns. They may leave `waiting` meanwhile."""
-        if not self._has_targets:
+        if not self.has_targets:
             yield from tuple(waiting)
             return
         if self._is_due and self._elder not in waiting:
@@ -114,7 +114,7 @@ class PromptOrder:
 
     def for_chunks(self, running: Collection[Prompt]) -> Iterator[Prompt]:
         """Prompts that have room, by their turns."""
-        if not self._has_targets:
+        if not self.has_targets:
             yield from running
             return
         elders: set[Prompt] = set()
@@ -129,7 +129,7 @@ class PromptOrder:
         yield from (prompt for prompt in self._turns() if prompt in running and prompt not in elders)
 
     @property
-    def _has_targets(self) -> bool:
+    def has_targets(self) -> bool:
         return len(self._undated) < len(self._entries)
 
     @property

@@ -1,6 +1,7 @@
 """Decides what each step computes. Pure: it touches no device, no cache and no clock."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.scheduling.batch import Chunk, StepBatch
@@ -8,6 +9,7 @@ from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.scheduling.prompt_order import PromptOrder
 from tandem.workers.scheduling.token_pace import TokenPace
 
+FIRST_RATE = 20_000.0  # prompt tokens a second before any were measured
 LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows there are
 
 
@@ -22,13 +24,12 @@ class Scheduler:
         rows.join() ──────────────────────► rows ───── next_batch() ──► decodes, until rows.leave()
     """
 
-    def __init__(self, max_batch_tokens: int, token_seconds: float | None = None) -> None:
-        """max_batch_tokens: of a batch. Decode rows come first, one token each; prompts share the rest. token_seconds:
-        how long a row may wait for its next token because of prompts; see TokenPace."""
+    def __init__(self, max_batch_tokens: int, pace: TokenPace | None = None) -> None:
+        """max_batch_tokens: of a batch. Decode rows come first, one token each; prompts share the rest. pace: bounds
+        chunks beside rows; None: nothing does."""
         self.rows = DecodeRows()
-        self.pace = TokenPace(token_seconds, max_batch_tokens)
+        self.pace = pace or TokenPace(None, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
-        self._token_seconds = token_seconds
         self._order = PromptOrder()
         self._waiting: dict[Prompt, None] = {}  # these two keep the order in which prompts came
         self._running: dict[Prompt, None] = {}
@@ -45,7 +46,8 @@ class Scheduler:
     def order(self, now: float) -> None:
         """Gives prompts with targets their turns for admitted() and next_batch(), once a step. now: by
         time.perf_counter(), as deadlines are."""
-        self._order.update(now, self._prompt_rate())
+        if self._order.has_targets:
+            self._order.update(now, self.pace.prompt_rate(len(self.rows), self.rows.positions) or FIRST_RATE)
 
     def admitted(self, has_room: Callable[[Prompt], bool]) -> Iterator[Prompt]:
         """Waiting prompts that run from now on, by their turns, until one has no room.
@@ -109,9 +111,12 @@ class Scheduler:
 
     def _chunks(self) -> tuple[Chunk, ...]:
         budget, chunks = self._max_batch_tokens, []
-        if len(self.rows):
-            budget = max(min(budget - len(self.rows), self.pace.chunk_tokens), LEAST_PROMPT_TOKENS)
-        for request in self._order.for_chunks(self._running):
+        turns = self._order.for_chunks(self._running)
+        first = next(turns)
+        if rows := len(self.rows):
+            chunk = self.pace.chunk_tokens(rows, self.rows.positions, first.computed)
+            budget = max(min(budget - rows, chunk), LEAST_PROMPT_TOKENS)
+        for request in chain((first,), turns):
             if not budget and chunks:
                 break
             length = min(budget, request.num_tokens - request.computed)
@@ -121,9 +126,3 @@ class Scheduler:
                 chunks.append(Chunk(request, length))
                 budget = max(budget - length, 0)
         return tuple(chunks)
-
-    def _prompt_rate(self) -> float:
-        """Prompt tokens that are computed a second, as things stand: beside rows those of chunks within the bound."""
-        if not len(self.rows) or self._token_seconds is None:
-            return self.pace.prompt_rate
-        return min(self.pace.prompt_rate, self.pace.chunk_tokens / self._token_seconds)

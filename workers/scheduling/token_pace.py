@@ -1,40 +1,105 @@
 """How many prompt tokens a step may have beside decode rows, which wait no longer than they may."""
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from tandem.workers.config import TOKEN_SHARE
+from tandem.workers.runner.batch_buckets import GraphSizes, filled_up
+from tandem.workers.scheduling.batch import Chunk
+from tandem.workers.scheduling.step_time import NOTHING, StepLoad, StepTime
+
 LEAST_CHUNK = 64  # tokens; a forward of fewer takes a GPU about as long
-FIRST_RATE = 20_000.0  # prompt tokens a second before any were measured
-SMOOTHING = 0.2  # the weight of the latest step
-MARGIN = 0.92  # of token_seconds: steps vary, and nine tokens in ten should come in time
+TRUSTED = 2  # times the largest chunk that was measured: the model may be wrong about larger ones
 
 
 class TokenPace:
-    """Follows what steps have taken. Pure: it is told times, and reads no clock.
+    """Chooses the largest chunk with which a step keeps the bound, by a model of steps that is fitted to them. Pure: it
+    is told times, and reads no clock. Owned by the step thread."""
 
-    A step takes what its rows take and, for each prompt token beside them, what prompts take. So each step says what
-    rows take, whatever stood beside them, and what is left of token_seconds is for prompts.
-    """
-
-    def __init__(self, token_seconds: float | None, most: int) -> None:
-        """token_seconds: from one token of a row to its next; None sets no bound. most: tokens of a chunk."""
+    def __init__(
+        self, token_seconds: float | None, most: int, share: float = TOKEN_SHARE, sizes: GraphSizes | None = None
+    ) -> None:
+        """token_seconds: from one token of a row to its next; None sets no bound. most: tokens of a chunk. share: of
+        steps with chunks that keep the bound. sizes: of the graphs; None: there are none."""
+        self.sizes = sizes or GraphSizes()
         self._bound = token_seconds
         self._most = most
-        self._least = min(LEAST_CHUNK, most)
-        self._rows_seconds: float | None = None  # of the rows of a step, of late
-        self.prompt_rate = FIRST_RATE
-        """Prompt tokens that the device computes a second."""
+        self._time = StepTime(share)
 
-    @property
-    def chunk_tokens(self) -> int:
-        """Most prompt tokens beside rows in the next step: with a bound a power of two, as CUDA graphs hold."""
+    def chunk_tokens(self, rows: int, positions: int, context: int = 0) -> int:
+        """Most prompt tokens beside so many rows, which read so many positions of KV, in the next step. context: of the
+        prompt, the tokens before them."""
         if self._bound is None:
             return self._most
-        if self._rows_seconds is None:
-            return self._least
-        fit = int((MARGIN * self._bound - self._rows_seconds) * self.prompt_rate)
-        return min(self._most, 1 << max(fit, self._least).bit_length() - 1)
+        limit = self._bound / self._time.excess
+        least = min(LEAST_CHUNK, self._most)
+        most = max(least, min(self._most, TRUSTED * self._time.largest_chunk))
+        sizes, chunk, beside = self.sizes, 0, self._time.beside
+        if sizes.share(rows):
+            candidates = sizes.chunks or range(least, most + 1)
+            seconds = beside(filled_up(sizes.rows, rows), positions, context, joint=True)
+            chunk = _largest(candidates, most, limit, seconds)
+            if not sizes.chunks or chunk < candidates[-1]:
+                return max(chunk, least)
+        seconds = beside(rows, positions, context, joint=False)
+        apart = _largest(sizes.prompts, most, limit, seconds)
+        if not sizes.prompts or apart == sizes.prompts[-1]:
+            apart = _largest(range(max(apart, least), most + 1), most, limit, seconds)
+        return max(chunk, apart, least)
 
-    def measured(self, seconds: float, prompt_tokens: int) -> None:
-        """A step's tokens came `seconds` after those of the step before; the device had so many prompt tokens between
-        the two."""
-        rows = max(seconds - prompt_tokens / self.prompt_rate, 0.0)
-        before = rows if self._rows_seconds is None else self._rows_seconds
-        self._rows_seconds = before + SMOOTHING * (rows - before)
+    def step_load(self, rows: int, positions: int, beside: StepLoad = NOTHING) -> StepLoad:
+        """A step of so many rows, with what is computed beside them."""
+        if beside.joint:
+            rows = filled_up(self.sizes.rows, rows)
+        return beside._replace(rows=rows, positions=positions)
+
+    def chunks_load(self, chunks: Sequence[Chunk], *, joint: bool) -> StepLoad:
+        """A forward of chunks that are yet to be computed. joint: it is also one of rows."""
+        tokens = sum(chunk.length for chunk in chunks)
+        if not tokens:
+            return NOTHING
+        pairs = sum(_pairs(chunk.length, chunk.request.computed) for chunk in chunks)
+        return self.forward_load(tokens, joint=joint)._replace(pairs=pairs)
+
+    def forward_load(self, tokens: int, context: int = 0, *, joint: bool) -> StepLoad:
+        """A forward of the next tokens of a prompt, of which so many are computed."""
+        pairs = _pairs(tokens, context)
+        if joint:
+            return StepLoad(joint=filled_up(self.sizes.chunks, tokens), pairs=pairs)
+        return StepLoad(forwards=1, apart=filled_up(self.sizes.prompts, tokens), pairs=pairs)
+
+    def is_joint(self, rows: int, tokens: int) -> bool:
+        """Whether one forward can compute so many rows and prompt tokens."""
+        return self.sizes.share(rows) and (not self.sizes.chunks or tokens <= self.sizes.chunks[-1])
+
+    def measured(self, seconds: float, load: StepLoad) -> None:
+        """A step's tokens came `seconds` after those of the step before; the device computed `load` between the two.
+        Now and then it takes 100 µs: to be called when the tokens are on their way."""
+        self._time.measured(seconds, load)
+        self._time.fit()
+
+    def prompt_seconds(self, tokens: int, rows: int = 0, positions: int = 0) -> float:
+        """How long so many prompt tokens take, beside so many rows or alone."""
+        if not rows:
+            forwards = -(-tokens // self._most)
+            return self._time.seconds(StepLoad(forwards=forwards, apart=tokens, pairs=_pairs(tokens, 0)))
+        chunk = self.chunk_tokens(rows, positions)
+        beside = self.forward_load(chunk, joint=self.is_joint(rows, chunk))
+        return tokens / chunk * self._time.seconds(self.step_load(rows, positions, beside))
+
+    def prompt_rate(self, rows: int = 0, positions: int = 0) -> float:
+        """Prompt tokens a second beside so many rows or alone; 0 before a chunk was measured."""
+        if not self._time.largest_chunk:
+            return 0.0
+        return self._most / self.prompt_seconds(self._most, rows, positions)
+
+
+def _pairs(tokens: int, context: int) -> int:
+    """Of each token and a position that it attends to, which is before it or its own."""
+    return tokens * context + tokens * (tokens + 1) // 2
+
+
+def _largest(sizes: Sequence[int], most: int, limit: float, seconds: Callable[[int], float]) -> int:
+    """The largest of ascending sizes up to `most` that takes at most `limit`; 0 when none does."""
+    index = bisect_right(sizes, limit, hi=bisect_right(sizes, most), key=seconds)
+    return sizes[index - 1] if index else 0

@@ -97,7 +97,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 **asdict(loop.counters),
             ),
             token_seconds=meter.token_seconds,
-            prompt_tokens_per_second=meter.prompt_tokens_per_second,
+            prompt_tokens_per_second=loop.prompt_rate,
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:

@@ -95,11 +95,9 @@ class Speculation:
         assert pending is not None, "the step has rows"
         return pending
 
-    def launch(
-        self, rows: DecodeRows, step: DecodeStep, drafts: Sequence[Int64Array], prompt_tokens: int
-    ) -> Verification:
+    def launch(self, rows: DecodeRows, step: DecodeStep, drafts: Sequence[Int64Array]) -> Verification:
         """A verify step of all rows, whose last tokens are known; draft i is of row i. step: the plain one that it
-        replaces. prompt_tokens: see StepInFlight."""
+        replaces."""
         self._policy.launched(verifies=True)
         parts = [part for index, draft in enumerate(drafts) for part in (step.tokens[index : index + 1], draft)]
         ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()
@@ -109,9 +107,7 @@ class Speculation:
         assert pending is not None, "the step has rows"
         sizes = [draft.size for draft in drafts]
         self._found = True
-        self._last = Verification(
-            rows.requests, sizes, drafts, pending, None, tuple(sizes), prompt_tokens, verifier=self, rows=rows
-        )
+        self._last = Verification(rows.requests, sizes, drafts, pending, None, tuple(sizes), verifier=self, rows=rows)
         return self._last
 
     def follow(self, rows: DecodeRows) -> Verification | None:

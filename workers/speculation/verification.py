@@ -13,6 +13,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.scheduling.decode_rows import DecodeRows
+from tandem.workers.scheduling.step_time import NOTHING, StepLoad
 
 
 class Verifier(Protocol):
@@ -36,11 +37,16 @@ class Verification:
     pending: PendingSamples
     drafting: PendingSamples | None = None  # of a draft model or head, see Drafts.draft_behind
     found: Sequence[int] = ()  # of each draft the tokens that were there to be looked up
-    prompt_tokens: int = 0  # see StepInFlight
+    load: StepLoad = NOTHING  # see StepInFlight
     released: list[int] = field(default_factory=list)  # see StepInFlight
     verifier: Verifier = field(kw_only=True, repr=False)
     rows: DecodeRows = field(kw_only=True, repr=False)
     verifies: ClassVar[bool] = True
+
+    @property
+    def num_tokens(self) -> int:
+        """That the step has as inputs."""
+        return sum(self.sizes) + len(self.sizes)
 
     def settle(self, samples: Samples, runs: Sequence[TokenRun], *, is_last: bool) -> None:
         """What was drafted for nothing is taken back, and the rows go on behind what counts."""

@@ -9,6 +9,7 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.decodes import Decodes
 from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.engine.captures import Captures
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import PeerLost
 from tandem.workers.handoff.handoff import Handoff, settled
@@ -23,7 +24,7 @@ from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.scheduling.batch import DecodeStep, StepBatch
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.scheduling.step_meter import StepMeter
-from tandem.workers.scheduling.token_pace import FIRST_RATE
+from tandem.workers.scheduling.token_pace import TokenPace
 from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.speculation.speculation import Speculation
 from tandem.workers.steps.joint_forward import JointForward, is_joint
@@ -54,7 +55,9 @@ class StepLoop:
         self.counters = counters = Counters()
         self.meter = StepMeter()
         self.engine = engine
-        self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
+        bound, most, share = settings.token_seconds, settings.max_batch_tokens, settings.token_share
+        pace = TokenPace(bound, most, share, engine.capabilities.sizes)
+        self.scheduler = scheduler = Scheduler(most, pace)
         ids, retired = SequenceIds(), RetiredSequences(engine)
         self._retired = retired
         handoff = Handoff(engine, retired, counters, settings, clock)
@@ -74,6 +77,11 @@ class StepLoop:
             clock,
             speculation,
         )
+
+    def capture(self, wanted: Captures) -> None:
+        """See Engine.capture."""
+        self.engine.capture(wanted)
+        self.scheduler.pace.sizes = self.engine.capabilities.sizes
 
     def abort(self, request_id: str, writer_quiet: bool) -> "list[Future[bool]]":
         """Ends a request on both sides. Each future says whether that side knew it; see Prefills and Decodes.
@@ -106,15 +114,22 @@ class StepLoop:
 
     def figures(self) -> worker_pb2.WorkerReport:
         """How busy this worker is, without its prefixes. On the step thread."""
-        rows = self.scheduler.rows
+        rows, positions = self.scheduler.rows, self.scheduler.rows.positions
         return worker_pb2.WorkerReport(
             prompt_tokens=self.scheduler.num_prompt_tokens,
             rows=len(rows),
-            positions=int(rows.lengths.sum()),
+            positions=positions,
             token_seconds=self.meter.token_seconds,
-            prompt_tokens_per_second=self.meter.prompt_tokens_per_second,
+            prompt_tokens_per_second=self.prompt_rate,
             free_pages=self.engine.pages.free,
+            prompt_tokens_per_second_beside_rows=self.scheduler.pace.prompt_rate(len(rows), positions) if rows else 0,
         )
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens a second, as measured without rows, or as the model of steps has them where rows never pause; 0
+        before any were computed."""
+        return self.meter.prompt_tokens_per_second or self.scheduler.pace.prompt_rate()
 
     def step(self) -> float | None:
         """One step; see Steps. While tokens of a decode step are to be read, nothing is launched: the device has its
@@ -135,18 +150,14 @@ class StepLoop:
         else:
             wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait
             ends, beside = batch.ends_prompt, decodes.is_busy
+            chunks = self.scheduler.pace.chunks_load(batch.chunks, joint=False)
             prefill_wait = prefills.compute(batch, beside=beside)
-            decodes.ran_beside(batch.prompt_tokens)
+            decodes.ran_beside(chunks)
             if not beside:
-                self._measure_prompts(batch, ends)
+                self.meter.end(batch, waited=ends)
         if decodes.has_joining:
             return 0
         return prefill_wait if wait is None else min(wait, prefill_wait)
-
-    def _measure_prompts(self, batch: StepBatch, waited: bool) -> None:
-        """The batch's prompts were computed by themselves. waited: until the device had done so."""
-        self.meter.end(batch, waited=waited)
-        self.scheduler.pace.prompt_rate = self.meter.prompt_tokens_per_second or FIRST_RATE
 
     def _compute_jointly(self, batch: StepBatch) -> float:
         """Rows and chunks in one forward."""
@@ -157,6 +168,6 @@ class StepLoop:
             waits.append(self.prefills.compute(batch, beside=True, forward=joint))
             return joint.samples()
 
-        self.decodes.ran_beside(batch.prompt_tokens)
+        self.decodes.ran_beside(self.scheduler.pace.chunks_load(batch.chunks, joint=True))
         wait = self.decodes.compute(batch.decodes, None, forward)
         return min([*waits, 0.0 if wait is None else wait])

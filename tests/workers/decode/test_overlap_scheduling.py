@@ -25,6 +25,7 @@ from tandem.workers.errors import WorkerError
 from tandem.workers.handoff.handoff import RECALL_POLL_SECONDS
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
+from tandem.workers.runner.batch_buckets import GraphSizes
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.finish import FinishReason
@@ -97,6 +98,7 @@ class ScriptedRunner:
         self._last: list[int] = []
         self.overlaps = True
         self.next_drafts: ScriptedNextDrafts | None = None
+        self.graph_sizes = GraphSizes()
         self.drafts = None
         self.log: list[str] = []
         self.fail_at: Callable[[int], bool] = lambda step: False

@@ -11,6 +11,7 @@ from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.scheduling.step_time import StepLoad
 from tests.support.prompt_specs import spec_of
 from tests.support.tvm_cache import TvmCache
 from tests.workers.decode.test_overlap_scheduling import (
@@ -217,13 +218,13 @@ def test_a_step_that_fails_leaves_prompts_alone(bench: Bench) -> None:
 
 def test_the_scheduler_hears_what_steps_took_and_what_ran_before_them() -> None:
     """Tokens of a step come behind the chunks that were launched before it."""
-    ticks, told = iter(range(1000)), list[tuple[float, int]]()
+    ticks, told = iter(range(1000)), list[tuple[float, StepLoad]]()
     bench = Bench(runner=PromptRunner, max_batch_tokens=8, clock=lambda: next(ticks) / 10)
-    bench.loop.scheduler.pace.measured = lambda seconds, prompt_tokens: told.append((seconds, prompt_tokens))
+    bench.loop.scheduler.pace.measured = lambda seconds, load: told.append((seconds, load))
     _, row = bench.start("row", max_tokens=9)
     bench.loop.step()
     start_own(bench, "own", prompt_tokens=10, max_tokens=1)
     run(bench)
-    assert [tokens for _, tokens in told] == [0, 0, 7, 3, *[0] * (len(told) - 4)]
+    assert [load.chunk for _, load in told] == [0, 0, 7, 3, *[0] * (len(told) - 4)]
     assert len(told) == len(bench.collector.tokens[row]) - 1  # none before the first, and none behind a pause
     assert all(seconds > 0 for seconds, _ in told)

@@ -15,6 +15,7 @@ from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.scheduling.prompt_order import _Entry, in_time
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
+from tests.support.fixed_rate import FixedRate
 from tests.workers.scheduling.test_scheduler import sequence
 
 RATE = 100.0  # tokens a second
@@ -49,8 +50,8 @@ class Steps:
     """Runs a scheduler whose prompts take RATE. room: prompts that fit at a time."""
 
     def __init__(self, budget: int = BUDGET, room: int = 1 << 20, rate: float = RATE) -> None:
-        self.scheduler = Scheduler(budget)
-        self.scheduler.pace.prompt_rate = rate
+        self.pace = FixedRate(budget, rate)
+        self.scheduler = Scheduler(budget, self.pace)
         self.room = room
         self.now = 0.0
         self.ended: list[str] = []
@@ -132,7 +133,7 @@ def test_a_prompt_that_cannot_be_in_time_any_more_gives_way() -> None:
     steps.add(prompt("optimist", 100, 0.4), prompt("realist", 30, 1.0))
     for _ in range(5):
         steps.step()
-    steps.scheduler.pace.prompt_rate = RATE
+    steps.pace.rate = RATE
     assert steps.step()[0][0] == "realist"
 
 
@@ -231,9 +232,7 @@ def test_an_encoders_prompt_is_computed_as_a_whole_when_its_turn_comes() -> None
 
 
 def test_beside_rows_fewer_prompts_can_be_in_time() -> None:
-    """Chunks are small there: of 64 tokens each 0.1 s."""
-    scheduler = Scheduler(1000, token_seconds=0.1)
-    scheduler.pace.prompt_rate = 10_000.0
+    scheduler = Scheduler(1000, FixedRate(1000, 10_000.0, beside=640.0))
     long, short = prompt("long", 600, 0.7), prompt("short", 300, 0.8)
     for one in (long, short):
         scheduler.add(one)

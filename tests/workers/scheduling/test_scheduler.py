@@ -21,6 +21,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import StepBatch
 from tandem.workers.scheduling.decode_rows import StepInFlight
 from tandem.workers.scheduling.scheduler import Scheduler
+from tandem.workers.scheduling.token_pace import LEAST_CHUNK, TokenPace
 from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
@@ -246,11 +247,11 @@ def test_a_row_that_is_not_finite_ends_with_an_error_and_no_other_does() -> None
 
 
 def test_chunks_are_bounded_beside_rows_only() -> None:
-    scheduler = Scheduler(max_batch_tokens=1000, token_seconds=1.0)
+    scheduler = Scheduler(max_batch_tokens=1000, pace=TokenPace(1.0, 1000))
     scheduler.add(waiting := prompt(9, 900))
     assert list(scheduler.admitted(lambda request: True)) == [waiting]
     assert scheduler.next_batch().chunks == ((waiting, 900),)
     scheduler.rows.join([sequence(1, 9)])
-    assert scheduler.next_batch().chunks == ((waiting, scheduler.pace.chunk_tokens),)
+    assert scheduler.next_batch().chunks == ((waiting, LEAST_CHUNK),)
     assert scheduler.next_batch(prompts=False).chunks == ()
     assert scheduler.next_batch(prompts=False).decodes is not None

@@ -95,8 +95,12 @@ class _Island:
         return max(1, self._ask.prompt_tokens - self._ask.matches.get(worker.key, 0))
 
     def _first_token(self, prefill: WorkerLoad) -> float:
-        share = max(LEAST_SHARE, 1 - prefill.token_seconds / self._bound) if prefill.rows else 1.0
-        return (prefill.prompt_tokens + self._to_compute(prefill)) / (self._rate * share)
+        rate = self._rate
+        if prefill.rows and prefill.prompt_rate_beside_rows >= 1:
+            rate = min(rate, prefill.prompt_rate_beside_rows)
+        elif prefill.rows:
+            rate *= max(LEAST_SHARE, 1 - prefill.token_seconds / self._bound)
+        return (prefill.prompt_tokens + self._to_compute(prefill)) / rate
 
     def _holds_up_rows(self, prefill: WorkerLoad) -> float:
         return ROW_WEIGHT * prefill.rows * self._to_compute(prefill) / self._rate

@@ -28,6 +28,7 @@ class WorkerLoad(NamedTuple):
     rows: int = 0  # sequences that it decodes
     token_seconds: float = 0.0  # from one decode step to the next
     prompt_rate: float = 0.0  # prompt tokens a second while it computes prompts
+    prompt_rate_beside_rows: float = 0.0  # prompt tokens a second that its rows leave it; 0: unknown
     host: str = ""  # its address
 
     @property

@@ -146,6 +146,7 @@ class WorkerLink:
             rows=report.rows,
             token_seconds=report.token_seconds,
             prompt_rate=report.prompt_tokens_per_second,
+            prompt_rate_beside_rows=report.prompt_tokens_per_second_beside_rows,
             host=self._host,
         )
         self.known_load = load if reachable else None

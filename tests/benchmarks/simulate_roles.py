@@ -1,7 +1,8 @@
 """Simulates two workers under open-loop traffic, to compare roles and tune the cost model without a GPU. Prints JSON.
 
-The routing code is the real one: policies, cost model and moves. Workers are models of one H200 with Qwen3-8B: a step
-takes what its rows' and its chunks' products take, and what it takes to read its positions' KV (mixed_steps.py).
+Routing code and the choice of chunks are the real ones: policies, cost model, moves and TokenPace. Workers are models
+of one H200 with Qwen3-8B: a step takes what its rows' and its chunks' products take, with the padding of CUDA graphs,
+and what it takes to read its positions' KV (mixed_steps.py).
 Goodput is the highest arrival rate at which nine requests in ten meet the SLO: the time to the first token, and the
 90th percentile of the request's gaps between tokens.
 """
@@ -18,6 +19,9 @@ from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.policy import Ask, Policy, WorkerLoad, least_loaded
 from tandem.cluster.routing.rebalance import moves
 from tandem.workers.config import Role
+from tandem.workers.runner.batch_buckets import MIXED_ROWS, MIXED_TOKENS, GraphSizes, prompt_sizes
+from tandem.workers.scheduling.step_time import NOTHING
+from tandem.workers.scheduling.token_pace import TokenPace
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import print_result
 
@@ -33,7 +37,13 @@ POSITION_SECONDS = 32e-9  # to read one position's KV
 MIXED_SECONDS = 0.0008  # what a forward of both takes beyond their products: two kernels for attention, padding
 BATCH_TOKENS = 8192
 MAX_ROWS = 512
-LEAST_CHUNK = 64
+NOISE = 0.02  # of the logarithm of a step's seconds
+PAIR_SECONDS = 1.2e-9  # of a prompt token and a position that it attends to, in steps with rows
+SIZES = GraphSizes(
+    rows=MIXED_ROWS,
+    chunks=tuple(size for size in prompt_sizes(BATCH_TOKENS, 4096) if MIXED_TOKENS[0] <= size <= MIXED_TOKENS[1]),
+    prompts=tuple(prompt_sizes(BATCH_TOKENS, 4096)),
+)
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SECONDS = (0.0038, 0.0046, 0.0047, 0.0048, 0.0059, 0.0083, 0.0145, 0.0272, 0.0535, 0.106, 0.211)  # of their products
 
@@ -93,6 +103,9 @@ class Worker:
         self.leaving: list[Request] = []
         self.token_seconds = 0.0
         self.pending = 0
+        self.pace = TokenPace(GAP_SECONDS, BATCH_TOKENS, sizes=SIZES._replace(joint=fused))
+        self.random = np.random.default_rng(pe)
+        self.stepping = False
 
     def step(self) -> list[Request]:
         """One turn of the loop, from self.time on. Prompts that are computed."""
@@ -102,13 +115,20 @@ class Worker:
                 self.rows.append(request)
         if not self.rows and not self.prompts:
             return []
-        positions = sum(row.prompt + len(row.tokens) for row in self.rows) * POSITION_SECONDS
+        positions = sum(row.prompt + len(row.tokens) for row in self.rows)
         rows = len(self.rows)
         chunks, total = self._chunks(positions)
-        if self.fused or not rows or not total:
-            seconds = products(rows + total) + positions + (MIXED_SECONDS if rows and total else 0)
-        else:
-            seconds = products(rows) + positions + products(total)
+        joint = self.fused and bool(rows) and self.pace.is_joint(rows, total)
+        pairs = sum(tokens * (request.computed + tokens // 2) for request, tokens in chunks)
+        beside = self.pace.forward_load(total, joint=joint)._replace(pairs=pairs) if total else NOTHING
+        load = self.pace.step_load(rows, positions, beside)
+        seconds = positions * POSITION_SECONDS + (MIXED_SECONDS if load.joint else 0)
+        seconds += sum(products(tokens) for tokens in (load.rows + load.joint, load.apart) if tokens)
+        seconds += pairs * PAIR_SECONDS if rows else 0  # PROMPT_RATE and SECONDS of long forwards have it
+        seconds *= self.random.lognormal(0, NOISE)
+        if rows and self.stepping:
+            self.pace.measured(seconds, load)
+        self.stepping = rows > 0
         if rows:
             self.token_seconds = seconds if not self.token_seconds else 0.8 * self.token_seconds + 0.2 * seconds
         self.time += seconds
@@ -125,12 +145,10 @@ class Worker:
                 done.append(request)
         return done
 
-    def _chunks(self, positions: float) -> tuple[list[tuple[Request, int]], int]:
-        rows, budget = len(self.rows), BATCH_TOKENS
-        if rows and self.prompts:
-            left = GAP_SECONDS * 0.95 - positions - (MIXED_SECONDS if self.fused else products(rows))
-            budget = int(np.interp(left, SECONDS, ROWS)) - (rows if self.fused else 0) if left > SECONDS[0] else 0
-            budget = max(LEAST_CHUNK, budget)
+    def _chunks(self, positions: int) -> tuple[list[tuple[Request, int]], int]:
+        budget = BATCH_TOKENS
+        if self.rows and self.prompts:
+            budget = self.pace.chunk_tokens(len(self.rows), positions, self.prompts[0].computed)
         chunks, total = [], 0
         for request in self.prompts:
             tokens = min(budget - total, request.prompt - request.computed)
@@ -140,6 +158,7 @@ class Worker:
         return chunks, total
 
     def load(self) -> WorkerLoad:
+        positions = sum(row.prompt + len(row.tokens) for row in self.rows)
         return WorkerLoad(
             "i",
             self.pe,
@@ -150,6 +169,7 @@ class Worker:
             len(self.rows) + len(self.arriving),
             self.token_seconds,
             PROMPT_RATE,
+            self.pace.prompt_rate(len(self.rows), positions) if self.rows else 0.0,
         )
 
 

@@ -14,6 +14,7 @@ streams a token so many times a second. Frontends in turns; per frontend, median
 
 import asyncio
 import gc
+import itertools
 import multiprocessing
 import tempfile
 import time
@@ -62,6 +63,8 @@ class SteppingWorker(FakeWorker):
     steps_a_second: float = 100.0
     feeds: bool = True
     streams_of_step: set[_Stream] = field(default_factory=set)
+    tokens: Iterator[int] = field(default_factory=lambda: itertools.repeat(7))
+    given: int = 0  # over feeds
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -72,7 +75,8 @@ class SteppingWorker(FakeWorker):
             for stream in list(self.streams_of_step):
                 feed = self.open_feeds.get(stream.feed)
                 assert feed is not None, "a feed is open before the first request that is measured"
-                feed.add(stream.number, [7])
+                feed.add(stream.number, [next(self.tokens)])
+                self.given += 1
                 stream.left -= 1
                 if not stream.left:
                     self.streams_of_step.remove(stream)

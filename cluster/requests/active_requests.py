@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from tandem.cluster.errors import DeadlineExceeded, Superseded, Unavailable, WorkerCallError, WorkerTimedOut
 from tandem.cluster.peers.claims import Claim, Claims, Holder, in_use, superseded
 from tandem.cluster.peers.table import Column, GatewayTable
-from tandem.cluster.requests.answers import Answers, Write
+from tandem.cluster.requests.answers import Answers
 from tandem.cluster.requests.body_budget import release_current_body
 from tandem.cluster.requests.fair_turns import FairTurns
-from tandem.cluster.requests.generation import Generation
+from tandem.cluster.requests.generation import Generation, Write
 from tandem.cluster.requests.observer import Observe, RequestObserver, all_of
 from tandem.cluster.requests.reading.guide_checks import GuideChecks
 from tandem.cluster.requests.reading.readers import Readers

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tandem.cluster.requests.fair_turns import cost_of, most_tokens
-from tandem.cluster.requests.generation import Generation
+from tandem.cluster.requests.generation import Generation, Write
 from tandem.cluster.requests.replay import Replay
 from tandem.cluster.requests.validation import Received, ValidRequest
 from tandem.cluster.routing.islands import LinkPair
@@ -15,7 +14,6 @@ from tandem.cluster.routing.router import Router
 from tandem.proto import inference_pb2
 from tandem.workers.wire.messages import prompt_to_bytes
 
-Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 NOTHING = Received()
 
 
@@ -61,20 +59,20 @@ class Answers:
         if self._request.params.num_answers == 1:
             (only,) = self._generations.values()
             told = partial(self._write_told, write) if self._tells else write
-            await _pass_on(Replay(router, only, client, max_attempts).run(deadline), told)
+            await Replay(router, only, client, max_attempts).run(deadline, told)
             return
         landed = asyncio.Event()
         (first, lead), *others = self._generations.items()
         try:
             async with asyncio.TaskGroup() as group:
                 replay = Replay(router, lead, client, max_attempts, count=1 + len(others))
-                group.create_task(_lead(replay.run(deadline), self._writer(first, write), landed))
+                group.create_task(_lead(replay, deadline, self._writer(first, write), landed))
                 await landed.wait()
                 near = _pair_of(lead)
                 for index, one in others:
                     one.await_anew()
                     replay = Replay(router, one, client, max_attempts, near=near)
-                    group.create_task(_pass_on(replay.run(deadline), self._writer(index, write)))
+                    group.create_task(replay.run(deadline, self._writer(index, write)))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         if self._ranked:
@@ -141,21 +139,18 @@ class Draft:
         return self._sum / max(1, self._count)
 
 
-async def _pass_on(messages: AsyncGenerator[inference_pb2.GenerateResponse], write: Write) -> None:
-    async with aclosing(messages):
-        async for message in messages:
-            await write(message)
-
-
-async def _lead(messages: AsyncGenerator[inference_pb2.GenerateResponse], write: Write, landed: asyncio.Event) -> None:
+async def _lead(replay: Replay, deadline: float, write: Write, landed: asyncio.Event) -> None:
     """The second token comes from the decode worker, which has all KV by then."""
     count = 0
-    async with aclosing(messages):
-        async for message in messages:
-            count += len(message.token_ids)
-            if count > 1:
-                landed.set()
-            await write(message)
+
+    async def counted(message: inference_pb2.GenerateResponse) -> None:
+        nonlocal count
+        count += len(message.token_ids)
+        if count > 1:
+            landed.set()
+        await write(message)
+
+    await replay.run(deadline, counted)
     landed.set()
 
 

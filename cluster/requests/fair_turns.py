@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 MOST_TOKENS = 16  # of a message of the usual cost, which is 1
 TOP_COST = 7  # log-probabilities of each token that cost as much as a usual message
@@ -23,37 +23,45 @@ def most_tokens(cost: int) -> int:
 
 
 class FairTurns:
-    """Lets tasks of a total cost go on in each round of the event loop. The others wait in order.
+    """Lets work of a total cost go on in each round of the event loop. The rest waits in order.
 
     Between two rounds the loop looks at its sockets, so a new request or a first token does not wait until all streams
     have been written. A stream that waits gathers tokens. Owned by the event loop.
     """
 
     def __init__(self, a_round: int) -> None:
-        """a_round: the cost. The last task of a round may cost more than is left of it."""
+        """a_round: the cost. The last turn of a round may cost more than is left of it."""
         self._a_round = self._left = a_round
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._waiting: deque[tuple[Callable[[], object], int]] = deque()
         self._counting = False
+
+    def enter(self, call: Callable[[], object], cost: int = 1) -> None:
+        """Calls `call` when it is its turn, in a later round. It must not raise."""
+        self._waiting.append((call, cost))
+        if not self._counting:
+            self._count()
 
     async def take(self, cost: int = 1) -> None:
         """Returns when it is the caller's turn."""
         if not self._counting:
-            self._counting = True
-            asyncio.get_running_loop().call_soon(self._next_round)
+            self._count()
         if self._left > 0 and not self._waiting:
             self._left -= cost
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, cost))
+        self.enter(lambda: turn.done() or turn.set_result(None), cost)  # done: cancelled
         await turn
+
+    def _count(self) -> None:
+        self._counting = True
+        asyncio.get_running_loop().call_soon(self._next_round)
 
     def _next_round(self) -> None:
         self._left = self._a_round
         while self._left > 0 and self._waiting:
-            turn, cost = self._waiting.popleft()
-            if not turn.done():  # cancelled
-                turn.set_result(None)
-                self._left -= cost
+            call, cost = self._waiting.popleft()
+            self._left -= cost
+            call()
         self._counting = self._left < self._a_round
         if self._counting:
             asyncio.get_running_loop().call_soon(self._next_round)

@@ -2,12 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tandem.cluster.errors import InvalidRequest, PlacementLost, ServerError
-from tandem.cluster.requests.fair_turns import FairTurns, cost_of, most_tokens
+from tandem.cluster.requests.arrivals import Arrivals, Begun
+from tandem.cluster.requests.fair_turns import FairTurns, cost_of
 from tandem.cluster.requests.observer import UNOBSERVED, RequestObserver
 from tandem.cluster.requests.prompt_logprobs import PromptLogprobs
 from tandem.cluster.requests.text_output import TextOutput
@@ -25,6 +27,8 @@ from tandem.workers.wire.messages import prompt_to_proto, sampling_to_proto
 from tandem.workers.wire.prompt_spec import PromptSpec
 
 PLANNED = 0.85  # of a target for the first token: workers do not plan pushes, networks and steps under way
+Write = Callable[[inference_pb2.GenerateResponse], Coroutine[Any, Any, None]]
+"""Gives a message to the client, and returns when the next one may come. It may begin outside of a task."""
 
 
 class Moved(Exception):
@@ -104,6 +108,7 @@ class Generation:
 
     @property
     def usage(self) -> inference_pb2.Usage:
+        self._usage.output_tokens = len(self._sent)
         return self._usage
 
     @property
@@ -114,8 +119,8 @@ class Generation:
     def num_sent(self) -> int:
         return len(self._sent)
 
-    async def run(self, placement: Placement, timeout: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """The messages for the client. timeout in seconds bounds both calls.
+    async def run(self, placement: Placement, timeout: float, write: Write) -> None:
+        """Writes the messages for the client. timeout in seconds bounds both calls.
 
         Raises WorkerCallError, ServerError, and Moved behind a call of move().
         """
@@ -136,16 +141,20 @@ class Generation:
             calls.append(placement.decode.generate(start, inbox, timeout))
             if scores is not None:
                 async for message in self.prompt_logprobs.messages(scores):
-                    yield message
+                    await write(message)
             if answer is not None:
-                message = self._first_message(await self._first_token(placement.early_token, answer))
-                yield message
-                if message.finish_reason and not self._first_is_last:
+                await write(self._first_message(await self._first_token(placement.early_token, answer)))
+                if self.finished and not self._first_is_last:
                     return  # a stop string: the decode worker does not know
                 answer.add_done_callback(inbox.watch)
             self._decoding = (placement, inbox)
+            arrivals, take = Arrivals(inbox, self._turns, self._cost), None
             while True:
-                tokens = await self._next(inbox)
+                tokens = await arrivals.next(take)
+                if tokens is None:
+                    if self.finished:
+                        return
+                    continue
                 reason = FinishReason(tokens.finish_reason)
                 if reason == FinishReason.ERROR:
                     raise ServerError(f"the decode worker ended the request with {reason.name}")
@@ -164,9 +173,12 @@ class Generation:
                     await answer  # the last message needs its timings
                 message = self._message(list(tokens.token_ids), reason)
                 message.logprobs.extend(tokens.logprobs[: len(message.token_ids)])
-                yield message
-                if message.finish_reason:
+                writing = Begun(write(message))
+                await writing
+                if self.finished:
                     return
+                # All that the workers said of the prompt is counted now.
+                take = partial(self._take, write) if writing.at_once else None
         finally:
             self._decoding = None
             for call in calls:
@@ -320,10 +332,10 @@ class Generation:
         """Returns when it is this request's turn to do what takes as long as a message."""
         await self._turns.take()
 
-    async def _next(self, inbox: TokenInbox) -> worker_pb2.GeneratedTokens:
-        await inbox.ready()
-        await self._turns.take(self._cost)
-        return inbox.next(most_tokens(self._cost))
+    async def _take(self, write: Write, token_ids: list[int]) -> bool:
+        """See Take."""
+        await write(self._message(token_ids, FinishReason.RUNNING))
+        return not self.finished
 
     def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
         if self.prompt_logprobs.wanted:
@@ -331,20 +343,19 @@ class Generation:
         if self._hides_output:
             token_ids, reason = [], FinishReason.LENGTH
         part = self._output.add(token_ids, reason)
-        self._sent += token_ids[: part.num_tokens]
-        self._usage.output_tokens = len(self._sent)
+        if part.num_tokens < len(token_ids):
+            token_ids = token_ids[: part.num_tokens]
+        self._sent += token_ids
         self.observer.tokens(part.num_tokens)
         message = inference_pb2.GenerateResponse(
-            request_id=self._request.request_id,
-            token_ids=token_ids[: part.num_tokens],
-            text=part.text,
-            finish_reason=int(part.finish_reason),  # type: ignore[arg-type]  # same numbers
+            request_id=self._request.request_id, token_ids=token_ids, text=part.text
         )
         if part.finish_reason != FinishReason.RUNNING:
+            message.finish_reason = int(part.finish_reason)  # type: ignore[assignment]  # same numbers
             self._say_why(message, part.stop)
             self.finish_reason = part.finish_reason
             self._timings.total_seconds = time.perf_counter() - self._arrived
-            message.usage.CopyFrom(self._usage)
+            message.usage.CopyFrom(self.usage)
             message.timings.CopyFrom(self._timings)
         return message
 

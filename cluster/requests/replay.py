@@ -1,14 +1,11 @@
 """One request until it ends. When its workers are lost it is placed again."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, ForwardFailed, PlacementLost
-from tandem.cluster.requests.generation import Generation, Moved
+from tandem.cluster.requests.generation import Generation, Moved, Write
 from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.router import Placement, Router
-from tandem.proto import inference_pb2
 
 MOVE_SECONDS = 1.0  # for the decode worker that a request leaves; without its answer the KV may be computed again
 
@@ -37,8 +34,8 @@ class Replay:
         self._count = count
         self._near = near
 
-    async def run(self, deadline: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """The messages for the client. deadline in the event loop's time.
+    async def run(self, deadline: float, write: Write) -> None:
+        """Writes the messages for the client. deadline in the event loop's time.
 
         A failed forward counts as a loss once. Raises AttemptsExhausted and the errors of Router.place and
         Generation.run.
@@ -48,9 +45,7 @@ class Replay:
         move: LinkPair | None = None
         while len(reasons) < self._max_attempts:
             try:
-                async with aclosing(self._attempt(deadline, bool(reasons) or move is not None, move)) as messages:
-                    async for message in messages:
-                        yield message
+                await self._attempt(deadline, bool(reasons) or move is not None, move, write)
                 return
             except Moved as moved:  # no loss, so it costs no attempt
                 move = moved.pair
@@ -78,9 +73,7 @@ class Replay:
             f"{self._generation.num_sent} tokens were sent; the last: {reasons[-1]}"
         )
 
-    async def _attempt(
-        self, deadline: float, again: bool, move: LinkPair | None
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+    async def _attempt(self, deadline: float, again: bool, move: LinkPair | None, write: Write) -> None:
         generation, loop = self._generation, asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(deadline):
@@ -100,9 +93,7 @@ class Replay:
             raise DeadlineExceeded("the request's deadline passed while it was placed") from None
         cleanup = None
         try:
-            async with aclosing(generation.run(placement, deadline - loop.time())) as messages:
-                async for message in messages:
-                    yield message
+            await generation.run(placement, deadline - loop.time(), write)
         except Moved:  # the decode worker keeps the KV as a prefix once it has ended the request
             cleanup = self._router.in_background(self._router.give_back(placement, complete=False))
             await asyncio.wait([cleanup], timeout=MOVE_SECONDS)

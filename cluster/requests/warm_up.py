@@ -14,6 +14,7 @@ from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.validation import ModelLimits, ValidRequest
 from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.router import Router
+from tandem.proto import inference_pb2
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.wire.prompt_spec import NO_ENCODER, EncoderPrompt, PromptSpec
 
@@ -85,7 +86,10 @@ class WarmUp:
         asked = request.request_id, request.prompt, params.max_tokens, ""
         placement = await self._router.place(*asked, again=True, move=pair)
         try:
-            async for _ in generation.run(placement, MOST_SECONDS):
-                pass
+            await generation.run(placement, MOST_SECONDS, _drop)
         finally:
             await asyncio.shield(self._router.give_back(placement, generation.complete))
+
+
+async def _drop(message: inference_pb2.GenerateResponse) -> None:
+    """Nobody reads the answer."""

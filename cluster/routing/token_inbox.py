@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Callable
 from typing import Any
 
 from tandem.proto import worker_pb2
@@ -25,18 +25,19 @@ class TokenInbox:
         self._messages: deque[worker_pb2.GeneratedTokens] = deque()
         self._end: BaseException | None = None  # of the call
         self._lost: BaseException | None = None  # of the feed or the prefill worker
-        self._ready = asyncio.Event()
+        self._notify: Callable[[], None] | None = None  # of what comes next
 
     def add(self, token_id: int) -> None:
         """The feed's next token."""
         self._fed.append(token_id)
         self._num_fed += 1
-        self._ready.set()
+        if self._notify is not None:
+            self._came()
 
     def lose(self, error: BaseException) -> None:
         """The feed brings no more. next() raises the error behind the tokens that are there."""
         self._lost = error
-        self._ready.set()
+        self._came()
 
     def watch(self, answer: asyncio.Future[Any]) -> None:
         """Where the prefill worker's answer is an error, the decode worker waits in vain."""
@@ -48,28 +49,38 @@ class TokenInbox:
         """Takes in the messages of StartGenerate, until it ends."""
         async for message in call:
             self._messages.append(message)
-            self._ready.set()
+            self._came()
 
     def end(self, error: BaseException) -> None:
         """The call has ended. next() raises the error behind its last message."""
         self._end = error
-        self._ready.set()
+        self._came()
 
-    async def ready(self) -> None:
-        """Returns when next() has something."""
-        while not (self._fed or self._lost or self._has_message or (self._end and not self._messages)):
-            self._ready.clear()
-            await self._ready.wait()
+    def notify(self, call: Callable[[], None]) -> None:
+        """Calls `call` once next() has something, perhaps at once. It replaces a call that still waits."""
+        self._notify = call
+        self._came()
+
+    def fed(self, most: int) -> list[int]:
+        """The feed's next tokens that are there, at most so many, perhaps none."""
+        fed = self._fed
+        return [fed.popleft() for _ in range(min(len(fed), most))]
 
     def next(self, most: int) -> worker_pb2.GeneratedTokens:
         """The next tokens that are there, at most so many. Raises what lose() or end() was given."""
         if self._fed:
-            return worker_pb2.GeneratedTokens(token_ids=[self._fed.popleft() for _ in range(min(len(self._fed), most))])
+            return worker_pb2.GeneratedTokens(token_ids=self.fed(most))
         if self._has_message:
             return _first_of(self._messages, most)
         error = self._lost or self._end
         assert error is not None, "ready() has returned"
         raise error
+
+    def _came(self) -> None:
+        call = self._notify
+        if call is not None and (self._fed or self._lost or self._has_message or (self._end and not self._messages)):
+            self._notify = None
+            call()
 
     @property
     def _has_message(self) -> bool:

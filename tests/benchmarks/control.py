@@ -192,11 +192,13 @@ async def call_costs(rounds: int) -> dict[str, float]:
     prompt = PromptSpec(np.arange(1024))
     params, turns = SamplingParams(max_tokens=2, temperature=0, seed=1), FairTurns(1)
 
+    async def drop(message: Any) -> None:
+        pass
+
     async def request() -> None:
         placement = await router.place("r", prompt, 2, "client")
         generation = Generation(ValidRequest("r", prompt, params), time.perf_counter(), None, (), turns)
-        async for _ in generation.run(placement, 5.0):
-            pass
+        await generation.run(placement, 5.0, drop)
         await router.give_back(placement, generation.complete)
 
     bare_server = grpc.aio.server()

@@ -1,9 +1,10 @@
 """POST routes that generate."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.body import read_body_of
@@ -22,7 +23,8 @@ from tandem.cluster.requests.origin import current_origin, own_id
 from tandem.cluster.requests.reading.readers import Readers
 from tandem.proto import inference_pb2
 
-WriteOf = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]  # an answer to the prompt of that index
+WriteOf = Callable[[int, inference_pb2.GenerateResponse], Coroutine[Any, Any, None]]
+"""Writes an answer to the prompt of that index."""
 MakeAnswer = Callable[[AskingBody, list[inference_pb2.GenerateRequest]], Awaitable[AnyAnswer]]
 """Makes what answers a body, before its requests are sent. It may change these. Raises HttpError."""
 

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,18 +184,24 @@ class TestCalls:
 
     def test_a_message_waits_for_one_turn(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """None for the first one; beside the one that the request itself waits for."""
-        taken: list[FairTurns] = []
-        take = FairTurns.take
+        of_requests: list[FairTurns] = []
+        of_messages: list[FairTurns] = []
+        take, enter = FairTurns.take, FairTurns.enter
 
-        async def counted(turns: FairTurns, cost: int = 1) -> None:
-            taken.append(turns)
+        async def taken(turns: FairTurns, cost: int = 1) -> None:
+            of_requests.append(turns)
             await take(turns, cost)
 
-        monkeypatch.setattr(FairTurns, "take", counted)
+        def entered(turns: FairTurns, call: Callable[[], object], cost: int = 1) -> None:
+            of_messages.append(turns)
+            enter(turns, call, cost)
+
+        monkeypatch.setattr(FairTurns, "take", taken)
+        monkeypatch.setattr(FairTurns, "enter", entered)
         with open_gateway(model) as opened:
             messages = chunks(opened.http, COMPLETIONS, **BODY)
-            of_requests, *of_messages = taken
-            assert of_requests not in of_messages
+            assert len(of_requests) == 1
+            assert of_requests[0] not in of_messages
             assert len(set(of_messages)) == 1
             assert len(of_messages) == len(messages) - 1
 

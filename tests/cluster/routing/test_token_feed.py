@@ -24,7 +24,9 @@ MOST = 4
 
 
 async def next_of(inbox: TokenInbox) -> list[int]:
-    await inbox.ready()
+    something = asyncio.Event()
+    inbox.notify(something.set)
+    await something.wait()
     return list(inbox.next(MOST).token_ids)
 
 

@@ -24,7 +24,8 @@ class StrictHttp(h11.Connection):
 
     refusal = "the request is not HTTP/1.1"
     is_broken = False  # whether next_event() has raised
-    sends_events = False  # whether the answer is a stream of events
+    sends_events = False  # whether the answer is a stream of events,
+    _sends_chunks = False  # and comes in chunks
     events = 0  # that have come since the owner last set this to 0
     body_bytes = 0  # of the request's body on the wire so far: sizes of chunks and all
     _silent = 0  # bytes that have come since the last event
@@ -54,11 +55,16 @@ class StrictHttp(h11.Connection):
         return event
 
     def send(self, event: h11.Event) -> Any:
+        """As h11's. Chunks of events are written here: most of what is sent are such."""
+        if isinstance(event, h11.Data) and event.data and self._sends_chunks and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         if isinstance(event, h11.Response):
-            self.sends_events = EVENTS.encode() in dict(event.headers).values()
+            headers = dict(event.headers)
+            self.sends_events = EVENTS.encode() in headers.values()
+            self._sends_chunks = self.sends_events and LENGTH not in headers and self.their_http_version == b"1.1"
             if self.their_state is h11.SEND_BODY and not self._is_nearly_read:
-                headers = [*(header for header in event.headers if header != CLOSE), CLOSE]
-                event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
+                closing = [*(header for header in event.headers if header != CLOSE), CLOSE]
+                event = h11.Response(status_code=event.status_code, headers=closing, reason=event.reason)
         return super().send(event)
 
     @property

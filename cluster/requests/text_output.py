@@ -1,6 +1,6 @@
 """From sampled tokens to the text that one client sees."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.cluster.text.stop_strings import StopStringMatcher
 from tandem.cluster.text.tokenizer import Tokenizer
@@ -8,8 +8,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class OutputPart:
+class OutputPart(NamedTuple):
     """num_tokens of the tokens given belong to the output: fewer than given when a stop string ended it."""
 
     text: str
@@ -36,6 +35,8 @@ class TextOutput:
         """finish_reason is the workers' word after the last of token_ids; a stop string overrides it."""
         if self._text is None:
             return OutputPart("", len(token_ids), finish_reason)
+        if not self._watches and finish_reason == FinishReason.RUNNING:  # as most are
+            return OutputPart(self._text.push(token_ids), len(token_ids), finish_reason)
         shown = token_ids
         if finish_reason == FinishReason.STOP and not self._show_stop_token:
             shown = token_ids[:-1]  # the stop token itself is no text

@@ -48,6 +48,7 @@ class Tokenizer:
 
         A decoder may drop the leading space of a first token.
         """
+        self._first_length = lru_cache(KNOWN_TOKENS)(lambda token_id: self._length([token_id]))
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -103,6 +104,13 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def decoded_length(self, token_ids: Sequence[int]) -> int:
+        """Characters of their decoding, special tokens included."""
+        return self._first_length(token_ids[0]) if len(token_ids) == 1 else self._length(token_ids)
+
+    def _length(self, token_ids: Sequence[int]) -> int:
+        return len(self.decode(token_ids, skip_special_tokens=False))
 
     def _token_text(self, token_id: int) -> str:
         once, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
@@ -175,7 +183,7 @@ class TextStream:
         new = text[self._emitted :]
         if new:
             self._context = self._held
-            self._emitted = len(self._decode(self._context))
+            self._emitted = self._tokenizer.decoded_length(self._context)
         self._held = []
         return new
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.feed import Feed
@@ -54,9 +55,11 @@ class TokenStream:
         self.began_ns = 0  # when all KV and the first token were there, in Unix time; the step thread says so
 
     def add(self, run: TokenRun) -> None:
-        self._pending.token_ids += run.token_ids
-        self._pending.logprobs += [one for one in run.logprobs if one is not None]
-        self._pending.finish_reason = run.reason
+        pending = self._pending
+        pending.token_ids += run.token_ids
+        if any(run.logprobs):
+            pending.logprobs += [one for one in run.logprobs if one is not None]
+        pending.finish_reason = run.reason
 
     def began(self, prefilled: Prefilled) -> None:
         """The prompt was computed here."""
@@ -92,8 +95,7 @@ class TokenStream:
         return tokens
 
 
-@dataclass(frozen=True)
-class TokenUpdate:
+class TokenUpdate(NamedTuple):
     """What one step gave one request."""
 
     token_stream: TokenStream

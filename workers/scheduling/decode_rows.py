@@ -18,6 +18,8 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.scheduling.batch import DecodeStep
 from tandem.workers.scheduling.step_time import NOTHING, StepLoad
 
+REASONS = tuple(FinishReason)  # by their numbers; an enum looks each one up
+
 
 @dataclass(frozen=True, eq=False)
 class StepInFlight:
@@ -41,7 +43,7 @@ class StepInFlight:
         """The token of each row."""
         reasons = self.reasons(samples.token_ids).tolist()
         return [
-            TokenRun((token,), (logprob,), FinishReason(reason))
+            TokenRun((token,), (logprob,), REASONS[reason])
             for token, logprob, reason in zip(samples.token_ids.tolist(), samples.logprobs, reasons, strict=True)
         ]
 

@@ -21,6 +21,7 @@ from tests.benchmarks.model_shapes import SHAPES
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import print_result
 from tests.benchmarks.step_bench import Bench
+from tests.support.whole_prompts import compute_prompts
 
 PROMPT = 4096
 WARM_STEPS = 3
@@ -46,7 +47,7 @@ class MixedBench(Bench):
                 return self.runner.step_with_prompts(ids, inputs, prompts)[0]
             pending = self.runner.step(ids, *inputs)
             if how == "apart":
-                self.runner.prompts(*prompts, push=False)
+                compute_prompts(self.runner, *prompts, push=False)
             return pending
 
         def run(first: int, steps: int, launch: Callable[[int, int], PendingSamples]) -> float:

@@ -39,6 +39,7 @@ from tests.benchmarks.step_bench import (
     step_times,
 )
 from tests.support.tvm_cache import TvmCache
+from tests.support.whole_prompts import compute_prompts
 
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 GREEDY = SamplingParams(temperature=0)
@@ -126,7 +127,7 @@ class ModelBench:
         self.cache.add_sequence(0)
         try:
             for end in range(0, tokens.size, chunk):
-                self.runner.prompts([0], [tokens[end : end + chunk]], [tokens.size], push=False)
+                compute_prompts(self.runner, [0], [tokens[end : end + chunk]], [tokens.size], push=False)
                 self.cache.publish_prefix(0, tokens[: end + chunk])
             yield
         finally:

@@ -30,6 +30,7 @@ from tests.benchmarks.contexts import Lengths
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.model_shapes import write_eagle3, write_shape
 from tests.benchmarks.timeline import Idle, idle, record
+from tests.support.whole_prompts import compute_prompts
 
 CHUNK = 8192
 PAGE_SIZE = 16
@@ -146,7 +147,7 @@ def step_times(
 def compute_prompt(runner: ModelRunner, sequence: int, tokens: Int64Array, chunk: int, done: int = 0) -> Tensor:
     """Logits [1, vocab] behind a prompt, int64 [n], of a sequence that holds its first `done`; so many a forward."""
     chunks = [tokens[begin : begin + chunk] for begin in range(done, tokens.size, chunk)]
-    *_, logits = (runner.prompts([sequence], [one], [tokens.size], push=False) for one in chunks)
+    *_, logits = (compute_prompts(runner, [sequence], [one], [tokens.size], push=False) for one in chunks)
     return logits
 
 

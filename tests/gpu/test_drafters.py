@@ -24,6 +24,7 @@ from tests.support.checkpoints import make_model, sizes_on_gpu
 from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.oracle import random_prompt
 from tests.support.tvm_cache import TvmCache
+from tests.support.whole_prompts import compute_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,7 +97,7 @@ class Drafting:
         self.last: dict[int, int] = {}
         for sequence, prompt in PROMPTS.items():
             self.cache.add_sequence(sequence)
-            logits = self.runner.prompts([sequence], [np.array(prompt)], [len(prompt)], push=False)
+            logits = compute_prompts(self.runner, [sequence], [np.array(prompt)], [len(prompt)], push=False)
             self.last[sequence] = int(logits.argmax())
 
     def run(self, given: Made | None = None) -> Made:

@@ -136,12 +136,13 @@ class CountingModel:
         self, sequence_ids: tuple[int, ...], inputs: StepInputs, prompts: PromptChunks
     ) -> "tuple[Drawn, Step]":
         pending = self.step(sequence_ids, *inputs)
-        return pending, self.prompts(*prompts, push=False)  # type: ignore[arg-type]
+        return pending, self.prompts(prompts, push=False)[0]
 
     def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
         return False
 
-    def prompts(self, sequence_ids: list[int], chunks: list[Int64Array], lengths: list[int], *, push: bool) -> Step:
+    def prompts(self, prompts: PromptChunks, *, push: bool) -> tuple[Step, None]:
+        sequence_ids, chunks, lengths = prompts
         appends = np.array([chunk.size for chunk in chunks])
         stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
         plan = self._cache.begin_forward(sequence_ids, appends, lengths, push=push)
@@ -153,7 +154,7 @@ class CountingModel:
             self.drain()
             step.drawn = self.forward(step.tokens, plan, last_rows)
             self._cache.end_forward(plan)
-        return step
+        return step, None
 
     def sample_async(self, logits: Step, *_: object) -> "tuple[Int64Array, Drawn]":
         return np.zeros_like(logits.last_rows) if logits.drawn is None else logits.drawn, Drawn(self, logits)

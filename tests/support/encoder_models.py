@@ -20,6 +20,7 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.support.checkpoints import COMMON
 from tests.support.tvm_cache import TvmCache
+from tests.support.whole_prompts import compute_prompts
 
 WINDOW, START, PAGE = 24, 1, 16
 HALF: dict[str, Any] = {**COMMON, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
@@ -103,7 +104,7 @@ class EncoderRunner:
             ends = [*range(max(chunk, len(encoder) + padding), ids.size, chunk), ids.size]
             logits = None
             for begin, end in pairwise((0, *ends)):
-                logits = self.runner.prompts([sequence], [ids[begin:end]], [ids.size], push=False)
+                logits = compute_prompts(self.runner, [sequence], [ids[begin:end]], [ids.size], push=False)
             assert logits is not None
             found.append(logits[-1])
         return torch.stack(found)

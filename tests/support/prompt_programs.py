@@ -19,6 +19,7 @@ from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tests.support.oracle import random_prompt
 from tests.support.tvm_cache import TvmCache
+from tests.support.whole_prompts import compute_prompts
 
 LONGEST, PAGE, NUM_PAGES = 256, 8, 200
 CAPTURED = 128  # tokens
@@ -82,7 +83,7 @@ class PromptRunner:
 
     def forward(self, chunks: dict[int, list[int]], whole: dict[int, int]) -> Tensor:
         tokens = [np.array(chunk) for chunk in chunks.values()]
-        return self.runner.prompts(list(chunks), tokens, [whole[one] for one in chunks], push=False)
+        return compute_prompts(self.runner, list(chunks), tokens, [whole[one] for one in chunks], push=False)
 
     def run_all(self) -> Tensor:
         """FORWARDS; logits of all prompts, in the order in which they end."""

@@ -16,6 +16,7 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.support.oracle import random_prompt
 from tests.support.prompt_programs import PromptRunner
+from tests.support.whole_prompts import compute_prompts
 
 DECODED = (0, 1, 2)
 CHUNKS = {3: (0, 21), 4: (10, 30), 5: (0, 12)}  # of prompts of 30 tokens: 3 and 5 go on, 4 ends
@@ -81,7 +82,7 @@ class Beside:
             return pending
         pending = self.runner.step(DECODED, *inputs)
         if with_prompts:
-            self.logits = self.runner.prompts(*prompts, push=False)
+            self.logits = compute_prompts(self.runner, *prompts, push=False)
         return pending
 
     def kv(self) -> list[Tensor]:

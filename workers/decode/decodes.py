@@ -15,6 +15,7 @@ from tandem.workers.decode.steps_in_flight import LaunchedStep, StepsInFlight
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, landed
+from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.logs import of_requests
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
@@ -61,6 +62,7 @@ class Decodes:
         engine: Engine,
         scheduler: Scheduler,
         reservations: Reservations,
+        retired: RetiredSequences,
         fanout: TokenFanout,
         threads: KernelThreads,
         queue: PromptQueue,
@@ -84,7 +86,7 @@ class Decodes:
         self._delivered: float | None = None  # when the tokens of the last step came; None behind a pause
         self._beside = NOTHING  # chunks that were launched since the last step
         self._speculation = speculation
-        self._steps = StepsInFlight(engine)
+        self._steps = StepsInFlight(engine, retired)
         self._masks = GuideMasks(engine)
         self._prepared = PreparedRow(engine)
         self._unpublished: list[DecodeRequest] = []

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 from tandem.workers.engine.engine import Engine
+from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_run import TokenRun
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
@@ -45,8 +46,9 @@ class StepsInFlight:
     """Owned by the step thread. A request that ends may still have a row in them: its pages return when the last step
     that has one is done."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, retired: RetiredSequences) -> None:
         self._engine = engine
+        self._retired = retired
         self.behind: LaunchedStep | None = None
         self.reading: LaunchedStep | None = None
 
@@ -62,12 +64,13 @@ class StepsInFlight:
             self.reading = step
 
     def release(self, request: DecodeRequest) -> None:
-        """Removes the sequence of a request that has ended, once no step has a row of it any more."""
+        """Removes the sequence of a request that has ended, once no step has a row of it any more. After its first
+        token a head may still compute its prompt."""
         for step in (self.behind, self.reading):  # the later one first
             if step is not None and request in step.requests:
                 step.released.append(request.sequence_id)
                 return
-        self._engine.free(request.sequence_id)
+        self._retired.add(request.sequence_id)
 
     def done(self, step: LaunchedStep) -> None:
         """Nothing that belongs to the step is under way any more."""

@@ -177,12 +177,20 @@ class Engine:
         logits: PromptLogits,
         sampling: SampleBatch,
         positions: Int64Array,
-        posts: Sequence[Post],
+        pushes: Sequence[int] = (),
+        posts: Sequence[Post] = (),
         masks: Int32Array | None = None,
     ) -> PendingSamples:
-        """Samples a token for each row of the logits, see ModelRunner.sample_async. Then it posts them, in order: each
-        signal comes behind all writes to its PE that were launched before. Raises PeerGone."""
+        """Samples a token for each row of the logits, see ModelRunner.sample_async. Then a head computes its part of
+        the prompts. Their KV is whole only after that: nobody pushes or publishes it before. Then the sequences
+        `pushes` are pushed, see PagedKVCache.send_cached, and the tokens posted, in order. Each signal comes behind all
+        writes to its PE that were launched before. Raises PeerGone."""
         tokens, pending = self._runner.sample_async(logits.on_device, sampling, positions, masks)
+        left, logits.left = logits.left, None
+        if left is not None:
+            left(tokens)
+        for sequence in pushes:
+            self._cache.send_cached(sequence)
         for post in posts:
             payload = tokens[post.row]
             if post.digest is not None:
@@ -312,7 +320,8 @@ class Engine:
     def _launch_prompts(self, step: Step) -> Launched:
         assert step.chunks is not None, "a step has rows or chunks"
         if not step.scored:
-            return Launched(prompts=self._named(self._runner.prompts(*step.chunks, push=step.push)))
+            logits, left = self._runner.prompts(step.chunks, push=step.push)
+            return Launched(prompts=self._named(logits, None if left is None else left.compute))
         logits, scored = self._runner.scored_prompts(step.chunks, step.scored, push=step.push)
         return Launched(prompts=self._named(logits), scored=scored)
 
@@ -343,9 +352,9 @@ class Engine:
         pending = runner.verify(ids, tokens, sampling, positions, follows=drafts.follows)
         return Launched(pending, drafting)
 
-    def _named(self, logits: Tensor) -> PromptLogits:
+    def _named(self, logits: Tensor, left: Callable[[Tensor], None] | None = None) -> PromptLogits:
         self._num_prompt_launches += 1
-        return PromptLogits(self._num_prompt_launches, logits)
+        return PromptLogits(self._num_prompt_launches, logits, left)
 
 
 ACTIONS = tuple(name for name, method in vars(Engine).items() if getattr(method, "is_action", False))

@@ -48,6 +48,14 @@ class Decoder(Protocol):
         """What comes once a step's tokens are sampled, see HeadedDecoder.follow; None: nothing."""
         ...
 
+    @property
+    def begin_prompts(
+        self,
+    ) -> Callable[[Tensor, CachedAttention, Tensor], tuple[Tensor, Callable[[Tensor], None]]] | None:
+        """forward() of prompts, without what a drafter computes. That is the second result. It is called once with the
+        tokens sampled for last_rows, int64 [n or more]. None: forward() leaves nothing to compute."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
@@ -66,7 +74,7 @@ class DenseDecoder:
     """Call forward under torch.inference_mode."""
 
     target = None  # of a model that drafts, too: what computes steps without its drafter
-    follow = None  # see Decoder
+    follow = begin_prompts = None  # see Decoder
 
     def __init__(
         self,

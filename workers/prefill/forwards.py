@@ -1,18 +1,35 @@
 """Forwards of prompts, chunk by chunk, and how the KV that they compute goes to its receivers."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.step import Step
 from tandem.workers.prefill.push_meter import PushMeter
+from tandem.workers.requests.post import Post
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.encoder_prompts import PromptChunks
+from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.prompt_logprobs import Scored
+from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.scheduling.batch import Chunk
 
 PromptForward = Callable[[PromptChunks], PromptLogits]
 """Computes chunks that nothing is pushed with. Gives the logits of those that end their prompts."""
+
+
+@dataclass(frozen=True, eq=False)
+class EndedPrompts:
+    """Prompts that came to their end in one forward, and their logits. sent: those of that forward with a receiver, whose
+    bytes are to be counted since the meter said `seconds`. pushes: sequences that are sent once the first tokens are sampled."""
+
+    prompts: Sequence[Prompt]
+    logits: PromptLogits
+    sent: Sequence[Prompt]
+    pushes: Sequence[int]
+    seconds: float
 
 
 class PromptForwards:
@@ -25,7 +42,8 @@ class PromptForwards:
 
     A prompt that this worker decodes itself stays where it is.
 
-    Where the transport can, the last chunk goes while it is computed, layers as they are stored.
+    Where the transport can, the last chunk goes while it is computed, layers as they are stored. It is sent after
+    sampling, because a head computes its part only then.
     """
 
     def __init__(self, engine: Engine, meter: PushMeter) -> None:
@@ -35,10 +53,10 @@ class PromptForwards:
 
     def launch(
         self, chunks: Sequence[Chunk], *, alone: bool, forward: PromptForward | None = None
-    ) -> tuple[list[Prompt], PromptLogits]:
-        """Computes, or at least launches, one chunk of each prompt, and sends what has a receiver; those that have come
-        to their end, and their logits. alone: no other prompt runs or waits. forward: that of a decode step,
-        which takes the chunks, too; None: one of their own."""
+    ) -> EndedPrompts | None:
+        """Computes, or at least launches, one chunk of each prompt. Where none comes to its end, sends what has a
+        receiver; else sample() comes next. alone: no other prompt runs or waits. forward: that of a decode step, which
+        takes the chunks, too; None: one of their own."""
         prompts = [prompt for prompt, _ in chunks]
         sent = [prompt for prompt in prompts if prompt.target is not None]
         num_tokens = sum(length for _, length in chunks)
@@ -61,10 +79,26 @@ class PromptForwards:
         self.computed_tokens += num_tokens
         for prompt, length in chunks:
             prompt.computed += length
+        if ended := [prompt for prompt in prompts if prompt.computed == prompt.num_tokens]:
+            pushes = [prompt.sequence_id for prompt in sent] if by_pages else []
+            return EndedPrompts(ended, logits, sent, pushes, seconds_before)
         self._count_pushed(sent, self._meter.seconds - seconds_before)
         for prompt in sent if by_pages else ():
             self._send(prompt)
-        return [prompt for prompt in prompts if prompt.computed == prompt.num_tokens], logits
+        return None
+
+    def sample(
+        self,
+        ended: EndedPrompts,
+        sampling: SampleBatch,
+        positions: Int64Array,
+        posts: Sequence[Post],
+        masks: Int32Array | None = None,
+    ) -> PendingSamples:
+        """First tokens, see Engine.sample; sends what launch() has left."""
+        pending = self._engine.sample(ended.logits, sampling, positions, ended.pushes, posts, masks)
+        self._count_pushed(ended.sent, self._meter.seconds - ended.seconds)
+        return pending
 
     def _compute(self, chunks: Sequence[Chunk], packed: PromptChunks, *, push: bool) -> PromptLogits:
         gatherers = [prompt.gatherer for prompt, _ in chunks if prompt.gatherer is not None]
@@ -75,10 +109,11 @@ class PromptForwards:
         assert launched.prompts is not None, "the step had chunks"
         return launched.prompts
 
-    def send_launched(self, prompt: Prompt) -> None:
-        """Sends a prompt that was launched as a whole before its receiver was known."""
+    def launched(self, prompt: Prompt) -> EndedPrompts:
+        """A prompt that was launched as a whole before its receiver was known."""
+        assert prompt.logits is not None, "its last chunk was launched"
         self._mark(prompt)
-        self._send(prompt)
+        return EndedPrompts([prompt], prompt.logits, [prompt], [prompt.sequence_id], self._meter.seconds)
 
     def _mark(self, prompt: Prompt) -> None:
         if prompt.target is not None and not prompt.marked:

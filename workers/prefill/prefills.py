@@ -18,7 +18,7 @@ from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNot
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.logs import of_requests
-from tandem.workers.prefill.forwards import PromptForward, PromptForwards
+from tandem.workers.prefill.forwards import EndedPrompts, PromptForward, PromptForwards
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.first_token import FirstToken
@@ -29,7 +29,6 @@ from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.sampling.guided import Constraint, masks_of
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
-from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -273,46 +272,49 @@ class Prefills:
         """One chunk of each prompt."""
         for prompt, _ in batch.chunks:
             prompt.started = prompt.started or time.perf_counter()
-        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone, forward=forward)
+        ended = self._forwards.launch(batch.chunks, alone=batch.alone, forward=forward)
+        if ended is not None:
+            self._sample(ended)
         mark = self._engine.mark() if beside and forward is None else None
         if mark is not None:
             self._ahead.append(mark)
         if self._sharing and self._engine.layout.drops_past:  # the next chunk lets go of what left a window
-            for prompt in (prompt for prompt, _ in batch.chunks if prompt not in ending):
+            for prompt in (prompt for prompt, _ in batch.chunks if prompt.computed < prompt.num_tokens):
                 self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.spec.salt)
-        if ending:
-            self._finish(ending, logits, beside)
+        if ended is not None and not beside:
+            self._await_first_tokens(ended.prompts)
 
     def _send_launched(self, prompts: Sequence[Prompt], beside: bool) -> None:
         """Prompts that were launched as a whole before their receiver was known; they have come to their end."""
         for prompt in prompts:
-            assert prompt.logits is not None
-            self._forwards.send_launched(prompt)
-            self._finish([prompt], prompt.logits, beside)
+            self._sample(self._forwards.launched(prompt))
+            if not beside:
+                self._await_first_tokens([prompt])
 
-    def _finish(self, prompts: Sequence[Prompt], logits: PromptLogits, beside: bool) -> None:
-        """Samples the first tokens of prompts of which all is computed and sent.
-
-        The signals are queued behind the sampling. The host waits for it where the worker has nothing else to do.
-        """
-        if self._sharing:  # while the device computes: a reader of these pages is launched after it
-            for prompt in (prompt for prompt in prompts if prompt.shares):
-                self._engine.publish(prompt.sequence_id, prompt.token_ids, prompt.spec.salt)
+    def _sample(self, ended: EndedPrompts) -> None:
+        """Samples the first tokens of prompts of which all is launched. What is left to be sent follows, then the
+        signals."""
+        prompts = ended.prompts
         posts = [prompt.destination.post(prompt, row) for row, prompt in enumerate(prompts)]
         sampling = self._parameters(prompts)
-        pending = self._engine.sample(
-            logits,
+        pending = self._forwards.sample(
+            ended,
             sampling,
             np.array([prompt.num_tokens for prompt in prompts], np.int64),
             [post for post in posts if post is not None],
             masks_of(prompt.constraint for prompt in prompts) if sampling.is_guided else None,
         )
+        if self._sharing:  # while the device computes: a reader of these pages is launched after it
+            for prompt in (prompt for prompt in prompts if prompt.shares):
+                self._engine.publish(prompt.sequence_id, prompt.token_ids, prompt.spec.salt)
         for prompt in prompts:
             self._scheduler.remove(prompt)
         self._sampling.append(Sampling(prompts, pending))
-        if not beside:
-            self._await_samples()
-            self._handoff.await_quiet(prompts)
+
+    def _await_first_tokens(self, prompts: Sequence[Prompt]) -> None:
+        """The host waits where the worker has nothing else to do."""
+        self._await_samples()
+        self._handoff.await_quiet(prompts)
 
     def _parameters(self, prompts: Sequence[Prompt]) -> SampleBatch:
         """Of their first tokens."""

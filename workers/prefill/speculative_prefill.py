@@ -15,10 +15,13 @@ from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import SpeculativePrompt
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.encoder_prompts import PromptChunks
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
 from tandem.workers.wire.prompt_spec import PromptSpec
 
 log = logging.getLogger(__name__)
+GREEDY = SampleBatch.from_params([SamplingParams(temperature=0)])
 
 
 class SpeculativePrefill:
@@ -95,6 +98,8 @@ class SpeculativePrefill:
         try:
             if self._sharing and prompt.computed:  # it may be asked for again, once there is room for it
                 spec = prompt.spec
+                if prompt.logits is not None and self._engine.capabilities.drafts:  # what a head computes is left
+                    self._engine.sample(prompt.logits, GREEDY, np.array([len(spec)]))
                 self._engine.publish(prompt.sequence_id, spec.token_ids[: prompt.computed], spec.salt)
         finally:
             self._retired.add(prompt.sequence_id)

@@ -1,11 +1,13 @@
-"""Prompt chunks, and what a model with an encoder computes of them before its decoder does."""
+"""Prompt chunks, what an encoder computes of them before the decoder does, and what a head computes afterwards."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
@@ -22,6 +24,22 @@ class PromptChunks(NamedTuple):
     sequence_ids: Sequence[int]
     chunks: Sequence[Int64Array]
     lengths: Sequence[int]
+
+
+class LeftOfPrompts(NamedTuple):
+    """A head's part of a forward of prompts, which is computed once their first tokens are sampled. Until then what the
+    forward stores is not whole. Its owner may drop it, with the sequences. It holds the features of all tokens.
+    """
+
+    cache: PagedKVCache
+    forward: Forward
+    follow: Callable[[Tensor], None]  # see Decoder.begin_prompts
+
+    @torch.inference_mode()
+    def compute(self, first_tokens: Tensor) -> None:
+        """int64 [n or more], of the prompts that end in the forward."""
+        self.follow(first_tokens)
+        self.cache.commit(self.forward)
 
 
 def encoded(model: Model, cache: PagedKVCache, prompts: PromptChunks, *, push: bool) -> PromptChunks:

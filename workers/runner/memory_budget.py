@@ -121,13 +121,17 @@ class WithoutPages:
 
 @torch.inference_mode()
 def run_largest_forward(model: Model, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
-    """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows."""
+    """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows.
+    Beside that, what a head has left of another forward of prompts."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
     if model.encode is not None and model.config.encoder is not None:
         longest = min(max_batch_tokens, model.config.encoder.max_positions)
         model.encode(tokens[:longest], [longest], [longest], WithoutPages(max_positions, tokens))
-    logits = model.forward(tokens, WithoutPages(max_positions, tokens), tokens[:rows])
+    begin, pages, last_rows = model.begin_prompts, WithoutPages(max_positions, tokens), tokens[:rows]
+    left = None if begin is None else begin(tokens, pages, last_rows)  # of a speculative prompt
+    logits = model.forward(tokens, pages, last_rows)
+    del left
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
     EagerSampler(model.device).sample(logits, batch, np.zeros(rows, np.int64)).wait()
 

@@ -27,7 +27,7 @@ from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.draft_chain import NUM_CHAIN_INPUTS
 from tandem.workers.runner.drafts import Noted, make_drafts
 from tandem.workers.runner.eager_sampler import EagerSampler
-from tandem.workers.runner.encoder_prompts import PromptChunks, encode, encoded
+from tandem.workers.runner.encoder_prompts import LeftOfPrompts, PromptChunks, encode, encoded
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.next_drafts import NextDrafts
@@ -265,28 +265,33 @@ class ModelRunner:
         """Whether a graph computes a forward of so many tokens of prompts that nothing is pushed with."""
         return self._prompt_graphs is not None and self._prompt_graphs.takes(num_sequences, num_tokens)
 
-    def prompts(
-        self, sequence_ids: Sequence[int], chunks: Sequence[Int64Array], lengths: Sequence[int], *, push: bool
-    ) -> Tensor:
-        """Computes, or at least launches, the next tokens of each sequence, chunks[i] of a prompt of lengths[i]. Logits
-        [n, vocab] that follow those n of the prompts that end here, in their order.
+    @torch.inference_mode()
+    def prompts(self, prompts: PromptChunks, *, push: bool) -> tuple[Tensor, LeftOfPrompts | None]:
+        """Computes, or at least launches, the chunks. Logits [n, vocab] that follow those n of the prompts that end
+        here, in their order, and what comes once these are sampled: where some end, what a head computes.
 
         push: whether what is marked to be sent goes along.
         """
-        prompts = encoded(self._model, self._cache, PromptChunks(sequence_ids, chunks, lengths), push=push)
-        sequence_ids, chunks, lengths = prompts
+        model, cache = self._model, self._cache
+        sequence_ids, chunks, lengths = prompts = encoded(model, cache, prompts, push=push)
         if not chunks:  # encoders' prompts alone
-            return torch.empty(0, self._model.config.vocab_size, dtype=torch.float32, device=self._model.device)
+            return torch.empty(0, model.config.vocab_size, dtype=torch.float32, device=model.device), None
         appends, last_rows = self._ends(prompts)
         token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
-        return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
+        batch, begin = Batch(sequence_ids, appends, lengths, push=push), model.begin_prompts
+        if begin is None or not last_rows.size or self._prompt_buffers(batch, token_ids, last_rows) is not None:
+            return self.launch(batch, token_ids, last_rows), None
+        forward = cache.begin(batch)
+        ids, rows = upload([token_ids, last_rows], model.device)
+        logits, follow = begin(ids, forward.attention, rows)
+        return logits, LeftOfPrompts(cache, forward, follow)
 
     @torch.inference_mode()
     def scored_prompts(
         self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool
     ) -> tuple[Tensor, list[PackedLogprobs]]:
-        """prompts(), eagerly. scored[i]: whose log-probabilities are wanted behind chunk i; None for nobody's. They
-        come in this order, with copies that are queued."""
+        """All of prompts(), eagerly. scored[i]: whose log-probabilities are wanted behind chunk i, or None. They come
+        in this order, with copies that are queued."""
         appends, last_rows = self._ends(prompts)
         begins = np.cumsum(appends) - appends
         wanted = [one for one in scored if one is not None]
@@ -333,7 +338,7 @@ class ModelRunner:
     def step_with_prompts(
         self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
     ) -> tuple[PendingSamples, Tensor]:
-        """step() and prompts() in one forward, which reads the weights once; nothing is pushed with it."""
+        """step() and all of prompts() in one forward, which reads the weights once; nothing is pushed with it."""
         prompts = encoded(self._model, self._cache, prompts, push=False)
         appends, last_rows = self._ends(prompts)
         self._note(None, sequence_ids, inputs.positions)

@@ -70,6 +70,7 @@ class StepLoop:
             engine,
             scheduler,
             reservations,
+            retired,
             ends.fanout,
             ends.threads,
             self.prefills,

@@ -8,6 +8,7 @@ import pytest
 from tandem.workers.handoff.handoff import RECALL_POLL_SECONDS
 from tandem.workers.prefill.prefills import MOST_AHEAD
 from tandem.workers.requests.token_stream import TokenStream
+from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -40,14 +41,15 @@ class PromptRunner(ScriptedRunner):
     def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
         return False
 
-    def prompts(self, sequence_ids: list[int], chunks: list[Any], lengths: list[int], *, push: bool) -> list[int]:
+    def prompts(self, prompts: PromptChunks, *, push: bool) -> tuple[list[int], None]:
         assert not push
+        sequence_ids, chunks, lengths = prompts
         self._cache.begin_forward(sequence_ids, np.array([chunk.size for chunk in chunks]))
         self._chunks += 1
         self.log.append(f"chunk of {sequence_ids}: {[chunk.size for chunk in chunks]}")
         whole = zip(sequence_ids, lengths, strict=True)
         self._ending = [sequence for sequence, length in whole if self._cache.num_tokens(sequence) == length]
-        return self._ending
+        return self._ending, None
 
     def sample_async(  # type: ignore[override]
         self, logits: list[int], batch: object, positions: np.ndarray, *_: object

@@ -1,3 +1,5 @@
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,26 @@ def test_the_largest_forward_has_logits_for_every_sequence(
     monkeypatch.setattr(model, "forward", watched)
     run_largest_forward(model, 40, 8, 64)
     assert seen == [(8, model.config.vocab_size)]
+
+
+def test_the_largest_forward_runs_beside_what_a_head_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_checkpoint("llama", tmp_path)
+    model, left = load_decoder(folder, load_config(folder)), list[weakref.ref[torch.Tensor]]()
+    forward, there = model.forward, list[bool]()
+
+    def begin(token_ids: torch.Tensor, *rest: object) -> tuple[torch.Tensor, Callable[[torch.Tensor], None]]:
+        features = torch.empty(token_ids.shape[0], model.config.hidden_size)
+        left.append(weakref.ref(features))
+        return features, lambda _: features.zero_()  # type: ignore[return-value]
+
+    def watched(*arguments: torch.Tensor) -> torch.Tensor:
+        there.append(left[0]() is not None)
+        return forward(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "begin_prompts", begin)
+    monkeypatch.setattr(model, "forward", watched)
+    run_largest_forward(model, 40, 8, 64)
+    assert there == [True]
 
 
 def test_the_largest_forward_makes_as_many_keys_and_values_of_latents_as_any(

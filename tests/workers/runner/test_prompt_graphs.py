@@ -14,6 +14,7 @@ from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import random_prompt
 from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv, run_in_place
+from tests.support.whole_prompts import compute_prompts
 
 LENGTHS = (1, 31, 32, 33, 64, 65, 127, 128, 129, 200)
 FAMILIES = ["qwen3", "gemma4", "gpt_oss", "qwen3_moe", "llama4"]  # two have windows, one of these sinks; one has chunks
@@ -77,7 +78,7 @@ def test_what_no_graph_can_do_is_plain(family: str, tmp_path: Path) -> None:
 def test_forwards_that_push_are_plain(folder: Path) -> None:
     runner = captured(folder)
     runner.cache.add_sequence(0)
-    runner.runner.prompts([0], [np.array(random_prompt(9, 0))], [9], push=True)
+    compute_prompts(runner.runner, [0], [np.array(random_prompt(9, 0))], [9], push=True)
     assert runner.replays == 0
 
 

@@ -19,7 +19,7 @@ class DraftSteps:
     """
 
     ahead: Literal[0] = 0  # tokens that are drafted from what is there before the first step
-    follow = None  # see Decoder
+    follow = begin_prompts = None  # see Decoder
 
     def __init__(self, drafter: DenseDecoder, target: ModelConfig) -> None:
         self.config = drafter.config
@@ -51,7 +51,7 @@ class DraftedDecoder:
     drafter is wrong.
     """
 
-    follow = None  # see Decoder
+    follow = begin_prompts = None  # see Decoder
     encode = None  # drafters stand beside decoders without an encoder
 
     def __init__(self, target: DenseDecoder, drafter: DenseDecoder) -> None:

@@ -1,5 +1,7 @@
 """A layer that drafts from what its target has computed: one of multi-token prediction, or an EAGLE-3 head."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -37,8 +39,9 @@ class HeadedDecoder:
     """A target, and the head whose layer stands behind the target's own.
 
     Each forward computes both. Of a step the head computes its part when the step's tokens are sampled: follow(). Of
-    prompts the next token is the prompt's, or the best one where the prompt ends. Where a chunk ends within a prompt,
-    or beside another one, that entry of the head is made with a wrong token, which costs a little acceptance.
+    prompts the next token is the prompt's, or the first token where the prompt ends: the sampled one after
+    begin_prompts(), the best one in forward(). Where a chunk ends within a prompt, or beside another one, that entry of
+    the head is made with a wrong token, which costs a little acceptance.
     """
 
     encode = None  # drafters stand beside decoders without an encoder
@@ -59,13 +62,25 @@ class HeadedDecoder:
         if last_rows is None and self.head.taps:
             logits, self._features = self.target.tapped_step(token_ids, cached, self.head.taps)
             return logits
+        if last_rows is not None:
+            logits, follow = self.begin_prompts(token_ids, cached, last_rows)
+            follow(logits.argmax(1))
+            return logits
+        hidden, self._features = self._compute(token_ids, cached, None)
+        return self.target.logits(hidden)
+
+    def begin_prompts(
+        self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """See Decoder."""
         hidden, features = self._compute(token_ids, cached, last_rows)
-        logits = self.target.logits(hidden)
-        if last_rows is None:
-            self._features = features
-        else:
-            self._store(features, _next_ids(token_ids, last_rows, logits), cached)
-        return logits
+        return self.target.logits(hidden), partial(self._follow_prompts, features, token_ids, last_rows, cached)
+
+    def _follow_prompts(
+        self, features: Tensor, token_ids: Tensor, last_rows: Tensor, cached: CachedAttention, first_tokens: Tensor
+    ) -> None:
+        first = self._known(first_tokens[: last_rows.shape[0]])
+        self._store(features, _next_ids(token_ids, last_rows, first), cached)
 
     def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor) -> Tensor:
         """See DenseDecoder.hidden."""
@@ -111,7 +126,7 @@ class HeadSteps:
     where it is, for graphs."""
 
     ahead: Literal[1] = 1  # see DraftSteps
-    follow = None  # see Decoder
+    follow = begin_prompts = None  # see Decoder
 
     def __init__(self, model: HeadedDecoder) -> None:
         self.config = model.config
@@ -153,11 +168,11 @@ class HeadSteps:
         return self._model.head.logits(hidden)
 
 
-def _next_ids(token_ids: Tensor, last_rows: Tensor, logits: Tensor) -> Tensor:
-    """For each row of a forward the token of the next one; of last_rows, but the first, the best by their logits. Graph
-    buffers pad last_rows with the first row."""
+def _next_ids(token_ids: Tensor, last_rows: Tensor, first_tokens: Tensor) -> Tensor:
+    """For each row of a forward the token of the next one; of last_rows, but the first, the prompts' first tokens,
+    int64 [n]. Graph buffers pad last_rows with the first row."""
     count = token_ids.shape[0]
     next_ids = torch.cat((token_ids.roll(-1), token_ids[:1]))
     if last_rows.shape[0]:
-        next_ids.index_copy_(0, torch.where(last_rows == 0, count, last_rows), logits.argmax(1))
+        next_ids.index_copy_(0, torch.where(last_rows == 0, count, last_rows), first_tokens)
     return next_ids[:count]

@@ -43,7 +43,7 @@ class PromptForwards:
     A prompt that this worker decodes itself stays where it is.
 
     Where the transport can, the last chunk goes while it is computed, layers as they are stored. It is sent after
-    sampling, because a head computes its part only then.
+    sampling, because a head computes its part only then (decision 0137).
     """
 
     def __init__(self, engine: Engine, meter: PushMeter) -> None:

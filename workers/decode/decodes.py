@@ -87,8 +87,7 @@ class Decodes:
         self._beside = NOTHING  # chunks that were launched since the last step
         self._speculation = speculation
         self._steps = StepsInFlight(engine, retired)
-        self._masks = GuideMasks(engine)
-        self._prepared = PreparedRow(engine)
+        self._masks, self._prepared = GuideMasks(engine), PreparedRow(engine)
         self._unpublished: list[DecodeRequest] = []
         self.decoded_tokens = 0  # so far
 
@@ -334,8 +333,7 @@ class Decodes:
             samples = in_flight.pending.wait()
         finally:
             self._steps.done(in_flight)
-        before, self._delivered = self._delivered, (now := self._clock())
-        runs = in_flight.runs(samples)
+        before, self._delivered, runs = self._delivered, self._clock(), in_flight.runs(samples)
         in_flight.settle(samples, runs, is_last=self._steps.behind is None)
         updates, leaving, failed = [], [], []
         for request, run in zip(in_flight.requests, runs, strict=True):
@@ -357,7 +355,7 @@ class Decodes:
                 self._end(request, writer_quiet=True)
         self._fanout.publish(updates)
         if before is not None:
-            self._scheduler.pace.measured(now - before, in_flight.load)
+            self._scheduler.pace.measured(self._delivered - before, in_flight.load)
         if failed:
             self._fail_rows(failed)
 

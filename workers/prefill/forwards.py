@@ -22,8 +22,11 @@ PromptForward = Callable[[PromptChunks], PromptLogits]
 
 @dataclass(frozen=True, eq=False)
 class EndedPrompts:
-    """Prompts that came to their end in one forward, and their logits. sent: those of that forward with a receiver, whose
-    bytes are to be counted since the meter said `seconds`. pushes: sequences that are sent once the first tokens are sampled."""
+    """Prompts that came to their end in one forward, and their logits.
+
+    sent: prompts of that forward with a receiver; their bytes are counted since the meter said `seconds`. pushes:
+    sequences that are sent once the first tokens are sampled.
+    """
 
     prompts: Sequence[Prompt]
     logits: PromptLogits

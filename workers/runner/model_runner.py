@@ -63,8 +63,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
-        sequence = -1
-        size = self._cache.layout.page_size
+        sequence, size = -1, self._cache.layout.page_size
         length = min(2 * size, self._cache.pages.total * size - 1, self._cache.max_sequence_length - 1)
         greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
         encodes = self._model.config.encoder is not None
@@ -97,8 +96,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, *rest)
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
-        """From now on launch() replays CUDA graphs for short forwards of up to max_tokens that push nothing, as
-        capture_steps says."""
+        """From now on launch() replays CUDA graphs of up to max_tokens that push nothing, as capture_steps says."""
         if capture is None and self._model.device.type != "cuda":
             return
         config = self._model.config
@@ -154,8 +152,7 @@ class ModelRunner:
 
         Arrays are int64 [n]. sources[i]: the row of the step before that samples the input of row i, or -1 where it is
         tokens[i], as it must be unless overlaps. positions: as for sample(). alone: a graph may leave out what drafts,
-        whose KV then lacks these positions: of no sequence a draft is wanted any more.
-        LateSamples where rows are guided.
+        whose KV then lacks these positions: no sequence wants a draft any more. LateSamples where rows are guided.
         """
         if self._graphs is not None:
             pending = self._graphs.step(sequence_ids, tokens, sources, sampling, positions, alone=alone)
@@ -250,10 +247,7 @@ class ModelRunner:
         return pending
 
     def mark(self) -> Callable[[], bool] | None:
-        """Says whether all that was launched so far is done; None where nothing is under way.
-
-        What failed is done: those who wait for its results hear of it.
-        """
+        """Says whether all that was launched so far is done or has failed; None where nothing is under way."""
         return mark_stream(self._model.device)
 
     def drain(self) -> None:
@@ -267,11 +261,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prompts(self, prompts: PromptChunks, *, push: bool) -> tuple[Tensor, LeftOfPrompts | None]:
-        """Computes, or at least launches, the chunks. Logits [n, vocab] that follow those n of the prompts that end
-        here, in their order, and what comes once these are sampled: where some end, what a head computes.
-
-        push: whether what is marked to be sent goes along.
-        """
+        """Computes, or at least launches, the chunks; push: what is marked to be sent goes along. Logits [n, vocab]
+        that follow those n of the prompts that end here, and what comes once these are sampled, if a head drafts."""
         model, cache = self._model, self._cache
         sequence_ids, chunks, lengths = prompts = encoded(model, cache, prompts, push=push)
         if not chunks:  # encoders' prompts alone

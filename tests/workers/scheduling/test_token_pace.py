@@ -38,8 +38,16 @@ DEVICES = {
 }
 
 
+LOADS = {
+    "like rows": {},
+    "unlike rows": {"rows": waves},
+    "seldom prompts": {"rows": waves, "busy": 0.4},
+    "pauses": {"pauses": 0.005},
+}
+
+
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-@pytest.mark.parametrize("load", [{}, {"rows": waves}, {"busy": 0.4, "rows": waves}, {"pauses": 0.005}], ids=str)
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_the_share_of_steps_that_was_asked_for_keeps_the_bound_and_uses_it(device: Device, load: dict) -> None:
     seconds, _ = settled(run(TokenPace(BOUND, MOST, SHARE), device, 4000, **load))
     assert SHARE - 0.03 < (seconds <= BOUND).mean() < SHARE + 0.03

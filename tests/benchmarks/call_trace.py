@@ -40,7 +40,7 @@ TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
         ("tandem.workers.service.services", "WorkerService", "RemoteSend"),
         ("tandem.workers.prefill.prefills", "Prefills", "submit"),
         ("tandem.workers.prefill.forwards", "PromptForwards", "launch"),
-        ("tandem.workers.prefill.prefills", "Prefills", "_finish"),
+        ("tandem.workers.prefill.prefills", "Prefills", "_sample"),
         ("tandem.workers.prefill.prefills", "Prefills", "_send_launched"),
         ("tandem.workers.handoff.handoff", "Handoff", "post"),
         ("tandem.workers.requests.first_token", "FirstTokens", "next"),

@@ -8,6 +8,7 @@ import pytest
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.engine.engine import Engine
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
+from tandem.workers.runner.batch_buckets import GraphSizes
 from tandem.workers.runner.model_runner import ModelRunner
 from tests.cache.naive import layout_of
 from tests.support.fake_transport import FakeFabric
@@ -17,6 +18,8 @@ LAYOUT = layout_of(1)
 
 class Device:
     """Forwards are done one by one."""
+
+    graph_sizes = GraphSizes()
 
     def __init__(self, *, drops_past: bool = False, slides: bool = False) -> None:
         self.launched = self.done = 0

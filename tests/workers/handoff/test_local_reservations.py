@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -17,6 +18,7 @@ from tandem.workers.errors import InvalidCall, NoRoom
 from tandem.workers.handoff.reservations import Reservations, longest_append
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
+from tandem.workers.runner.batch_buckets import GraphSizes
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SlidingWindow
@@ -63,7 +65,8 @@ class Worker:
             writer=None,
         )
         settings = LoopSettings(10, sharing=True, max_batch_tokens=self.chunk, max_sequences=6)
-        engine = Engine(self.cache, cast(ModelRunner, None), transport)  # which launches nothing
+        runner = cast(ModelRunner, SimpleNamespace(graph_sizes=GraphSizes()))  # which launches nothing
+        engine = Engine(self.cache, runner, transport)
         self.reservations = Reservations(engine, Counters(), SequenceIds(), settings, Clock())
         self.texts = [[random.randrange(10) for _ in range(LONGEST)] for _ in range(2)]
         self.begun: dict[str, Begun] = {}

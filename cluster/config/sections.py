@@ -34,6 +34,7 @@ from tandem.cluster.config.units import (
     Seconds,
     Section,
     Sequences,
+    Share,
     Threads,
     Tokens,
     Workers,
@@ -144,7 +145,7 @@ class SchedulerSection(Section):
     """when the first token of a request should be there, from its arrival: workers compute first the prompts that can
     still be in time, and give one prompt token in eight to others; a request may have its own; null computes prompts in
     the order of their arrival"""
-    token_share: Fraction = Field(default=TOKEN_SHARE, gt=0.5, lt=1)
+    token_share: Share = Field(default=TOKEN_SHARE, gt=0.5, lt=1)
     """the share of a sequence's tokens that should come within token_seconds; with a larger share, prompts take
     longer"""
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)

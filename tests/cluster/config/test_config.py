@@ -135,6 +135,8 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
             "cache.gpu_memory_utilization=0.5",
             ["cache.gpu_memory_utilization is 0.5", "null where island.device is cpu"],
         ),
+        ("scheduler.token_share=0.5", ["scheduler.token_share is 0.5", "greater than 0.5"]),
+        ("scheduler.token_share=1", ["scheduler.token_share is 1", "less than 1"]),
         ("cache=5", ["cache is 5", "section with keys page_size"]),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from tandem.workers.config import TOKEN_SHARE
 from tandem.workers.runner.batch_buckets import GraphSizes, filled_up
 from tandem.workers.scheduling.batch import Chunk
-from tandem.workers.scheduling.step_time import NOTHING, StepLoad, StepTime
+from tandem.workers.scheduling.step_time import LEAST_SECONDS, NOTHING, StepLoad, StepTime
 
 LEAST_CHUNK = 64  # tokens; a forward of fewer takes a GPU about as long
 TRUSTED = 2  # times the largest chunk that was measured: the model may be wrong about larger ones
@@ -91,7 +91,7 @@ class TokenPace:
         """Prompt tokens a second beside so many rows or alone; 0 before a chunk was measured."""
         if not self._time.largest_chunk:
             return 0.0
-        return self._most / self.prompt_seconds(self._most, rows, positions)
+        return self._most / max(self.prompt_seconds(self._most, rows, positions), LEAST_SECONDS)
 
 
 def _pairs(tokens: int, context: int) -> int:

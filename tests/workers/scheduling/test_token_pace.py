@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tandem.workers.runner.batch_buckets import GraphSizes
 from tandem.workers.scheduling.batch import Chunk
-from tandem.workers.scheduling.step_time import StepLoad
+from tandem.workers.scheduling.step_time import NOTHING, StepLoad
 from tandem.workers.scheduling.token_pace import LEAST_CHUNK, TokenPace
 from tests.support.simulated_device import Device, Steps, linear, run
 from tests.workers.scheduling.test_scheduler import prompt
@@ -165,3 +165,18 @@ def test_what_prompts_take_is_known_beside_rows_and_alone() -> None:
     )
     assert pace.prompt_seconds(2048, 64, 64 * 1200) > 1.5 * pace.prompt_seconds(2048)
     assert pace.prompt_seconds(2 * 2048) > 1.9 * pace.prompt_seconds(2048)
+
+
+def test_prompts_have_a_rate_where_the_model_says_that_their_tokens_cost_nothing() -> None:
+    """What rows read decides how long a step takes, and after pauses of the host the next one seems to take no time."""
+    pace, random = TokenPace(BOUND, 64, SHARE), np.random.default_rng(0)
+    costs_nothing = False
+    for step in range(200):
+        rows = int(random.integers(1, 9))
+        positions = rows * int(random.integers(100, 3000))
+        chunk = pace.forward_load(64, joint=False) if random.random() < 0.5 or not step else NOTHING
+        seconds = 1e-6 if random.random() < 0.3 else 1e-6 * positions * random.uniform(0.9, 1.1)
+        pace.measured(seconds, pace.step_load(rows, positions, chunk))
+        costs_nothing = costs_nothing or not pace.prompt_seconds(64)
+        assert 0 < pace.prompt_rate() < np.inf
+    assert costs_nothing

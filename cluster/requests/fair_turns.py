@@ -58,10 +58,12 @@ class FairTurns:
 
     def _next_round(self) -> None:
         self._left = self._a_round
-        while self._left > 0 and self._waiting:
-            call, cost = self._waiting.popleft()
-            self._left -= cost
-            call()
-        self._counting = self._left < self._a_round
-        if self._counting:
-            asyncio.get_running_loop().call_soon(self._next_round)
+        try:
+            while self._left > 0 and self._waiting:
+                call, cost = self._waiting.popleft()
+                self._left -= cost
+                call()
+        finally:  # a call that raises is a defect, and must not end all others' turns
+            self._counting = self._left < self._a_round
+            if self._counting:
+                asyncio.get_running_loop().call_soon(self._next_round)

@@ -183,3 +183,25 @@ def test_a_begun_coroutine_hears_of_its_tasks_end() -> None:
         assert ended == ["work"]
 
     asyncio.run(run())
+
+
+def test_a_request_that_ends_while_its_tokens_are_passed_on_leaves_others_their_turns() -> None:
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        turns = FairTurns(A_ROUND)
+        first, second = Reader(turns), Reader(turns)
+
+        async def cancels(token_ids: list[int]) -> bool:
+            return not first.task.cancel()
+
+        first._take = cancels  # type: ignore[method-assign]
+        await rounds(1)
+        first.inbox.add(0)
+        await rounds(3)
+        assert first.task.cancelled()
+        second.inbox.add(1)
+        await rounds(3)
+        assert second.got == [[1]]
+        second.task.cancel()
+
+    asyncio.run(run())

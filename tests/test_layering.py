@@ -34,6 +34,7 @@ FLOORS = {
         {"config", "ports", "sampling"},
         {"kernels", "wire"},
         {"requests", "weights"},
+        {"ranks"},
         {"models"},
         {"runner"},
         {"scheduling"},

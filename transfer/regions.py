@@ -67,7 +67,10 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
     ]
     pairs.append(("number of layer groups", len(own.groups), len(peer.groups)))
     for index, groups in enumerate(zip(own.groups, peer.groups, strict=False)):
-        kinds = [vars(group.kind) | {"kind": type(group.kind).__name__, "num_kv_heads": None} for group in groups]
+        kinds = [
+            vars(group.kind) | {"kind": type(group.kind).__name__, "num_kv_heads": None, "replicas": None}
+            for group in groups
+        ]
         for name in sorted(kinds[0] | kinds[1]):
             pairs.append((f"{name} of group {index}", kinds[0].get(name), kinds[1].get(name)))
         pairs.append(
@@ -80,7 +83,8 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
 
 def _num_heads(layout: "KVLayout", group: "LayerGroup") -> int:
     """Of all ranks. Each rank holds all of a latent."""
-    return group.num_kv_heads * (1 if group.kind.whole_on_ranks else layout.shard.size)
+    ranks = 1 if group.kind.whole_on_ranks else layout.shard.size // group.kind.replicas
+    return group.num_kv_heads * ranks
 
 
 def _region(own: "KVLayout", peer: "KVLayout", group: int) -> Region:
@@ -102,13 +106,15 @@ def _region(own: "KVLayout", peer: "KVLayout", group: int) -> Region:
 
 
 def _common_heads(own: "KVLayout", peer: "KVLayout", group: int) -> tuple[slice, slice]:
-    mine, theirs = (
-        0 if layout.groups[group].kind.whole_on_ranks else layout.shard.rank * layout.groups[group].num_kv_heads
-        for layout in (own, peer)
-    )
+    mine, theirs = (_first_head(layout, layout.groups[group]) for layout in (own, peer))
     begin = max(mine, theirs)
     end = min(mine + own.groups[group].num_kv_heads, theirs + peer.groups[group].num_kv_heads)
     return slice(begin - mine, end - mine), slice(begin - theirs, end - theirs)
+
+
+def _first_head(layout: "KVLayout", group: "LayerGroup") -> int:
+    """Of all ranks' KV heads."""
+    return 0 if group.kind.whole_on_ranks else layout.shard.rank // group.kind.replicas * group.num_kv_heads
 
 
 def _check_scales(

@@ -32,6 +32,7 @@ class Beside(ServedKind):
     top_k: int | None = None
 
     attended = False
+    whole_on_ranks = True
     takes = Entries
     serves = "store"
     holds = "entries beside others"

@@ -1,7 +1,7 @@
 """K and V of each KV head, apart: full attention, windows and chunks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +24,7 @@ class KV(ServedKind):
     num_kv_heads: int
     head_dim: int
     keeps: Span = ALL
+    replicas: int = field(default=1, kw_only=True)
 
     takes = QKV
     serves = "attend"

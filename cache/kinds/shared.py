@@ -24,6 +24,7 @@ class Shared(ServedKind):
     keeps: Span
 
     num_kv_heads = 1
+    whole_on_ranks = True
     planes = 1
     takes = SharedKV
     serves = "attend_shared"

@@ -27,6 +27,8 @@ class Kind(ABC):
     keeps: Span
     planes: int = 2
     dtype: torch.dtype | None = None
+    replicas: int = 1
+    """Ranks of a shard that keep the same heads, one behind the other."""
 
     attended = True
     """Whether layers attend to the entries: a layer stands in one such group. Others stand beside that group."""

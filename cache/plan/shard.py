@@ -32,6 +32,28 @@ class Shard:
             raise InvalidArgument(f"{name} is {count}; it must be a multiple of the {self.size} ranks that divide it")
         return range(self.rank * each, (self.rank + 1) * each)
 
+    def some(self, name: str, count: int) -> range:
+        """This rank's of `count` experts or tokens: one at least, and one more or less than others have.
+        InvalidArgument when there are fewer than ranks."""
+        if count < self.size:
+            raise InvalidArgument(f"{name} is {count}; at least one for each of the {self.size} ranks is accepted")
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def replicas(self, name: str, heads: int) -> int:
+        """How many ranks have the same of `heads` KV heads: 1 while each rank has one of its own. InvalidArgument when
+        the ranks can neither divide the heads nor share them evenly."""
+        if heads % self.size and self.size % heads:
+            raise InvalidArgument(
+                f"{name} is {heads}; it must be a multiple or a divisor of the {self.size} ranks that divide it"
+            )
+        return max(1, self.size // heads)
+
+    def kv_heads(self, name: str, heads: int) -> range:
+        """This rank's of `heads` KV heads: one at least. See replicas()."""
+        each = max(1, heads // self.size)
+        first = self.rank // self.replicas(name, heads) * each
+        return range(first, first + each)
+
 
 class HeadRun(NamedTuple):
     """Consecutive KV heads of a rank, and the PE and heads there that are the same ones."""

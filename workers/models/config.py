@@ -30,6 +30,7 @@ class HeadShape:
 
     num_kv_heads: int
     head_dim: int
+    replicas: int = 1  # ranks that have the same heads
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class ModelConfig:
     decoder_start_token_id: int | None = None  # with an encoder: what the decoder begins with
     num_extra_layers: int = 0  # layers behind the others that a checkpoint may hold, and that are not served
     shard: Shard = WHOLE  # whose heads and columns the numbers above count, see shard_config
+    kv_replicas: int = 1  # ranks that have the same of the num_kv_heads
 
     @property
     def layer_spans(self) -> tuple[Span, ...]:
@@ -112,7 +114,7 @@ class ModelConfig:
     def heads_of(self, layer: int) -> HeadShape:
         if self.full_heads is not None and self.layer_spans[layer] == ALL:
             return self.full_heads
-        return HeadShape(self.num_kv_heads, self.head_dim)
+        return HeadShape(self.num_kv_heads, self.head_dim, self.kv_replicas)
 
     @property
     def readers(self) -> dict[int, int]:
@@ -137,7 +139,12 @@ class ModelConfig:
     @property
     def experts(self) -> range:
         """The experts that the shard holds."""
-        return range(0) if self.moe is None else self.shard.part("num_experts", self.moe.num_experts)
+        return range(0) if self.moe is None else self.shard.some("num_experts", self.moe.num_experts)
+
+    @property
+    def head_part(self) -> range:
+        """The tokens whose logits the shard computes."""
+        return self.shard.some("vocab_size", self.vocab_size)
 
     @property
     def max_length(self) -> int:

@@ -27,6 +27,7 @@ from tandem.workers.models.feed_forward import FeedForward, GatedFeedForward, pr
 from tandem.workers.models.parameters import DecoderParameters, LayerNorms, LayerParameters
 from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
 from tandem.workers.models.weight_names import is_norm, named_weights
+from tandem.workers.ranks.ranks import ALONE, Ranks, prepare_summed
 from tandem.workers.weights.weight import Projection
 
 
@@ -82,17 +83,19 @@ class DenseDecoder:
         parameters: DecoderParameters,
         kernels: LayerKernels | None = None,
         fused_gemms: FusedGemms | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Takes over filled `parameters` and empties their list of layers, so that no weight is held twice.
 
-        kernels, fused_gemms: None takes the fastest for the parameters' device. Raises UnsupportedFeature for a shard.
+        kernels, fused_gemms: None takes the fastest for the parameters' device. ranks: those of the config's shard,
+        else UnsupportedFeature.
         """
-        if config.shard.size != 1:
+        if (config.shard.rank, config.shard.size) != (ranks.rank, ranks.size):
             raise UnsupportedFeature(
-                f"the shard is rank {config.shard.rank} of {config.shard.size}; a worker must have the whole model: "
-                "layers do not add up what several ranks compute"
+                f"the shard is rank {config.shard.rank} of {config.shard.size}; that of this worker, rank {ranks.rank} "
+                f"of {ranks.size}, is accepted"
             )
-        self.config = config
+        self.config, self.ranks = config, ranks
         self._kernels = kernels or choose_layer_kernels(parameters.embedding.device, config.dtype)
         self._embedding = parameters.embedding
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=config.dtype))  # transformers rounds
@@ -102,21 +105,23 @@ class DenseDecoder:
             self._per_layer = PerLayerInputs(config, parameters.per_layer, self._kernels)
         self._encoder: Encoder | None = None
         if parameters.encoder is not None and config.encoder is not None:
-            self._encoder = Encoder(config.encoder, DenseDecoder(config.encoder, parameters.encoder, self._kernels))
+            own = DenseDecoder(config.encoder, parameters.encoder, self._kernels, ranks=ranks)
+            self._encoder = Encoder(config.encoder, own)
             parameters = dataclasses.replace(parameters, encoder=None)  # whose norms have their offset
         for name, weight in named_weights(config, parameters).items():
             if is_norm(name):
                 weight.add_(config.norm_offset)
-        self._lm_head = parameters.lm_head.prepare(shared=parameters.lm_head is parameters.embedding)
+        self._lm_head = prepare_head(config, parameters)
         self._small_batch_decoder: SmallBatchDecoder | None = None
         fused_gemms = fused_gemms or choose_fused_gemms(self.device, config.dtype)
         lm_head, fits = parameters.lm_head.plain(), partial(SmallBatchDecoder.fits, config)
-        if fused_gemms is not None and lm_head is not None and all(map(fits, parameters.layers)):
+        all_fit = ranks.size == 1 and all(map(fits, parameters.layers))
+        if fused_gemms is not None and lm_head is not None and all_fit:
             self._small_batch_decoder = SmallBatchDecoder(config, fused_gemms, self._final_norm, lm_head)
         self._layers: list[DecoderLayer] = []
         while parameters.layers:
             layer = parameters.layers.pop(0)
-            self._layers.append(prepare_layer(config, len(self._layers), layer, self._kernels))
+            self._layers.append(prepare_layer(config, len(self._layers), layer, self._kernels, ranks))
             if self._small_batch_decoder is not None:
                 self._small_batch_decoder.add_layer(layer, self._layers[-1].attention)
 
@@ -164,7 +169,8 @@ class DenseDecoder:
         """Logits [n, vocab_size] behind hidden [n, hidden_size], as forward() gives them."""
         if hidden.shape[0] == 0:
             return hidden.new_empty((0, self.config.vocab_size))
-        return self._cap(self._lm_head.linear(hidden))
+        logits = self._lm_head.linear(hidden)
+        return self._cap(self.ranks.gather(logits, self.config.vocab_size))
 
     def _hidden(
         self,
@@ -229,20 +235,31 @@ class DenseDecoder:
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
 
-def prepare_layer(config: ModelConfig, index: int, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
+def prepare_head(config: ModelConfig, parameters: DecoderParameters) -> Projection:
+    """The product that gives the logits of the tokens in the shard's part of the vocabulary."""
+    if parameters.lm_head is not parameters.embedding:
+        return parameters.lm_head.prepare()
+    if len(config.head_part) == config.vocab_size:
+        return parameters.embedding.prepare(shared=True)
+    return parameters.embedding.slice(config.head_part.start, config.head_part.stop).prepare(shared=True)
+
+
+def prepare_layer(
+    config: ModelConfig, index: int, layer: LayerParameters, kernels: LayerKernels, ranks: Ranks
+) -> DecoderLayer:
     """index: of the layer in the model of `config`."""
     attention = prepare_attention(config, index, layer.attention, kernels)
-    o = layer.attention.o.prepare()
+    o = prepare_summed(layer.attention.o, ranks)
     alone = layer.norms.behind_feed_forward is None
-    feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, in_parts=alone)
+    feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, ranks, in_parts=alone)
     if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward):
         StreamedGemm.chain([attention.qkv.streamed_gemm, o.streamed_gemm, *feed_forward.streamed_gemms])
     beside = tail = None
     if layer.beside is not None and config.moe is not None:
-        beside = ExpertsBeside(config, config.moe, layer.beside, kernels)
+        beside = ExpertsBeside(config, config.moe, layer.beside, kernels, ranks)
     if layer.per_layer is not None or layer.scalar is not None:
         tail = LayerTail(config, layer, kernels)
-    cross = None if layer.cross is None else CrossAttention(config, index, layer.cross)
+    cross = None if layer.cross is None else CrossAttention(config, index, layer.cross, ranks)
     return DecoderLayer(layer.norms, attention, o, feed_forward, beside, tail, cross)
 
 

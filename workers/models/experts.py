@@ -11,7 +11,9 @@ from tandem.workers.models.parameters import MoeParameters
 from tandem.workers.weights.weight import Projection, WeightStack
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x [T, H], weights float32, experts int64 [T, top_k]) -> Σₖ weights[t, k] · expert experts[t, k] of x[t], [T, H]."""
+"""(x [T, H], weights float32, experts int64 [T, top_k]) -> Σₖ weights[t, k] · expert experts[t, k] of x[t], [T, H].
+
+Number L of L experts stands for one that another rank has, and adds nothing."""
 
 
 def prepare_experts(parameters: MoeParameters, activate: Activate) -> Experts:
@@ -31,8 +33,8 @@ class LoopedExperts:
         top_k = experts.shape[1]
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=len(self._down)).tolist()
-        outputs = torch.empty(chosen.shape[0], x.shape[1], dtype=torch.float32)
+        counts = torch.bincount(chosen, minlength=len(self._down)).tolist()[: len(self._down)]
+        outputs = torch.zeros(chosen.shape[0], x.shape[1], dtype=torch.float32)
         begin = 0
         for expert, count in enumerate(counts):
             if count:

@@ -15,6 +15,7 @@ from tandem.workers.models.experts import Experts, prepare_experts
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.parameters import GatedParameters, MoeParameters
 from tandem.workers.models.routing import route
+from tandem.workers.ranks.ranks import ALONE, Ranks, drop_bias, held_experts, prepare_summed
 
 FeedForward = Callable[[Tensor], Tensor]
 
@@ -23,11 +24,18 @@ class GatedFeedForward:
     """down(activate(gate_up(x))). in_parts: the result is for LayerKernels.add_rms_norm, see Projection.in_parts."""
 
     def __init__(
-        self, parameters: GatedParameters, activation: Activation, kernels: LayerKernels, *, in_parts: bool = False
+        self,
+        parameters: GatedParameters,
+        activation: Activation,
+        kernels: LayerKernels,
+        ranks: Ranks = ALONE,
+        *,
+        in_parts: bool = False,
     ) -> None:
+        """ranks: those that add up what each computes."""
         self._gate_up = parameters.gate_up.prepare()
         self._activate = choose_activation(activation, kernels)
-        self._down = parameters.down.prepare()
+        self._down = prepare_summed(parameters.down, ranks)
         self._multiply_down = self._down.in_parts if in_parts else self._down.linear
         self._gated_gemm: StreamedGemm | None = None
         if isinstance(activation, Silu):
@@ -48,8 +56,19 @@ class MixtureOfExperts:
     """The weighted sum of the chosen experts' gated feed-forwards, and that of the one that all tokens share."""
 
     def __init__(
-        self, moe: MoeConfig, parameters: MoeParameters, activation: Activation, kernels: LayerKernels
+        self,
+        moe: MoeConfig,
+        parameters: MoeParameters,
+        activation: Activation,
+        kernels: LayerKernels,
+        ranks: Ranks = ALONE,
+        held: range | None = None,
     ) -> None:
+        """held: the experts that this rank has; None: all."""
+        self._sum = ranks.sum
+        self._numbers = None if ranks.size == 1 or held is None else held_experts(held)
+        if parameters.shared is not None:
+            drop_bias(parameters.shared.down, ranks)  # its part is summed with that of the experts
         self._routing = moe.routing
         self._router = parameters.router
         self._correction = parameters.correction
@@ -70,8 +89,9 @@ class MixtureOfExperts:
         weights, experts = route(logits, self._routing, self._correction, by_table)
         if self._factors is not None:
             weights = weights * self._factors[experts]
+        experts = experts if self._numbers is None else self._numbers(experts)
         chosen = self._scaled(x, weights, experts) if self._routing.scales_input else self._experts(x, weights, experts)
-        return chosen if self._shared is None else chosen.add_(self._shared(x))
+        return self._sum(chosen if self._shared is None else chosen.add_(self._shared(x)))
 
     def _scaled(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """See Routing.scales_input. Each of a token's top_k inputs counts as a token."""
@@ -81,10 +101,15 @@ class MixtureOfExperts:
 
 
 def prepare_feed_forward(
-    config: ModelConfig, parameters: GatedParameters | MoeParameters, kernels: LayerKernels, *, in_parts: bool
+    config: ModelConfig,
+    parameters: GatedParameters | MoeParameters,
+    kernels: LayerKernels,
+    ranks: Ranks,
+    *,
+    in_parts: bool,
 ) -> FeedForward:
     """in_parts: see GatedFeedForward; nothing stands between the result and a sum with the residual."""
     if isinstance(parameters, GatedParameters):
-        return GatedFeedForward(parameters, config.activation, kernels, in_parts=in_parts)
+        return GatedFeedForward(parameters, config.activation, kernels, ranks, in_parts=in_parts)
     assert config.moe is not None  # parameters of experts come from it
-    return MixtureOfExperts(config.moe, parameters, config.activation, kernels)
+    return MixtureOfExperts(config.moe, parameters, config.activation, kernels, ranks, config.experts)

@@ -166,7 +166,7 @@ def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderPar
         embedding=embedding,
         layers=[allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
         final_norm=new_norm(config.hidden_size),
-        lm_head=embedding if config.tie_word_embeddings else new.dense(config.vocab_size, config.hidden_size),
+        lm_head=embedding if config.tie_word_embeddings else new.dense(len(config.head_part), config.hidden_size),
         per_layer=None if config.per_layer is None else _allocate_tables(config, config.per_layer, new, new_norm),
         hyper_head=None if config.hyper is None else allocate_head(config.hyper, config.hidden_size, device),
         encoder=None if config.encoder is None else allocate_parameters(config.encoder, device),

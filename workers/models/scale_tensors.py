@@ -48,7 +48,7 @@ def read_scales(paths: Iterable[Path], config: ModelConfig) -> KVScales | None:
 
 def _read(file: SafetensorsFile, name: str, config: ModelConfig) -> tuple[float, ...]:
     """The scale of the layer, or those of the shard's KV heads."""
-    shape, num_kv_heads = file.tensors[name].shape, config.num_kv_heads * config.shard.size
+    shape, num_kv_heads = file.tensors[name].shape, config.num_kv_heads * config.shard.size // config.kv_replicas
     if math.prod(shape) not in (1, num_kv_heads):
         raise InvalidWeights(
             f"{file.path}: tensor {name} has {math.prod(shape)} numbers; "
@@ -58,6 +58,6 @@ def _read(file: SafetensorsFile, name: str, config: ModelConfig) -> tuple[float,
     for part in file.parts(name, Slice(scales)):
         part.read(new_staging("cpu"))
     if scales.numel() > 1:
-        heads = config.shard.part("num_kv_heads", num_kv_heads)
+        heads = config.shard.kv_heads("num_kv_heads", num_kv_heads)
         scales = scales.view(-1)[heads.start : heads.stop]
     return tuple(scales.view(-1).tolist())

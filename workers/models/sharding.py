@@ -1,6 +1,7 @@
 """Shards of a model: sizes in their configs, and their slices of the checkpoint's tensors."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -15,7 +16,11 @@ DIVIDED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "sinks"), 0),  # heads
     **dict.fromkeys(("gate_proj", "up_proj"), 0),  # intermediate size
     **dict.fromkeys(("o_proj", "down_proj"), 1),  # the inputs of the layer's second GEMMs
+    **dict.fromkeys(("wq_b", "wo_a", "attn_sink", "w1", "w3"), 0),  # the same, as DeepSeek-V4 has them
+    **dict.fromkeys(("wo_b", "w2"), 1),
 }
+WHOLE_MODULES = ("indexer",)  # each rank has all of it
+LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -25,20 +30,30 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     each rank routes to all experts; ModelConfig.experts is the range that the shard holds.
     """
     moe, whole = config.moe, config.latent is not None  # all ranks keep the whole latents
-    full = config.full_heads
+    full, compressed = config.full_heads, config.compressed
     if full is not None:
-        full = dataclasses.replace(full, num_kv_heads=len(shard.part("num_kv_heads", full.num_kv_heads)))
+        full = dataclasses.replace(
+            full,
+            num_kv_heads=len(shard.kv_heads("num_kv_heads", full.num_kv_heads)),
+            replicas=shard.replicas("num_kv_heads", full.num_kv_heads),
+        )
     if moe is not None:
-        shard.part("num_experts", moe.num_experts)
+        shard.some("num_experts", moe.num_experts)
         moe = dataclasses.replace(moe, shared_size=len(shard.part("shared_size", moe.shared_size)))
+    if compressed is not None:  # and the one head of K and V
+        groups = len(shard.part("out_groups", compressed.out_groups))
+        compressed, whole = dataclasses.replace(compressed, out_groups=groups), True
     return dataclasses.replace(
         config,
         shard=shard,
         num_heads=len(shard.part("num_heads", config.num_heads)),
-        num_kv_heads=config.num_kv_heads if whole else len(shard.part("num_kv_heads", config.num_kv_heads)),
+        num_kv_heads=config.num_kv_heads if whole else len(shard.kv_heads("num_kv_heads", config.num_kv_heads)),
+        kv_replicas=1 if whole else shard.replicas("num_kv_heads", config.num_kv_heads),
         intermediate_size=len(shard.part("intermediate_size", config.intermediate_size)),
         full_heads=full,
         moe=moe,
+        compressed=compressed,
+        encoder=None if config.encoder is None else shard_config(config.encoder, shard),
     )
 
 
@@ -49,22 +64,38 @@ def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int,
     """
     if config.shard.size == 1:
         return [Slice(weight)]
+    if config.encoder is not None and name.startswith(f"{config.encoder.weight_root}."):
+        return slices_of(name, weight, config.encoder, stored)
     *module, last = name.split(".")
     if module and module[-1] != "experts" and last not in DIVIDED:
         *module, last = module  # its weight, its bias, or what another form of weight has
     if module[-1:] == ["experts"] and config.moe is not None:  # one tensor for all experts of a layer
         return [Slice(weight, 0, config.experts.start, config.moe.num_experts)]
-    if "experts" in module:  # an expert's, whole
+    if "experts" in module or any(one in module for one in WHOLE_MODULES):  # an expert's is whole, too
         return [Slice(weight)]
+    if "lm_head" in (*module, last):
+        if weight.shape[0] == config.vocab_size:  # a drafter's
+            return [Slice(weight)]
+        return [Slice(weight, 0, config.head_part.start, config.vocab_size)]
+    replicas = _replicas(name, config)
     if last in ("qkv_proj", "gate_up_proj"):
-        return list(_fused(weight, _extents(last, config), config.shard))
+        return list(_fused(weight, _extents(last, config), config.shard, replicas))
     dim = DIVIDED.get(last)
     if dim is None or dim >= weight.dim():
         return [Slice(weight)]
     if dim == 1 and not name.endswith(".weight") and not _divides_groups(name, weight, config.shard, stored):
         return [Slice(weight)]
-    extent = weight.shape[dim]
-    return [Slice(weight, dim, config.shard.rank * extent, config.shard.size * extent)]
+    extent, shard = weight.shape[dim], config.shard
+    replicas = replicas if last in ("k_proj", "v_proj") else 1
+    return [Slice(weight, dim, shard.rank // replicas * extent, shard.size // replicas * extent)]
+
+
+def _replicas(name: str, config: ModelConfig) -> int:
+    """Ranks that have the same KV heads of the tensor's layer."""
+    layer = LAYER.search(name)
+    if layer is None or config.full_heads is None or "cross_attn" in name:
+        return config.kv_replicas
+    return config.heads_of(int(layer[1])).replicas
 
 
 def _divides_groups(name: str, scales: Tensor, shard: Shard, stored: tuple[int, ...]) -> bool:
@@ -89,9 +120,10 @@ def _extents(last: str, config: ModelConfig) -> tuple[int, ...]:
     return q_rows, kv_rows, kv_rows
 
 
-def _fused(weight: Tensor, extents: tuple[int, ...], shard: Shard) -> Iterator[Slice]:
-    total = shard.size * sum(extents)
-    begin = 0
-    for part, extent in zip(weight.split(extents), extents, strict=True):
-        yield Slice(part, 0, begin + shard.rank * extent, total)
-        begin += shard.size * extent
+def _fused(weight: Tensor, extents: tuple[int, ...], shard: Shard, replicas: int) -> Iterator[Slice]:
+    """replicas: of the parts behind the first, those of K and V."""
+    counts = [shard.size // (replicas if part and len(extents) > 2 else 1) for part in range(len(extents))]
+    total, begin = sum(count * extent for count, extent in zip(counts, extents, strict=True)), 0
+    for part, extent, count in zip(weight.split(extents), extents, counts, strict=True):
+        yield Slice(part, 0, begin + shard.rank * count // shard.size * extent, total)
+        begin += count * extent

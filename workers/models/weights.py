@@ -24,6 +24,7 @@ from tandem.workers.models.parameters import DecoderParameters, allocate_paramet
 from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.models.sharding import slices_of
 from tandem.workers.models.weight_names import is_factor, is_norm, named_weights
+from tandem.workers.ranks.ranks import ALONE, Ranks
 from tandem.workers.weights.formats.registry import stored_weights
 
 INDEX = "model.safetensors.index.json"
@@ -46,10 +47,12 @@ def load_decoder(
     load_format: str = "safetensors",
     device: torch.device | str = "cpu",
     report: ReportBytes | None = None,
+    ranks: Ranks = ALONE,
 ) -> DenseDecoder:
-    """A decoder with the parameters that load_parameters reads."""
+    """A decoder with the parameters that load_parameters reads. ranks: those of the config's shard."""
     decoder = DenseDecoder if config.hyper is None else HyperDecoder
-    return decoder(config, load_parameters(folder, config, load_format=load_format, device=device, report=report))
+    parameters = load_parameters(folder, config, load_format=load_format, device=device, report=report)
+    return decoder(config, parameters, ranks=ranks)
 
 
 def load_parameters(
@@ -78,8 +81,10 @@ def load_parameters(
         _allocate(stored, config, torch.device("meta"))  # before any memory is taken
         parameters, weights = _allocate(stored, config, torch.device(device))
         _fill(stored, weights, config, torch.device(device), report)
-    if config.tie_word_embeddings and torch.equal(parameters.lm_head.tensor(), parameters.embedding.tensor()):
-        return dataclasses.replace(parameters, lm_head=parameters.embedding)
+    if config.tie_word_embeddings and parameters.lm_head is not parameters.embedding:
+        tied = parameters.embedding.slice(config.head_part.start, config.head_part.stop)
+        if torch.equal(parameters.lm_head.tensor(), tied.tensor()):
+            return dataclasses.replace(parameters, lm_head=parameters.embedding)
     return parameters
 
 

@@ -76,10 +76,10 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     groups: list[LayerGroup] = []
     for keeps, layers in layers_of.items():
         heads = model.heads_of(layers[0])
-        kind = KV(heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps)
+        kind = KV(heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps, replicas=heads.replicas)
         groups.append(LayerGroup(tuple(layers), kind))
     if model.encoder is not None:
-        given = GivenKV(model.num_kv_heads, model.stored_head_dim(model.head_dim))
+        given = GivenKV(model.num_kv_heads, model.stored_head_dim(model.head_dim), replicas=model.kv_replicas)
         groups.append(LayerGroup(tuple(range(model.num_layers, 2 * model.num_layers)), given))
     return groups
 

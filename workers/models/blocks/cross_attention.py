@@ -7,17 +7,19 @@ from tandem.workers.models.attention import split_heads
 from tandem.workers.models.blocks.cached_attention import CachedAttention, EncoderStore
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import CrossParameters
+from tandem.workers.ranks.ranks import Ranks, prepare_summed
 
 
 class CrossAttention:
     """before, behind: the weights of its norms, [H]. o: the projection behind it."""
 
-    def __init__(self, config: ModelConfig, index: int, parameters: CrossParameters) -> None:
+    def __init__(self, config: ModelConfig, index: int, parameters: CrossParameters, ranks: Ranks) -> None:
         """index: of its layer. K and V of the encoder are kept as those of layer num_layers + index."""
         self._layer = config.num_layers + index
         self._counts, self._head_dim = (config.num_heads, config.num_kv_heads), config.head_dim
         self._padding = config.stored_head_dim(config.head_dim) - config.head_dim
-        self._q, self._kv, self.o = (one.prepare() for one in (parameters.q, parameters.kv, parameters.o))
+        self._q, self._kv = parameters.q.prepare(), parameters.kv.prepare()
+        self.o = prepare_summed(parameters.o, ranks)
         self.before, self.behind = parameters.before, parameters.behind
 
     def store(self, encoded: Tensor, cached: EncoderStore) -> None:

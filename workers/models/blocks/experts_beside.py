@@ -7,16 +7,17 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import MixtureOfExperts
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.parameters import BesideParameters
+from tandem.workers.ranks.ranks import Ranks
 
 
 class ExpertsBeside:
     """See BesideParameters."""
 
     def __init__(
-        self, config: ModelConfig, moe: MoeConfig, parameters: BesideParameters, kernels: LayerKernels
+        self, config: ModelConfig, moe: MoeConfig, parameters: BesideParameters, kernels: LayerKernels, ranks: Ranks
     ) -> None:
         self._kernels, self._eps = kernels, config.rms_norm_eps
-        self._experts = MixtureOfExperts(moe, parameters.moe, config.activation, kernels)
+        self._experts = MixtureOfExperts(moe, parameters.moe, config.activation, kernels, ranks, config.experts)
         self._router_norm = parameters.router_scale * config.hidden_size**-0.5
         self._parameters = parameters
 

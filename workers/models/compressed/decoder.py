@@ -12,6 +12,7 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DecoderLayer, DenseDecoder
 from tandem.workers.models.feed_forward import MixtureOfExperts
 from tandem.workers.models.parameters import DecoderParameters
+from tandem.workers.ranks.ranks import ALONE, Ranks
 
 
 class HyperDecoder(DenseDecoder):
@@ -23,6 +24,7 @@ class HyperDecoder(DenseDecoder):
         parameters: DecoderParameters,
         kernels: LayerKernels | None = None,
         fused_gemms: FusedGemms | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         hyper, eps = config.hyper, config.rms_norm_eps
         assert hyper is not None  # such a config asks for this decoder
@@ -34,7 +36,7 @@ class HyperDecoder(DenseDecoder):
             first, second = (HyperConnection(hyper, one, eps) for one in layer.hyper)
             self._connections.append((first, second))
         self._num_streams = hyper.streams
-        super().__init__(config, parameters, kernels, fused_gemms)
+        super().__init__(config, parameters, kernels, fused_gemms, ranks)
 
     def _hidden(
         self,

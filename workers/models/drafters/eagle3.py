@@ -127,7 +127,7 @@ class Eagle3Head:
         self._join = parameters.join.prepare()
         self._hidden_norm, self._out_norm = parameters.hidden_norm, parameters.out_norm
         self._lm_head = parameters.lm_head.prepare()
-        self._layer = prepare_layer(config, 0, parameters.layer, self._kernels)
+        self._layer = prepare_layer(config, 0, parameters.layer, self._kernels, target.ranks)
         self._vocab = target.config.vocab_size
         self._ids = None if config.vocab_size == self._vocab else parameters.ids.to(target.device)
 

@@ -29,7 +29,7 @@ def load_drafter(
     """folder: of the target. drafter: what load_drafter_config() gives for it. Raises as load_parameters."""
     draft, device, model = Path(speculation.draft), target.device, target.config
     if speculation.method == "draft_model":
-        own = load_decoder(draft, drafter, load_format=load_format, device=device, report=report)
+        own = load_decoder(draft, drafter, load_format=load_format, device=device, report=report, ranks=target.ranks)
         return DraftedDecoder(target, own)
     if speculation.method == "mtp":
         mtp = MtpParameters(drafter, device)

@@ -75,7 +75,7 @@ class MtpHead:
         self._target = target
         self._norms = parameters.embedding_norm, parameters.hidden_norm, parameters.out_norm
         self._join = parameters.join.prepare()
-        self._layer = prepare_layer(config, 0, parameters.layer, self._kernels)
+        self._layer = prepare_layer(config, 0, parameters.layer, self._kernels, target.ranks)
 
     def enter(self, features: Tensor) -> Tensor:
         """See DraftHead."""

@@ -1,0 +1,49 @@
+"""The ranks of a worker as threads of one process: the plain way to add up and to gather."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+SECONDS = 60.0  # after which a rank that waits for others gives up
+
+
+class ThreadRank:
+    """One of them. parts: a place for each rank's tensor."""
+
+    def __init__(self, rank: int, parts: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(parts)
+        self._parts, self._barrier = parts, barrier
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See Ranks."""
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for part in self._exchange(x):
+            total += part.float()
+        return total.to(x.dtype)
+
+    def gather(self, x: Tensor, columns: int) -> Tensor:
+        """See Ranks."""
+        return torch.cat(self._exchange(x), 1)
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._parts[self.rank] = x.clone()
+        self._barrier.wait(SECONDS)
+        parts = list(self._parts)
+        self._barrier.wait(SECONDS)
+        return parts
+
+
+def thread_ranks(size: int) -> list[ThreadRank]:
+    parts, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+    return [ThreadRank(rank, parts, barrier) for rank in range(size)]
+
+
+def on_all(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """What each rank's call gives, of calls that run side by side."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [one.result() for one in [pool.submit(call) for call in calls]]

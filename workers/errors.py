@@ -7,9 +7,10 @@ WorkerError
 │   ├── StaleReservation
 │   └── StaleEpoch
 ├── PeerLost           nothing is pushed any more in this epoch
+├── RankLost           a worker of several ranks has lost one, and ends
 ├── Aborted, LeaseExpired, CorruptKV, ForwardFailed, WriterNotQuiet    the request ended without its result
 │   └── LogitsNotFinite     a ForwardFailed
-└── GpuTooSmall        the worker cannot start
+└── GpuTooSmall, NoRanks    the worker cannot start
 """
 
 
@@ -42,6 +43,14 @@ class StaleEpoch(Stale):
 
 class PeerLost(WorkerError):
     """The connection to a peer is lost, and with it the epoch. Another island, or the next epoch, takes the request."""
+
+
+class RankLost(WorkerError):
+    """Another rank of the worker has ended, is silent, or was told to end. This one cannot go on."""
+
+
+class NoRanks(WorkerError):
+    """This machine cannot run a worker of several ranks."""
 
 
 class Aborted(WorkerError):

@@ -1,0 +1,117 @@
+"""Ranks that are processes of one machine and compute on its processors: they meet in shared memory, by sums.c."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.build.native_build import load_library
+from tandem.cache.plan.arrays import Int64Array, address_of
+from tandem.cache.plan.shard import Shard
+from tandem.workers.errors import NoRanks, RankLost
+
+SOURCE = Path(__file__).with_name("sums.c")
+LINE = 64  # bytes; checked when the library is used first
+SLOT_BYTES = 1 << 20
+WAIT_SECONDS = 60.0  # for a rank that is slow; one that has ended is known sooner
+ABORTED, LATE = -1, -2
+
+
+class _Area(ctypes.Structure):
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("slot_bytes", ctypes.c_int64),
+        ("seconds", ctypes.c_double),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+    )
+
+
+def sums_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Of the memory that so many ranks meet in."""
+    return LINE * (1 + size) + 2 * size * slot_bytes
+
+
+class SharedRanks:
+    """One rank. Until attach() it is by itself, as a worker is that measures what a forward takes. Owned by one thread,
+    which makes all calls but abort()."""
+
+    def __init__(self, shard: Shard) -> None:
+        """NoRanks where sums.c cannot be built."""
+        library = None if shard.size == 1 else load_library(SOURCE)
+        if library is None:
+            raise NoRanks(f"a worker of {shard.size} ranks needs a C compiler, and what it compiles, on this machine")
+        self.rank, self.size = shard.rank, shard.size
+        self._sum, self._gather = library.sum_ranks, library.gather_ranks
+        for function in (self._sum, self._gather):
+            function.restype = ctypes.c_int64
+        self._words: Int64Array | None = None
+        self._area = _Area()
+        self._exchange = 0
+        self._ends: dict[int, Int64Array] = {}
+
+    def attach(self, memory: Int64Array, seconds: float = WAIT_SECONDS, slot_bytes: int = SLOT_BYTES) -> None:
+        """memory: sums_bytes() of all ranks' shared memory, zeroed by the first. seconds: longest wait for a rank."""
+        assert memory.nbytes >= sums_bytes(self.size, slot_bytes), "the ranks' memory is too small"
+        self._words, self._exchange = memory, 0
+        self._area = _Area(address_of(memory), slot_bytes, seconds, self.rank, self.size)
+
+    def detach(self) -> None:
+        """The memory is not used any more."""
+        self._words = None
+
+    def abort(self) -> None:
+        """Ends the waits of all ranks, now and later: they raise RankLost. From any thread."""
+        words = self._words
+        if words is not None:
+            words[0] = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See Ranks."""
+        if self._words is None or not x.numel():
+            return x
+        whole = x.float().contiguous()
+        self._exchange = self._checked(
+            self._sum(
+                ctypes.byref(self._area),
+                ctypes.c_int64(self._exchange),
+                ctypes.c_void_p(whole.data_ptr()),
+                ctypes.c_int64(whole.numel()),
+            )
+        )
+        return whole.to(x.dtype)
+
+    def gather(self, x: Tensor, columns: int) -> Tensor:
+        """See Ranks."""
+        if self._words is None or not x.shape[0]:
+            return x.new_zeros((x.shape[0], columns))
+        x, out = x.contiguous(), x.new_empty((x.shape[0], columns))
+        ends = self._ends.get(columns)
+        if ends is None:
+            ends = self._ends[columns] = _ends(self.size, columns)
+        in_bytes = ends * x.element_size()
+        self._exchange = self._checked(
+            self._gather(
+                ctypes.byref(self._area),
+                ctypes.c_int64(self._exchange),
+                ctypes.c_void_p(x.data_ptr()),
+                ctypes.c_int64(x.shape[0]),
+                ctypes.c_void_p(address_of(in_bytes)),
+                ctypes.c_void_p(out.data_ptr()),
+            )
+        )
+        return out
+
+    def _checked(self, exchange: int) -> int:
+        if exchange == ABORTED:
+            raise RankLost(f"rank {self.rank} of {self.size} was told to stop waiting for the others")
+        if exchange == LATE:
+            raise RankLost(f"rank {self.rank} of {self.size} waited {self._area.seconds:g} s for the others")
+        return exchange
+
+
+def _ends(size: int, columns: int) -> Int64Array:
+    """Where each rank's columns end, behind a 0."""
+    ends = [0, *(Shard(rank, size).some("columns", columns).stop for rank in range(size))]
+    return torch.tensor(ends, dtype=torch.int64).numpy()

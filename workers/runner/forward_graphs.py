@@ -17,7 +17,12 @@ Capture = Callable[[Callable[[], Tensor]], Replay]
 
 
 class GraphCapture:
-    """Captures CUDA graphs that share one pool of memory: only the result of the last replay is to be read."""
+    """Captures CUDA graphs that share one pool of memory, their results too. So only the result of the last replay can
+    be read: the next replay of any of these graphs writes over it.
+
+        pool   | result of graph 1 | temporaries of graph 1   |
+               | result of graph 2 | temporaries of 2 |           graph 2 was captured after result 1 was released
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -29,12 +34,35 @@ class GraphCapture:
         # Other threads of the process may use the device meanwhile: a worker's own do not, a test's may.
         with uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = compute()
+        borrowed = borrow(result)
+        del result  # its block is free for the next capture; the pool itself lives as long as the graphs
 
         def replay() -> Tensor:
             graph.replay()
-            return result
+            return borrowed
 
         return replay
+
+
+class _Bytes:
+    """A storage's memory on a GPU, by the CUDA Array Interface, which keeps nothing alive."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr(), False  # not read-only
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": address,
+            "strides": None,
+            "version": 3,
+        }
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """A view of a tensor on a GPU, not empty, that does not keep its memory: once `tensor` is gone, others may get that
+    memory."""
+    whole = torch.as_tensor(_Bytes(tensor.untyped_storage()), device=tensor.device)
+    return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.likely_drafters import make_head, make_llama
 from tests.support.oracle import random_prompt
-from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_programs import RunInOnePlace
 from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import DECODE, NO_SPECULATION, PREFILL, LoopPair
 
@@ -50,13 +50,13 @@ class GuidedPair(LoopPair):
         self.steps: list[Step] = []
         runner = self.runners[DECODE]
         if captured:
-            runner.capture_steps(8, run_in_place)
-            runner.capture_prompts(128, run_in_place)
-            runner.capture_steps_with_prompts(run_in_place)
+            runner.capture_steps(8, RunInOnePlace())
+            runner.capture_prompts(128, RunInOnePlace())
+            runner.capture_steps_with_prompts(RunInOnePlace())
         if captured and speculation.tokens:
-            runner.capture_verification(speculation.max_step_tokens, run_in_place, speculation.max_ngram)
+            runner.capture_verification(speculation.max_step_tokens, RunInOnePlace(), speculation.max_ngram)
         if captured and speculation.draft:
-            runner.capture_drafts(8, speculation.tokens, run_in_place)
+            runner.capture_drafts(8, speculation.tokens, RunInOnePlace())
         engine = self.loops[DECODE].engine
         launch = engine.launch
 

@@ -21,7 +21,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.encoder_models import START, EncoderRunner, greedy_behind, save_t5gemma
 from tests.support.oracle import random_prompt
-from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_programs import RunInOnePlace
 
 DEEP = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -48,7 +48,7 @@ def test_steps_in_graph_buffers_give_the_same_tokens(tmp_path: Path) -> None:
     """Decode steps and verify steps, of sequences behind encoders of unlike lengths."""
     model = save_t5gemma(tmp_path)
     expected = [greedy_behind(model, encoder, 9, decoder[1:]) for encoder, decoder in PROMPTS]
-    runner = EncoderRunner(tmp_path, kernels=TableKernels, capture=run_in_place)
+    runner = EncoderRunner(tmp_path, kernels=TableKernels, capture=RunInOnePlace())
     first = runner.prefill(PROMPTS).argmax(1).tolist()
     assert first == [tokens[0] for tokens in expected]
     assert runner.steps(first, 5) == [tokens[1:6] for tokens in expected]

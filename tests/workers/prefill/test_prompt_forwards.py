@@ -12,7 +12,7 @@ from tandem.cache.attention.begun_forward import Forward
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tests.cache.table_kernels import TableKernels
 from tests.support.oracle import greedy, load_oracle, random_prompt
-from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_programs import RunInOnePlace
 from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import CHUNK, DECODE, PAGE, PREFILL, LoopPair
 from tests.workers.prefill.test_speculative_prefill import speculate
@@ -90,7 +90,7 @@ def test_a_prompt_that_is_no_longer_alone_is_sent_with_its_forwards(pair: LoopPa
 
 def test_prompts_that_share_a_graph_are_sent_page_to_page(folder: Path) -> None:
     pair = LoopPair(folder, kernels=TableKernels)
-    pair.runners[PREFILL].capture_prompts(CHUNK, run_in_place)
+    pair.runners[PREFILL].capture_prompts(CHUNK, RunInOnePlace())
     prompts = {"announced": random_prompt(CHUNK + 7, 0), "comes": random_prompt(5, 1), "waits": random_prompt(9, 2)}
     speculate(pair, "announced", prompts["announced"])
     for name, prompt in prompts.items():

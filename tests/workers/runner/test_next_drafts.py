@@ -7,12 +7,12 @@ import pytest
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.draft_chains import MAX_NGRAM, Chain
-from tests.support.prompt_programs import PromptRunner, run_in_place
+from tests.support.prompt_programs import PromptRunner, RunInOnePlace
 
 
 def captured(folder: Path) -> PromptRunner:
     runner = PromptRunner(folder, None, TableKernels)
-    runner.runner.capture_verification(16, runner.counting(run_in_place), MAX_NGRAM)
+    runner.runner.capture_verification(16, runner.counting(RunInOnePlace()), MAX_NGRAM)
     return runner
 
 

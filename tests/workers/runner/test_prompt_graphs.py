@@ -13,7 +13,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import random_prompt
-from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv, run_in_place
+from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, RunInOnePlace, assert_same_kv
 from tests.support.whole_prompts import compute_prompts
 
 LENGTHS = (1, 31, 32, 33, 64, 65, 127, 128, 129, 200)
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 
 def captured(folder: Path) -> PromptRunner:
-    return PromptRunner(folder, run_in_place, TableKernels)
+    return PromptRunner(folder, RunInOnePlace(), TableKernels)
 
 
 def plain(folder: Path) -> PromptRunner:
@@ -104,7 +104,7 @@ def test_sizes(limit: int, hidden: int, last: list[int]) -> None:
 def test_drafts_are_verified_in_graphs_of_their_own(folder: Path) -> None:
     """One row, several with drafts of unlike lengths, some without; too many tokens go eagerly."""
     both, sampling = (captured(folder), plain(folder)), SamplingParams(temperature=0.8, seed=3)
-    both[0].runner.capture_verification(16, both[0].counting(run_in_place))
+    both[0].runner.capture_verification(16, both[0].counting(RunInOnePlace()))
     prompts = {sequence: random_prompt(9 + sequence, sequence) for sequence in range(6)}
     for runner in both:
         for sequence, prompt in prompts.items():

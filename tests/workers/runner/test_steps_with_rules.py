@@ -14,7 +14,7 @@ from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.naive_rules import generate, random_params
 from tests.support.oracle import load_oracle, random_prompt
-from tests.support.prompt_programs import PromptRunner, run_in_place
+from tests.support.prompt_programs import PromptRunner, RunInOnePlace
 from tests.support.steps_with_prompts import DRAWN, Beside
 
 VOCAB, NUM_TOKENS = 199, 14
@@ -43,7 +43,7 @@ def test_tokens_are_those_of_naive_rules(folder: Path, overlaps: bool) -> None:
     params = rows()
     of = PromptRunner(folder, None, TableKernels)
     if overlaps:
-        of.runner.capture_steps(8, run_in_place)
+        of.runner.capture_steps(8, RunInOnePlace())
     ids = tuple(range(len(params)))
     for sequence in ids:
         of.cache.add_sequence(sequence)
@@ -86,10 +86,10 @@ def test_a_joint_forward_gives_what_two_give(folder: Path, monkeypatch: pytest.M
         ]
         return made(params, rules)
 
-    plain = Beside(folder, capture=run_in_place, together=True, params=DRAWN, kernels=TableKernels)
+    plain = Beside(folder, capture=RunInOnePlace(), together=True, params=DRAWN, kernels=TableKernels)
     monkeypatch.setattr(SampleBatch, "from_params", with_rules)
     together, apart = (
-        Beside(folder, capture=run_in_place, together=each, params=DRAWN, kernels=TableKernels)
+        Beside(folder, capture=RunInOnePlace(), together=each, params=DRAWN, kernels=TableKernels)
         for each in (True, False)
     )
     tokens = [[one.token_ids.tolist() for one in run.samples] for run in (together, apart, plain)]

@@ -27,7 +27,7 @@ from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import make_model
 from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.oracle import greedy, load_oracle, random_prompt
-from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_programs import RunInOnePlace
 from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import DECODE, LoopPair
 
@@ -179,9 +179,9 @@ def check(
     options: dict[str, Any] = {"kernels": TableKernels} if in_graphs else {}
     loops = LoopPair(target, num_pages=64, speculation=speculation, drafter=make, **options)
     for runner in loops.runners if in_graphs else ():
-        runner.capture_steps(8, run_in_place)
-        runner.capture_prompts(32, run_in_place)
-        runner.capture_verification(32, run_in_place)
+        runner.capture_steps(8, RunInOnePlace())
+        runner.capture_prompts(32, RunInOnePlace())
+        runner.capture_verification(32, RunInOnePlace())
         runner.capture_drafts(8, LENGTH, counted)
         assert runner.overlaps
         if not follows:
@@ -262,9 +262,9 @@ def test_a_head_that_is_always_wrong_leaves_steps_to_the_target(tmp_path: Path) 
     speculation = SpeculationSettings("eagle3", LENGTH, 32, draft=str(tmp_path / "head"))
     loops = LoopPair(target, num_pages=64, speculation=speculation, sharing=True, kernels=TableKernels)
     runner = loops.runners[DECODE]
-    runner.capture_steps(8, run_in_place)
-    runner.capture_verification(32, run_in_place)
-    runner.capture_drafts(8, LENGTH, run_in_place)
+    runner.capture_steps(8, RunInOnePlace())
+    runner.capture_verification(32, RunInOnePlace())
+    runner.capture_drafts(8, LENGTH, RunInOnePlace())
     stepped, steps = runner.step, list[tuple[bool, int]]()  # whether alone, and calls of the head until then
     headed, calls = HeadedDecoder.forward, 0
 

@@ -22,7 +22,7 @@ from tandem.workers.speculation.model_drafter import ModelDrafter
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle, random_prompt
-from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_programs import RunInOnePlace
 from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import LoopPair
 
@@ -165,9 +165,9 @@ def test_a_drafter_that_fails_behind_a_step_that_is_not_read_leaves(
 
     loops = drafted_pair(target, checkpoints("llama"), kernels=TableKernels)
     for runner in loops.runners:
-        runner.capture_steps(8, run_in_place)
-        runner.capture_verification(32, run_in_place)
-        runner.capture_drafts(8, 4, run_in_place)
+        runner.capture_steps(8, RunInOnePlace())
+        runner.capture_verification(32, RunInOnePlace())
+        runner.capture_drafts(8, 4, RunInOnePlace())
     monkeypatch.setattr(NextDrafts, "put", failing)
     prompt = random_prompt(11, seed=2)
     assert loops.complete("a", prompt, NUM_TOKENS) == greedy(load_oracle(target), prompt, NUM_TOKENS)
@@ -182,10 +182,10 @@ def test_in_graphs_as_on_a_gpu(checkpoints: Callable[[str], Path], case: str) ->
     target = checkpoints("llama")
     loops = drafted_pair(target, checkpoints(case), kernels=TableKernels)
     for runner in loops.runners:
-        runner.capture_steps(8, run_in_place)
-        runner.capture_prompts(32, run_in_place)
-        runner.capture_verification(32, run_in_place)
-        runner.capture_drafts(8, 4, run_in_place)
+        runner.capture_steps(8, RunInOnePlace())
+        runner.capture_prompts(32, RunInOnePlace())
+        runner.capture_verification(32, RunInOnePlace())
+        runner.capture_drafts(8, 4, RunInOnePlace())
     assert loops.runners[1].overlaps == (case == "llama"), "latents have no graphs on a CPU"
     oracle = load_oracle(target)
     prompts = {str(length): random_prompt(length, seed=length) for length in (3, 17, 29)}

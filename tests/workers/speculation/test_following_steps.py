@@ -13,7 +13,7 @@ from tandem.workers.config import SpeculationSettings
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.oracle import load_oracle, random_prompt
-from tests.support.prompt_programs import run_in_place
+from tests.support.prompt_programs import RunInOnePlace
 from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import DECODE, NO_SPECULATION, LoopPair
 
@@ -26,11 +26,11 @@ def pair_of(folder: Path, speculation: SpeculationSettings, *, sharing: bool) ->
     """And of each verify step that the decode worker launches whether it follows."""
     pair = LoopPair(folder, num_pages=NUM_PAGES, speculation=speculation, kernels=TableKernels, sharing=sharing)
     runner, launched = pair.runners[DECODE], list[bool]()
-    runner.capture_steps(8, run_in_place)
+    runner.capture_steps(8, RunInOnePlace())
     if speculation.tokens:
         ngram = speculation.max_ngram if speculation.method == "ngram" else 0
-        runner.capture_verification(speculation.max_step_tokens, run_in_place, ngram)
-        runner.capture_drafts(8, speculation.tokens, run_in_place)
+        runner.capture_verification(speculation.max_step_tokens, RunInOnePlace(), ngram)
+        runner.capture_drafts(8, speculation.tokens, RunInOnePlace())
         own: Callable[..., Any] = runner.verify
 
         def verify(*arguments: Any, follows: bool = False) -> Any:

@@ -128,6 +128,7 @@ class Attention:
         v: Tensor,
         sinks: Tensor | None = None,
         norm: HeadNorm | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
 
@@ -136,9 +137,9 @@ class Attention:
         sequence of the forward is shortened or removed.
 
         sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss). norm: of
-        q and k, before they are rotated.
+        q and k, before they are rotated. out: see QKV.
         """
-        return self.run(layer, QKV(q, k, v, sinks, norm))
+        return self.run(layer, QKV(q, k, v, sinks, norm, out))
 
     def run(self, layer: int, x: Any) -> Tensor:
         """As attend(), of a layer of any kind that needs no call of its own. x: see ServedKind.takes."""
@@ -277,10 +278,17 @@ class Attention:
             )
         return self.layers.beside[group][layer]
 
-    def read(self, layer: int, q: Tensor, sinks: Tensor | None = None, norm: HeadNorm | None = None) -> Tensor:
+    def read(
+        self,
+        layer: int,
+        q: Tensor,
+        sinks: Tensor | None = None,
+        norm: HeadNorm | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """As attend(), without k and v: attends to what `layer` has stored in this forward and before, or, of a reader
         of the layout, the layer that it reads. Stores nothing, and may be called any number of times."""
-        x = Query(q, sinks, norm)
+        x = Query(q, sinks, norm, out)
         group, plan, index = self._find_stored(layer, x)
         return group.read(plan, index, x)
 

@@ -35,7 +35,7 @@ class AppendThenAttend(AttentionBackend[QKV]):
         before."""
 
     def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
-        q, k, v, sinks, norm = x
+        q, k, v, sinks, norm, _ = x
         if norm is not None:
             q, k = norm.apply(q, k)
         q, k = self.append(layer, q, k, v, plan.rotation, plan.own)

@@ -140,7 +140,7 @@ class QKV(NamedTuple):
     """What a layer that keeps K and V attends with: q [T, num_q_heads, head_dim], k and v [T, num_kv_heads, head_dim].
 
     sinks: [num_q_heads], any float dtype: a logit for each head that is added to the softmax's denominator. norm: of q
-    and k, before they are rotated.
+    and k, before they are rotated. out: contiguous, shaped like q. A backend may write o there and return this tensor.
     """
 
     q: Tensor
@@ -148,17 +148,19 @@ class QKV(NamedTuple):
     v: Tensor
     sinks: Tensor | None = None
     norm: HeadNorm | None = None
+    out: Tensor | None = None
 
 
 class Query(NamedTuple):
     """What a layer attends with to K and V that are stored already: q [T, num_q_heads, head_dim].
 
-    sinks: see QKV. norm: of q, before it is rotated.
+    sinks, out: see QKV. norm: of q, before it is rotated.
     """
 
     q: Tensor
     sinks: Tensor | None = None
     norm: HeadNorm | None = None
+    out: Tensor | None = None
 
 
 class Part(NamedTuple):

@@ -59,7 +59,7 @@ class TableBuffers(GroupBuffers):
         self.shared = tables.shared
 
     def run(self, plan: GroupPlan, layer: int, x: QKV) -> Tensor:
-        tables, (q, k, v, sinks, norm) = self.tables, x
+        tables, (q, k, v, sinks, norm, _) = self.tables, x
         output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = np.flatnonzero(tables.slots.numpy() >= 0)
         if rows.size:

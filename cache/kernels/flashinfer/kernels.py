@@ -144,8 +144,10 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
             return self._attend_shared(self._decode, self._shared, part.shared, layer, q, sinks)
         return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
 
-    def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
-        return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None), sinks)
+    def _attend_pages(
+        self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None, out=out), sinks)
 
     def _attend_shared(
         self, decode: Any, shared: Any, part: SharedPart, layer: int, q: Tensor, sinks: Tensor | None
@@ -155,10 +157,13 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
         of_shared = self._run_pages(shared, layer, q.index_select(0, part.queries), with_lse=True)
         return merge_parts(own, of_shared, part.begins, part.found_in, sinks)
 
-    def _run_pages(self, wrapper: Any, layer: int, q: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _run_pages(
+        self, wrapper: Any, layer: int, q: Tensor, *, with_lse: bool, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """out: see QKV; entries of 8 bits do not use it."""
         pages, fp8 = self._layers[layer], self._fp8
         if fp8 is None:
-            return _run(wrapper, q, (pages,), with_lse)
+            return _run(wrapper, q, (pages,), with_lse, out=out)
         scales = fp8.of_all_heads[layer]
         if scales is not None:
             queries = q.to(self._paged_dtype)
@@ -211,8 +216,10 @@ class PromptBuffers(KVBuffers):
         self.prompts.plan(tokens.qo_indptr, tables.kv_indptr, tables.kv_last_page_len)
         self.kernels._planned.record()
 
-    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
-        return self.kernels._attend_pages(self.prompts.wrapper, layer, q, sinks)
+    def attend(
+        self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        return self.kernels._attend_pages(self.prompts.wrapper, layer, q, sinks, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,15 +253,22 @@ class SharingBuffers(KVBuffers):
     def takes_shared(self, shared: SharedPrefixes) -> bool:
         return self.sharing.fits(shared)
 
-    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
         shared = self.sharing.wrapper, self.sharing.part
         return self.kernels._attend_shared(self.wrapper, *shared, layer, q, sinks)
 
 
-def _run(wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, **scales: float) -> tuple[Tensor, Tensor | None]:
+def _run(
+    wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, out: Tensor | None = None, **scales: float
+) -> tuple[Tensor, Tensor | None]:
     """What the planned wrapper gives for q and the pair of paged K and V, or K and V: o, and with_lse their
-    log-sum-exp, float32 [n, num_q_heads], of base 2. scales: k_scale and v_scale of entries of 8 bits."""
-    return wrapper.run(q, *kv, return_lse=True, **scales) if with_lse else (wrapper.run(q, *kv, **scales), None)
+    log-sum-exp, float32 [n, num_q_heads], of base 2. out: where o is written; None: new memory. scales: k_scale and
+    v_scale of entries of 8 bits."""
+    if with_lse:
+        return wrapper.run(q, *kv, out=out, return_lse=True, **scales)
+    return wrapper.run(q, *kv, out=out, **scales), None
 
 
 def _add_sinks(of_keys: tuple[Tensor, Tensor | None], sinks: Tensor | None) -> Tensor:

@@ -138,6 +138,8 @@ class TileBuffers(KVBuffers):
         missing = self.tiles.shape[0] - tiles.shape[0]
         self.tiles.copy_(upload([np.pad(tiles, ((0, missing), (0, 0)))], self.tiles.device)[0])
 
-    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
         arguments = self.tiles, self.kv_indices, self.kernels.scoring, sinks, self.kernels._scales(layer)
         return attend_tiles(self.kernels._pool, layer, q, *arguments, padded=True)[0]

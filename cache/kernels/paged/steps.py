@@ -82,7 +82,8 @@ class DecodeSteps(GroupBuffers):
     def _decode(self, plan: GroupPlan, layer: int, x: QKV | Query, k: Tensor | None, v: Tensor | None) -> Tensor:
         assert self.scheduled, "begin_captured() has queued no schedule for this step"
         self.by_layers, of = True, self.kernels
-        return decode(of._pool, layer, x.q, k, v, plan.rotation, self.own, of.scoring, x.sinks, x.norm, of._fp8)
+        arguments = plan.rotation, self.own, of.scoring, x.sinks, x.norm, of._fp8, x.out
+        return decode(of._pool, layer, x.q, k, v, *arguments)
 
     def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
         of, these = self.kernels, slice(layers.start, layers.stop)
@@ -99,18 +100,21 @@ class KVBuffers(AppendPlan, GroupBuffers, ABC):
     kernels: TritonSteps
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
-        """o of q [T, num_q_heads, head_dim], which is rotated. rotation: of its tokens; they are stored."""
+    def attend(
+        self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """o of q [T, num_q_heads, head_dim], which is rotated. rotation: of its tokens; they are stored. out: see
+        QKV."""
 
     def run(self, plan: GroupPlan, layer: int, x: QKV) -> Tensor:
         q, k = (x.q, x.k) if x.norm is None else x.norm.apply(x.q, x.k)
         q, _ = self.kernels.append(layer, q, k, x.v, plan.rotation, self)
-        return self.attend(layer, q, plan.rotation, x.sinks)
+        return self.attend(layer, q, plan.rotation, x.sinks, x.out)
 
     def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
         q = x.q if x.norm is None else x.norm.apply_to_queries(x.q)
         q = q if plan.rotation is None else plan.rotation.apply(q)
-        return self.attend(layer, q, plan.rotation, x.sinks)
+        return self.attend(layer, q, plan.rotation, x.sinks, x.out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +123,8 @@ class SlidingSteps(KVBuffers):
 
     tables: DeviceTables
 
-    def attend(self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, rotation: Rotation | None, sinks: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
         scoring, scales = self.kernels.scoring, self.kernels._scales(layer)
         return attend_sliding(self.kernels._pool, layer, q, self.tables, rotation, scoring, sinks, scales)

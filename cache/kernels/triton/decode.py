@@ -37,6 +37,7 @@ def decode(
     sinks: Tensor | None,
     norm: HeadNorm | None,
     fp8: Fp8Entries | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """o [B, num_q_heads, head_dim] of one new token each of B sequences; see AttentionBackend.run, and read where k and
     v are None.
@@ -44,7 +45,8 @@ def decode(
     schedule_splits() has been queued for the lengths that plan.tables have.
 
     pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: rows of tokens may lie
-    apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a pool of 8-bit entries.
+    apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a pool of 8-bit entries. out: where o is
+    written, contiguous; None: new memory.
     """
     rows, num_q_heads, head_dim = q.shape
     _, _, _, num_kv_heads, page_size, _ = pool.shape
@@ -52,7 +54,7 @@ def decode(
     rotary_dim = head_dim if rotation is None else rotation.cos.shape[-1]
     cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
     factors, inverse = (q, q) if fp8 is None else (fp8.scales[layer], fp8.inverse[layer])
-    output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     tables = plan.tables
     tiling = choose_tiling(plan, head_dim, fp8)
     on_gpu = pool.device.type == "cuda"

@@ -254,7 +254,9 @@ def test_a_layer_that_reads_another_sees_what_its_step_has_stored(name: str) -> 
     appended, stored = step.run(plan), step.pool.clone()
     scoring = Scoring(0.3, case.window, case.softcap)
     options = (scoring, step.sinks, step.norm, step.fp8)
-    found = decode(step.pool, LAYER, step.q, None, None, step.rotation, plan, *options)
+    place = torch.empty_like(appended)
+    found = decode(step.pool, LAYER, step.q, None, None, step.rotation, plan, *options, place)
+    assert found is place
     rows = [row for row, length in enumerate(case.lengths) if length]
     assert torch.equal(found[rows], appended[rows])
     assert torch.equal(step.pool.view(torch.uint8), stored.view(torch.uint8))

@@ -154,7 +154,8 @@ class DecodeGraphs:
         largest, (least, most) = self._graphs.plain.largest, MIXED_TOKENS
         prompts = [one for one in prompts if least <= one.size <= most]
         steps = [one for one in self._graphs.plain.buffers if one.size in MIXED_ROWS or one.size == largest]
-        self._mixed = MixedGraphs(steps, prompts, capture, self._compute_with_prompts)
+        side = torch.cuda.Stream(self._model.device) if self._model.device.type == "cuda" else None
+        self._mixed = MixedGraphs(steps, prompts, capture, partial(self._compute_with_prompts, side))
 
     @property
     def mixed_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -192,9 +193,12 @@ class DecodeGraphs:
         behind_prompts = logits[step_buffers.size :][: last_rows.size].clone()
         return self._pending(ticket, logits[:rows], inputs.sampling, inputs.positions), behind_prompts
 
-    def _compute_with_prompts(self, buffers: GraphBuffers, prompts: GraphBuffers) -> Tensor:
+    def _compute_with_prompts(
+        self, side: torch.cuda.Stream | None, buffers: GraphBuffers, prompts: GraphBuffers
+    ) -> Tensor:
+        """side: see MixedAttention."""
         num_rows, (prompt_ids, last_rows) = buffers.size, prompts.inputs
-        attention = MixedAttention(buffers.attention(by_layers=True), prompts.attention(), num_rows)
+        attention = MixedAttention(buffers.attention(by_layers=True), prompts.attention(), num_rows, side)
         tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
         ids = torch.cat((self._sampler.inputs(tokens, sources, self._last), prompt_ids))
         wanted = torch.cat((torch.arange(num_rows, device=ids.device), last_rows + num_rows))

@@ -1,9 +1,9 @@
 """Latent attention in DeepSeek-V3's shapes through the cache, against FlashInfer's bare wrappers; prints JSON.
 
-decode: a batch of single tokens. attention: the bare MLA wrapper on a pool of one layer ÷ the same on a layer of the
-cache's pool. layer: the bare wrapper between the two maps that absorb K's and V's ÷ latent_attention, which also
-rotates and appends. prefill: one prompt; the bare ragged wrapper on K and V that are there ÷ latent_attention, which
-also gathers and expands them.
+decode: a batch of single tokens. attention: the bare MLA wrapper, with its own plan, on a pool of one layer ÷ the same
+kernel with ours on a layer of the cache's pool. layer: the bare wrapper between the two maps that absorb K's and V's ÷
+latent_attention, which also rotates and appends. prefill: one prompt; the bare ragged wrapper on K and V that are there
+÷ latent_attention, which also gathers and expands them.
 layer_to_like: of a mix, ÷ that of as many rows and positions in all, where the rows are alike.
 All times are of CUDA graphs.
 """

@@ -1,10 +1,11 @@
-"""What drafts by a layer for multi-token prediction cost a request with prefill and decode apart, unloaded, through
-gRPC, on two GPUs: a cluster without, one with `speculation.method: mtp`, and one without again. Prints JSON.
+"""What drafts by a layer for multi-token prediction cost a request, unloaded, through gRPC: a cluster without, one with
+`speculation.method: mtp`, and one without again. Two GPUs have prefill and decode apart, one GPU has a worker that does
+both. Prints JSON.
 
 Numbers are medians over the rounds, in ms.
 
     first_token    from the call on
-    second_gap     from the first to the second token: the handoff
+    second_gap     from the first to the second token: the handoff; on one GPU the head's part of the last chunk
     token          mean time of a token behind the second. Weights are random, so drafts seldom hold: what MTP costs
     less_without   with MTP − the mean of both without
     drift          between both without
@@ -22,7 +23,7 @@ import torch
 
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import add_list, benchmark_parser
-from tests.benchmarks.pair import Pair, Request, running_cluster
+from tests.benchmarks.pair import Request, Requests, running_cluster
 from tests.benchmarks.results import Numbers, at_most, print_result, rounded
 
 AIR = {
@@ -79,10 +80,11 @@ WARM_UP = 2
 REST_SECONDS = 0.2
 MORE_MS = 0.5  # at most, of the first token and of the handoff
 METHODS = {"without": "none", "with": "mtp", "without again": "none"}
+CONFIGS = {"local.yaml": ("split", 0), "gpu-1.yaml": ("colocated", 1), "gpu-1p1d.yaml": ("split", 2)}  # roles, GPUs
 
 
-def settings(method: str, *, gpus: bool) -> dict[str, Any]:
-    own = {"speculation.method": method, "cache.prefix_sharing": False, "scheduler.roles": "split"}
+def settings(method: str, roles: str, gpus: int) -> dict[str, Any]:
+    own = {"speculation.method": method, "cache.prefix_sharing": False, "scheduler.roles": roles}
     return own | ({"model.max_model_len": 16_384} if gpus else {})
 
 
@@ -97,13 +99,13 @@ def numbers_of(request: Request) -> dict[str, float]:
     return {name: seconds * 1e3 for name, seconds in parts.items()}
 
 
-def measure(pair: Pair, length: int, rounds: int) -> dict[str, float]:
+def measure(requests: Requests, length: int, rounds: int) -> dict[str, float]:
     """With prompts of so many tokens."""
     found: dict[str, list[float]] = {}
     for number in range(rounds + WARM_UP):
         time.sleep(REST_SECONDS)
-        pair.request(pair.prompt(length), 2)  # a GPU that has rested is slower than one that has not
-        numbers = numbers_of(pair.request(pair.prompt(length), OUTPUT_TOKENS))
+        requests.request(requests.prompt(length), 2)  # a GPU that has rested is slower than one that has not
+        numbers = numbers_of(requests.request(requests.prompt(length), OUTPUT_TOKENS))
         if number >= WARM_UP:
             for name, value in numbers.items():
                 found.setdefault(name, []).append(value)
@@ -127,25 +129,27 @@ def targets_of(results: Numbers) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    gpus = torch.cuda.device_count() >= 2
     parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=10)
-    add_list(parser, "--lengths", int, default=LENGTHS if gpus else TINY_LENGTHS, help="of prompts")
+    usual = list(CONFIGS)[min(torch.cuda.device_count(), 2)]
+    parser.add_argument("--config", choices=CONFIGS, default=usual, help=f"of deploy/; here {usual}")
+    add_list(parser, "--lengths", int, default=None, help=f"of prompts; default {LENGTHS}, on a CPU {TINY_LENGTHS}")
     options = parser.parse_args()
-    found: dict[int, dict[str, dict[str, float]]] = {length: {} for length in options.lengths}
+    roles, gpus = CONFIGS[options.config]
+    lengths = options.lengths or (LENGTHS if gpus else TINY_LENGTHS)
+    found: dict[int, dict[str, dict[str, float]]] = {length: {} for length in lengths}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(AIR if gpus else AIR | TINY), encoding="utf-8")
         for name, method in METHODS.items():
-            deploy = "gpu-1p1d.yaml" if gpus else "local.yaml"
             with (
-                running_cluster(deploy, Path(folder), settings(method, gpus=gpus)) as cluster,
-                Pair(cluster.grpc_address, cluster.worker_token) as pair,
+                running_cluster(options.config, Path(folder), settings(method, roles, gpus)) as cluster,
+                Requests(cluster.grpc_address) as requests,
             ):
-                for length in options.lengths:
-                    found[length][name] = measure(pair, length, options.rounds)
+                for length in lengths:
+                    found[length][name] = measure(requests, length, options.rounds)
     results: Numbers = {f"prompts of {length}": compared(numbers) for length, numbers in found.items()}
     cut = {"cut": CUT} if gpus else {}
-    print_result({**cut, **results, "targets": targets_of(results) if gpus else []}, options, gpus=2 * gpus)
+    print_result({**cut, **results, "targets": targets_of(results) if gpus else []}, options, gpus=gpus)
 
 
 if __name__ == "__main__":

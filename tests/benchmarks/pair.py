@@ -1,4 +1,4 @@
-"""A cluster of one prefill and one decode worker, and requests to its gateway or past it to the prefill worker."""
+"""A cluster, requests to its gateway, and requests past it to the prefill worker of a pair."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -67,20 +67,11 @@ def running_cluster(
         cluster.stop()
 
 
-class Pair:
-    """Calls to a running cluster of one prefill and one decode worker that shares no prefixes."""
+class Requests:
+    """Calls to the gateway of a running cluster that shares no prefixes."""
 
-    def __init__(self, address: str, worker_token: str) -> None:
+    def __init__(self, address: str) -> None:
         self._client = Client(address)
-        self._worker_token = worker_token
-        island = self._client.cluster_info().islands[0]
-        self._epoch = island.epoch
-        self._channels = [grpc.insecure_channel(worker.address, options=CHANNEL_OPTIONS) for worker in island.workers]
-        by_role = {
-            worker.role: authorized(worker_pb2_grpc.WorkerStub(channel), worker_token)
-            for worker, channel in zip(island.workers, self._channels, strict=True)
-        }
-        self._sender, self._receiver = by_role[inference_pb2.ROLE_PREFILL], by_role[inference_pb2.ROLE_DECODE]
         info = self._client.model_info()
         self.vocab_size, self.token_bytes = info.vocab_size, info.kv_bytes_per_token
         self._numbers = itertools.count()
@@ -102,6 +93,31 @@ class Pair:
             timings = update.timings
         assert timings is not None, "the last message has them"
         return Request(arrivals, timings)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Pair(Requests):
+    """Calls to a running cluster of one prefill and one decode worker that shares no prefixes."""
+
+    def __init__(self, address: str, worker_token: str) -> None:
+        super().__init__(address)
+        self._worker_token = worker_token
+        island = self._client.cluster_info().islands[0]
+        self._epoch = island.epoch
+        self._channels = [grpc.insecure_channel(worker.address, options=CHANNEL_OPTIONS) for worker in island.workers]
+        by_role = {
+            worker.role: authorized(worker_pb2_grpc.WorkerStub(channel), worker_token)
+            for worker, channel in zip(island.workers, self._channels, strict=True)
+        }
+        self._sender, self._receiver = by_role[inference_pb2.ROLE_PREFILL], by_role[inference_pb2.ROLE_DECODE]
 
     def prefill(self, prompt: Sequence[int], *, push: bool) -> Prefill:
         """The prefill worker alone: computes the whole prompt and answers with the first token.
@@ -136,10 +152,4 @@ class Pair:
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
-        self._client.close()
-
-    def __enter__(self) -> "Pair":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        super().close()

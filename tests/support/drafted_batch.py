@@ -56,8 +56,9 @@ class Request:
 class DraftedBatch:
     """So many sequences at a time, each of `length` tokens, and behind each that ends a new one."""
 
-    def __init__(self, speculation: Speculation, rows: int, length: int, holds: Holds) -> None:
-        self._speculation, self._length, self._holds = speculation, length, holds
+    def __init__(self, speculation: Speculation, rows: int, length: int, holds: Holds, *, steady: bool = True) -> None:
+        """steady: whether a step has the rows of the one before; else as many others."""
+        self._speculation, self._length, self._holds, self._steady = speculation, length, holds, steady
         self._numbers, self._draws = itertools.count(), random.Random(1)
         self._requests = [self._request() for _ in range(rows)]
         self.alone = 0  # plain steps without the model that drafts
@@ -73,7 +74,8 @@ class DraftedBatch:
         accepted = [self._accepted(one, size) for one, size in zip(self._requests, sizes, strict=True)]
         runs = [TokenRun([0] * (one + 1), [None] * (one + 1), FinishReason.RUNNING) for one in accepted]
         step = DecodeStep((), np.zeros(len(sizes), np.int64), np.zeros(0, np.int64), cast(Any, None), cast(Any, None))
-        rows = cast(DecodeRows, SimpleNamespace(next_step=lambda: step, requests=self._requests))
+        requests = self._requests if self._steady else [*self._requests]
+        rows = cast(DecodeRows, SimpleNamespace(next_step=lambda: step, requests=requests, steps_left=1000))
         if drafted is None:
             self.alone += bool(self._speculation.step(rows, step))
         else:

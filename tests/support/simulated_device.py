@@ -39,13 +39,15 @@ def run(
     steps: int,
     *,
     rows: Callable[[int], int] = lambda step: 64,
+    drafted: int = 0,
     context: int = 1200,
     noise: float = 0.02,
     pauses: float = 0.0,
     busy: float = 1.0,
     seed: int = 0,
 ) -> Steps:
-    """rows: of each step. context: positions of each row. noise: of the logarithm of a step's seconds. pauses: share of
+    """rows: of each step. drafted: tokens that each verifies for a row, unless one forward has rows and chunk. context:
+    positions of each row. noise: of the logarithm of a step's seconds. pauses: share of
     steps whose tokens the host reads 50 ms late, and those of the next at once. busy: share of steps with a chunk."""
     random = np.random.default_rng(seed)
     seconds, chunks, computed, late = np.zeros(steps), np.zeros(steps, np.int64), 0, 0.0
@@ -53,10 +55,10 @@ def run(
         count = rows(step)
         load = StepLoad()
         if random.random() < busy:
-            tokens = pace.chunk_tokens(count, context * count, computed)
+            tokens = pace.chunk_tokens(count, context * count, computed, drafted * count)
             load = pace.forward_load(tokens, computed, joint=pace.is_joint(count, tokens))
             computed = computed + tokens if computed + tokens < PROMPT else 0
-        load = pace.step_load(count, context * count, load)
+        load = pace.step_load(count if load.joint else count * (1 + drafted), context * count, load)
         seconds[step] = device(load) * random.lognormal(0, noise) if late <= 0 else 1e-5
         late = 0.05 if random.random() < pauses else 0.0
         seconds[step] += late

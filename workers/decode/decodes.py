@@ -93,13 +93,7 @@ class Decodes:
 
     # Commands
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: PromptSpec,
-        max_tokens: int,
-        writer_pe: int,
-    ) -> Reservation:
+    def prepare(self, request_id: str, prompt: PromptSpec, max_tokens: int, writer_pe: int) -> Reservation:
         """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
         if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
@@ -243,6 +237,8 @@ class Decodes:
                 else:
                     steps.launched(None, overlaps=True)  # its tokens come before the drafts that follow them
             else:
+                if forward is not None:
+                    self._speculation.passed_over()
                 launch = forward or (lambda step: self._speculation.step(self._rows, step))
                 launched = None if step is None else self._launched(step, launch(step))
                 steps.launched(launched, overlaps=self._engine.capabilities.overlaps)
@@ -325,6 +321,7 @@ class Decodes:
 
     def _take_load(self, tokens: int) -> StepLoad:
         beside, self._beside = self._beside, NOTHING
+        self._rows.drafted = tokens - len(self._rows)
         return self._scheduler.pace.step_load(tokens, self._rows.positions, beside)
 
     def _deliver(self, in_flight: LaunchedStep) -> None:

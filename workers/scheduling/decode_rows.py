@@ -63,6 +63,7 @@ class DecodeRows:
     tokens, sources: see DecodeStep.
     lengths: positions whose KV is stored once the steps launched so far are done.
     ends: the length with which a request has all tokens that it may have.
+    drafted: tokens that the last launched step verified for them.
     stop_ids: [n, k], rows filled up with at least one NOT_FINITE, which ends a request, too.
     """
 
@@ -70,6 +71,7 @@ class DecodeRows:
         self.tokens, self.lengths, self.ends = np.zeros((3, 0), np.int64)
         self.sources = np.zeros(0, np.int64)
         self.stop_ids = np.zeros((0, 0), np.int64)
+        self.drafted = 0
         self.sampling = SampleBatch.from_params([])
         self._set_requests([])
 
@@ -80,6 +82,11 @@ class DecodeRows:
     def positions(self) -> int:
         """Of all rows: what the next step reads of KV."""
         return int(self.lengths.sum())
+
+    @property
+    def steps_left(self) -> int:
+        """Plain steps until a row has all tokens that it may have; 0 without rows."""
+        return self._steps_left
 
     def join(self, requests: Sequence[DecodeRequest]) -> None:
         """Requests whose prompt is stored and whose last output token is on the host."""

@@ -114,7 +114,7 @@ class Scheduler:
         turns = self._order.for_chunks(self._running)
         first = next(turns)
         if rows := len(self.rows):
-            chunk = self.pace.chunk_tokens(rows, self.rows.positions, first.computed)
+            chunk = self.pace.chunk_tokens(rows, self.rows.positions, first.computed, self.rows.drafted)
             budget = max(min(budget - rows, chunk), LEAST_PROMPT_TOKENS)
         for request in chain((first,), turns):
             if not budget and chunks:

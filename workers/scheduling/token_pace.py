@@ -26,9 +26,9 @@ class TokenPace:
         self._most = most
         self._time = StepTime(share)
 
-    def chunk_tokens(self, rows: int, positions: int, context: int = 0) -> int:
+    def chunk_tokens(self, rows: int, positions: int, context: int = 0, drafted: int = 0) -> int:
         """Most prompt tokens beside so many rows, which read so many positions of KV, in the next step. context: of the
-        prompt, the tokens before them."""
+        prompt, the tokens before them. drafted: tokens that the step verifies where no forward has rows and chunk."""
         if self._bound is None:
             return self._most
         limit = self._bound / self._time.excess
@@ -41,7 +41,7 @@ class TokenPace:
             chunk = _largest(candidates, most, limit, seconds)
             if not sizes.chunks or chunk < candidates[-1]:
                 return max(chunk, least)
-        seconds = beside(rows, positions, context, joint=False)
+        seconds = beside(rows + drafted, positions, context, joint=False)
         apart = _largest(sizes.prompts, most, limit, seconds)
         if not sizes.prompts or apart == sizes.prompts[-1]:
             apart = _largest(range(max(apart, least), most + 1), most, limit, seconds)

@@ -13,6 +13,7 @@ from tandem.workers.speculation.draft_length import Acceptance, DraftLength, lik
 
 TRIED = 16  # of so many sequences one gets drafts, while those of a model seldom hold
 LIKELY = 3  # tokens that a share counts for, before the first was tried
+STEADY_WEIGHT = 0.05  # of the newest step among those that say how often a verify step can follow another
 FEW = 16  # drafts, after which it is known how many of a worker's hold
 MOST_PLAIN_STEPS = 48  # behind which drafts of sequences that seldom hold are tried again, where there are many
 
@@ -29,9 +30,13 @@ class Cost(NamedTuple):
         """Of a step with drafts of these sizes, one or more."""
         return self.verify + self.token * sum(sizes) + self.draft_step * max(sizes)
 
+    def mixed(self, other: "Cost", eighths: int) -> "Cost":
+        """So many of eight steps cost what `other` says."""
+        return Cost(*(mine + (its - mine) * eighths / 8 for mine, its in zip(self, other, strict=True)))
 
-WAITING = Cost(0.25, 0.012)  # for the tokens of the step before
-COMPUTING = Cost(0.25, 0.012, 0.19)  # the same, and then the drafter computes
+
+WAITING = Cost(0.25, 0.009)  # for the tokens of the step before
+COMPUTING = Cost(0.4, 0.006, 0.19)  # the same, and then the drafter computes
 FOLLOWING = Cost(0.08, 0.004)  # one that is not read yet
 FOLLOWING_CHAIN = Cost(0.09, 0.0025, 0.06)  # the same, and the drafter computes between both
 
@@ -100,6 +105,7 @@ class DraftPolicy:
         self._acceptance = Acceptance()
         self._plain_steps = 0  # since the last one with drafts
         self._untried = 0  # sequences since the last one with drafts, while they seldom hold
+        self._steady = 1.0  # of steps of late, the part in whose place a verify step could have followed another
 
     def of(self, request: DecodeRequest) -> Drafted:
         """What is known of it, from its first draft to forget()."""
@@ -118,7 +124,7 @@ class DraftPolicy:
     def sizes(self, requests: Sequence[DecodeRequest], num_output: Sequence[int]) -> dict[int, int]:
         """Tokens to draft behind so many output tokens of each, by the index of their row: fewer, or none, where the
         step has room for no more; nothing where that does not pay."""
-        best = best_lengths(self._cost(requests), len(requests), self._tokens)
+        best = best_lengths(self._cost(requests, self._steady), len(requests), self._tokens)
         wanted = [self._wanted(request, count, best) for request, count in zip(requests, num_output, strict=True)]
         room = self._max_step_tokens - len(requests)
         indices = [index for index, most in enumerate(wanted) if most > 0]
@@ -132,7 +138,12 @@ class DraftPolicy:
         if not any(drafted.values()) or is_trial or self._plain_steps >= _most_plain(requests):
             return any(drafted.values())
         worth = sum(self._requests[requests[index]].length.worth(tokens) for index, tokens in drafted.items())
-        return worth >= self._cost(requests).of(drafted.values()) * len(requests)
+        return worth >= self._cost(requests, self._steady).of(drafted.values()) * len(requests)
+
+    def stepped(self, *, steady: bool) -> None:
+        """A step without chunks was launched. steady: it could follow the one before, if both verified drafts. Where
+        sequences join and end all the time few steps can, so drafts are expected to cost what those cost that wait."""
+        self._steady += STEADY_WEIGHT * (steady - self._steady)
 
     def launched(self, *, verifies: bool) -> None:
         """A step with drafts, or one that could have had some."""
@@ -180,13 +191,11 @@ class DraftPolicy:
         if not able.drafts or not able.overlaps:
             return False  # without graphs it would take part all the same
         worth = sum(likely_to_hold(share, self._tokens) for share in shares)
-        return worth < self._cost(requests).of([self._tokens] * len(shares)) * len(requests)
+        return worth < self._cost(requests, 1.0).of([self._tokens] * len(shares)) * len(requests)
 
-    def _cost(self, requests: Sequence[DecodeRequest]) -> Cost:
-        follows = self.can_follow(requests)
-        if self._computes:
-            return FOLLOWING_CHAIN if follows else COMPUTING
-        return FOLLOWING if follows else WAITING
+    def _cost(self, requests: Sequence[DecodeRequest], steady: float) -> Cost:
+        waits, follows = (COMPUTING, FOLLOWING_CHAIN) if self._computes else (WAITING, FOLLOWING)
+        return waits.mixed(follows, round(8 * steady)) if self.can_follow(requests) else waits
 
 
 def most_output(request: DecodeRequest) -> int:

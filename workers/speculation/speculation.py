@@ -48,6 +48,8 @@ class Speculation:
         self._policy = DraftPolicy(engine, tokens, max_step_tokens, computes=computes)
         self._found = False  # whether the last step that was read had any drafts
         self._last: Verification | None = None  # that was launched
+        self._tokens = tokens
+        self._stepped: list[DecodeRequest] | None = None  # by the last step; None: it had chunks, too
 
     def propose(self, requests: Sequence[DecodeRequest], *, known: bool) -> list[Int64Array] | None:
         """A draft for each request, behind the tokens of it that are known; None where all would be empty.
@@ -91,6 +93,7 @@ class Speculation:
         """Launches a plain step of all rows."""
         has_model = self._engine.capabilities.drafts
         alone = has_model and (self._drafter is None or self._policy.gives_up(rows.requests))
+        self._note_step(rows)
         pending = self._engine.launch(Step(step, alone=alone)).rows
         assert pending is not None, "the step has rows"
         return pending
@@ -99,6 +102,7 @@ class Speculation:
         """A verify step of all rows, whose last tokens are known; draft i is of row i. step: the plain one that it
         replaces."""
         self._policy.launched(verifies=True)
+        self._note_step(rows)
         parts = [part for index, draft in enumerate(drafts) for part in (step.tokens[index : index + 1], draft)]
         ends = np.cumsum([draft.size + 1 for draft in drafts]).tolist()
         tokens = np.concatenate(parts)
@@ -134,8 +138,19 @@ class Speculation:
         if launched.rows is None:
             return None
         self._policy.launched(verifies=True)
+        self._note_step(rows)
         self._last = Verification(rows.requests, sizes, None, launched.rows, launched.drafts, verifier=self, rows=rows)
         return self._last
+
+    def passed_over(self) -> None:
+        """A step of the rows was launched with chunks of prompts, and without drafts."""
+        self._stepped = None
+
+    def _note_step(self, rows: DecodeRows) -> None:
+        """Tells the policy whether a step could follow the one before, see follow(), if both verified drafts."""
+        steady = rows.requests is self._stepped and rows.steps_left > 2 * (self._tokens + 1)
+        self._policy.stepped(steady=steady)
+        self._stepped = rows.requests
 
     def _following(self, before: Verification, sizes: Sequence[int]) -> StepDrafts:
         """Drafts of these sizes behind a verify step that is not read yet; the device has their tokens."""

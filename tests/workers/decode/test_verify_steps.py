@@ -10,6 +10,7 @@ import pytest
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import SpeculationSettings
+from tandem.workers.engine.step import Step
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples
@@ -17,6 +18,7 @@ from tandem.workers.scheduling.batch import StepBatch
 from tandem.workers.speculation.drafter import DraftAsk
 from tandem.workers.speculation.verification import Verification
 from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, PROMPT, Bench, expected, token_at
+from tests.workers.scheduling.test_scheduler import prompt
 
 LENGTH = 4
 
@@ -179,6 +181,38 @@ def test_a_forward_of_rows_and_prompts_waits_for_a_verify_step(monkeypatch: pyte
     assert len(joint) == 1
     bench.run()
     assert bench.collector.tokens[stream] == expected(1, 40)
+
+
+def test_a_chunk_beside_verify_steps_is_chosen_with_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_with(ScriptedDrafter(right=1))
+    bench.follow()
+    bench.start("a", max_tokens=40)
+    for _ in range(2):
+        bench.loop.step()
+    scheduler, told = bench.loop.scheduler, list[tuple[int, ...]]()
+    monkeypatch.setattr(scheduler.pace, "chunk_tokens", lambda *asked: told.append(asked) or 64)
+    scheduler.add(prompt(2, 900))
+    assert list(scheduler.admitted(lambda one: True))
+    scheduler.next_batch()
+    rows, _, _, drafted = told[0]
+    assert (rows, drafted) == (1, 4)
+
+
+def test_a_step_with_chunks_breaks_the_row_of_steps_that_can_follow() -> None:
+    bench = bench_with(ScriptedDrafter(right=0, idle=1))
+    bench.follow()
+    bench.start("a", max_tokens=60)
+    speculation, engine = bench.decodes._speculation, bench.loop.engine
+    for _ in range(10):
+        bench.loop.step()
+    before = speculation._policy._steady
+    assert before > 0.8
+    for _ in range(20):
+        bench.loop.step()
+        step = bench.loop.scheduler.rows.next_step()
+        if not bench.decodes.is_reading:
+            bench.decodes.compute(step, None, lambda step: cast(PendingSamples, engine.launch(Step(step)).rows))
+    assert speculation._policy._steady < 0.8 * before
 
 
 @pytest.mark.parametrize("case", ["rules", "last token", "many rows", "others"])

@@ -117,6 +117,14 @@ def test_a_chunk_of_its_own_forward_pays_for_the_weights(sizes: GraphSizes) -> N
     assert chunks.mean() < together.mean()
 
 
+@pytest.mark.parametrize("sizes", [GraphSizes(joint=False, prompts=SIZES.prompts), GraphSizes(joint=False)])
+def test_a_chunk_beside_a_step_with_drafts_is_shorter(sizes: GraphSizes) -> None:
+    seconds, chunks = settled(run(TokenPace(BOUND, MOST, SHARE, sizes), linear(0.001), 2000, drafted=3))
+    _, undrafted = settled(run(TokenPace(BOUND, MOST, SHARE, sizes), linear(0.001), 2000))
+    assert (seconds <= BOUND).mean() > SHARE - 0.03
+    assert chunks.mean() < undrafted.mean()
+
+
 def test_a_fast_device_has_chunks_beyond_the_joint_graphs() -> None:
     """Its prompts are forwards of their own then."""
     seconds, chunks = settled(run(TokenPace(BOUND, MOST, SHARE, SIZES), linear(0.001, 3e-6, 2e-9), 2000))

@@ -197,7 +197,7 @@ def check(
     for index, prompt in enumerate(prompts):
         assert [first[index].result(0).first_token, *loops.tokens(str(index))] == due[tuple(prompt)]
     assert loops.decode_counters.accepted_tokens > 8
-    assert (replays > 8) == in_graphs
+    assert (replays > 4) == in_graphs
     drafted = watched[1].drafted
     assert (len(chained) > 12) == follows
     drafted |= chained

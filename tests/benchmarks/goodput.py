@@ -10,6 +10,8 @@ For each mix (docs/benchmarking.md has them), target and rate:
     shares                   of requests that kept both limits: the first token's, and that of the p90, or of the mean,
                              of the request's gaps; a failed request keeps none
     first_token_p50_ms …     from the call to the first message with tokens; gaps are those of all requests
+    token_ms                 mean over requests: from the first token to the last ÷ tokens but the first. Where drafts
+                             hold, a message brings several tokens, and is one gap: then this is the mean gap of a token
     output_tokens_s          that came while measured requests arrived
     late_p99_ms, busy        of the load generator: how late it sent, and how much of a core its busiest process took
 
@@ -18,6 +20,13 @@ For each mix (docs/benchmarking.md has them), target and rate:
     limit_rps                `goodput_roof` in roofs.py, times the GPUs: products and copies at the speed of this
                              device, weights read once a step, KV once, steps as long as the gap's limit; to_limit:
                              goodput ÷ it
+
+With --speculation each method gets a cluster of its own, beside one that drafts nothing, with the same requests. The
+model is that of drafted_models.py, of whose drafted tokens --holds hold, and temperature is 1. Each rate has
+
+    drafted, accepted        tokens, and the part of them that held
+    messages_tokens          tokens a message
+    token_to_off             token_ms ÷ that of the cluster without drafts; goodput_to_off likewise, below 1 for a loss
 
 Rates are the same for all mixes (--rates 4 8) or by mix (--rates A=18.5:23.3 B=2:4). By default they are 0.45, 0.6 and
 0.75 of the limit. Without a GPU it runs a tiny model and the mix `laptop`.
@@ -57,8 +66,11 @@ from tandem.cluster.tools.bench.targets import Refused, Served, TargetSpec
 from tandem.cluster.tools.bench.timeline import Timeline
 from tandem.cluster.tools.bench.workload import Workload
 from tandem.workers.models.registry import load_config
+from tests.benchmarks.drafted_models import write_drafter, write_target
 from tests.benchmarks.measured import rounded
-from tests.benchmarks.model_shapes import SHAPES, add_tokenizer, shape_name, write_shape, write_tiny
+from tests.benchmarks.model_shapes import COMMON, SHAPES, add_tokenizer, shape_name, write_shape, write_tiny
+from tests.benchmarks.mtp import AIR
+from tests.benchmarks.mtp import TINY as TINY_AIR
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.pair import running_cluster
 from tests.benchmarks.results import print_result
@@ -67,7 +79,10 @@ from tests.benchmarks.vllm_servers import SHIPPED, running_vllm
 
 CONFIGS = {0: "local.yaml", 1: "gpu-1.yaml", 2: "gpu-1p1d.yaml", 4: "gpu-2p2d.yaml"}
 ROLES = ("adaptive", "colocated", "split")
-TINY = "tiny"
+METHODS = ("ngram", "draft_model", "mtp", "eagle3")
+OFF = "off"  # in place of a method
+TINY, AIR_CUT = "tiny", "glm-air-cut"  # the second is GLM-4.5-Air's with few layers and experts, for its MTP
+EIGHT_LAYERS = {"num_hidden_layers": 8}  # of the tiny model with drafts: an EAGLE-3 head takes the inputs of three
 PARTS_OF_LIMIT = (0.45, 0.6, 0.75)
 DRAWN = 20_000  # lengths, of which the limit takes the mean
 BUSY = 0.3  # of a core, from which on a process of the generator delays what it reads
@@ -141,12 +156,16 @@ def numbers_of(numbers: Numbers, timelines: Sequence[Timeline], slos: Sequence[S
         "shares": shares_of(timelines, slos),
     }
     told |= {f"first_token_{name}_ms": rounded(numbers[f"{name}_ttft_ms"]) for name in ("p50", "p90")}
-    told |= {f"gap_{name}_ms": rounded(numbers[f"{name}_itl_ms"]) for name in ("p50", "p90", "p99")}
+    told |= {f"gap_{name}_ms": rounded(numbers[f"{name}_itl_ms"]) for name in ("mean", "p50", "p90", "p99")}
     told |= {
+        "token_ms": rounded(numbers["mean_tpot_ms"]),
         "output_tokens_s": rounded(numbers["steady_output_throughput"]),
         "late_p99_ms": rounded(numbers["p99_late_ms"]),
         "busy": rounded(numbers["generator_busy"]),
     }
+    if drafted := numbers["total_drafted_tokens"]:
+        told |= {"drafted": drafted, "accepted": rounded(numbers["total_accepted_tokens"] / drafted)}
+        told["messages_tokens"] = rounded(numbers["tokens_per_message"])
     warnings = list(numbers["warnings"])
     if numbers["generator_busy"] > BUSY:
         warnings.append(f"a process of the generator took {numbers['generator_busy']:.2f} of a core, more than {BUSY}")
@@ -189,14 +208,32 @@ async def measure_target(spec: TargetSpec, plan: Plan, budget: Budget) -> dict[s
 
 
 @contextmanager
-def tandem_targets(given: argparse.Namespace, model: Path, roles: str) -> Iterator[dict[str, TargetSpec]]:
-    """By frontend, of a cluster that runs until the context ends."""
+def tandem_targets(
+    given: argparse.Namespace, model: Path, roles: str, drafts: dict[str, Any]
+) -> Iterator[dict[str, TargetSpec]]:
+    """By frontend, of a cluster that runs until the context ends. drafts: keys of its configuration."""
     overrides: dict[str, Any] = {"scheduler.roles": roles, "gateway.http_port": 0}
     overrides["model.max_model_len"] = max(_longest(MIXES[name]) for name in given.mixes)
+    spec = TargetSpec()
+    if given.speculation:
+        overrides |= {"model.load_format": "safetensors"} | drafts
+        spec = replace(spec, temperature=1.0)
     with running_cluster(CONFIGS[given.gpus], model, overrides) as cluster:
-        http = TargetSpec(urls=(f"http://{cluster.http_address}",), salt="http")  # a salt each: no frontend finds
-        specs = {"grpc": TargetSpec(grpc=cluster.grpc_address, salt="grpc"), "http": http}  # prefixes of the other
+        specs = {  # a salt each: no frontend finds prefixes of the other
+            "grpc": replace(spec, grpc=cluster.grpc_address, salt="grpc"),
+            "http": replace(spec, urls=(f"http://{cluster.http_address}",), salt="http"),
+        }
         yield {name: specs[name] for name in given.frontends}
+
+
+def drafting(given: argparse.Namespace, model: Path) -> dict[str, dict[str, Any]]:
+    """By the name of a method, "" where nothing is compared, the keys of a cluster's configuration. Writes drafters."""
+    if not given.speculation:
+        return {"": {}}
+    more = {"speculation.max_step_tokens": given.step_tokens, "speculation.tokens": given.draft_tokens}
+    return {OFF: {}} | {
+        method: write_drafter(method, model, model.parent, given.holds) | more for method in given.speculation
+    }
 
 
 def measure_all(given: argparse.Namespace, model: Path, logs: Path, plan: Plan) -> dict[str, dict[str, Any]]:
@@ -205,12 +242,13 @@ def measure_all(given: argparse.Namespace, model: Path, logs: Path, plan: Plan) 
     budget = Budget(given.seconds)
     if given.vllm:
         found["vllm"] = asyncio.run(measure_target(TargetSpec(urls=tuple(given.vllm)), plan, budget))
-    for roles in budget.within(given.roles):
-        began = time.perf_counter()
-        with tandem_targets(given, model, roles) as targets:
-            print(f"{roles}: ready after {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    clusters = [(roles, *one) for roles in given.roles for one in drafting(given, model).items()]
+    for roles, method, drafts in budget.within(clusters):
+        began, title = time.perf_counter(), f"{roles} {method}".strip()
+        with tandem_targets(given, model, roles, drafts) as targets:
+            print(f"{title}: ready after {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
             for frontend, spec in targets.items():
-                found[f"{roles} {frontend}"] = asyncio.run(measure_target(spec, plan, budget))
+                found[f"{title} {frontend}"] = asyncio.run(measure_target(spec, plan, budget))
     for variant in budget.within(given.vllm_tokens if given.vllm_site else ()):
         with running_vllm(given.vllm_site, model, variant, max(1, given.gpus), logs) as urls:
             found[f"vllm {variant}"] = asyncio.run(measure_target(TargetSpec(urls=tuple(urls)), plan, budget))
@@ -253,6 +291,21 @@ def read_rates(texts: Sequence[str]) -> dict[str, list[float]]:
     return rates
 
 
+def compare_to_off(targets: dict[str, dict[str, Any]]) -> None:
+    """Beside the numbers of each cluster with drafts, their part of those of the same without. targets: by name."""
+    for title, rows in targets.items():
+        roles, method, *_ = title.split()
+        off = targets.get(title.replace(f"{roles} {method}", f"{roles} {OFF}", 1))
+        if method not in METHODS or off is None:
+            continue
+        for rate, numbers in rows["rates"].items():
+            if rate in off["rates"]:
+                numbers["token_to_off"] = rounded(numbers["token_ms"] / off["rates"][rate]["token_ms"])
+        for rule, goodput in rows["goodput"].items():
+            if "rps" in goodput and "rps" in off["goodput"].get(rule, {}):
+                goodput["goodput_to_off"] = rounded(goodput["rps"] / off["goodput"][rule]["rps"])
+
+
 def result_of(
     given: argparse.Namespace, found: dict[str, dict[str, Any]], limits: dict[str, float], roofs: Roofs | None
 ) -> dict[str, Any]:
@@ -265,6 +318,7 @@ def result_of(
             for goodput in rows["goodput"].values() if limit else ():
                 if "rps" in goodput:
                     goodput["to_limit"] = rounded(goodput["rps"] / limit)
+        compare_to_off(targets)
         mixes[name] = ({"limit_rps": limit} if limit else {}) | targets
     measured = (
         {"product_tflops": rounded(roofs.product / 1e12), "copy_tbs": rounded(roofs.copy / 1e12)} if roofs else {}
@@ -276,14 +330,18 @@ def parse_options() -> argparse.Namespace:
     visible = torch.cuda.device_count()
     gpus = max(number for number in CONFIGS if number <= visible)
     parser = benchmark_parser(__file__, __doc__)
-    parser.add_argument("--shape", type=lambda name: name if name == TINY else shape_name(name),
-                        choices=[TINY, *SHAPES], default="qwen3-8b" if gpus else TINY)  # fmt: skip
+    parser.add_argument("--shape", type=lambda name: name if name in (TINY, AIR_CUT) else shape_name(name),
+                        choices=[TINY, AIR_CUT, *SHAPES], default="qwen3-8b" if gpus else TINY)  # fmt: skip
     parser.add_argument("--gpus", type=int, choices=list(CONFIGS), default=gpus, help="of a cluster; 0: on a CPU")
     mixes = ["A", "A2", "B", "C"] if gpus else ["laptop"]
     add_list(parser, "--mixes", choices=list(MIXES), default=mixes, help="of requests")
     add_list(
         parser, "--roles", choices=ROLES, default=["adaptive"], nargs="*", help="a cluster each, one by one; or none"
     )
+    add_list(parser, "--speculation", choices=METHODS, nargs="*", default=[], help="a cluster each, beside one without")
+    parser.add_argument("--holds", type=float, default=0.7, help="part of tried drafted tokens that holds")
+    parser.add_argument("--draft-tokens", type=int, default=3, help="most of a draft")
+    parser.add_argument("--step-tokens", type=int, default=32, help="most of a step with drafts")
     parser.add_argument("--http", dest="frontends", action="append_const", const="http", help="the default")
     parser.add_argument("--grpc", dest="frontends", action="append_const", const="grpc", help="instead, or as well")
     add_list(parser, "--rates", default=[], help="requests a second: 4 8, or A=18.5:23.3 B=2")
@@ -306,6 +364,8 @@ def parse_options() -> argparse.Namespace:
     given.frontends = list(dict.fromkeys(given.frontends or ["http"]))
     if given.gpus == 1 and "split" in given.roles:
         parser.error("--roles has split, which needs --gpus 2 or 4")
+    if "mtp" in given.speculation and given.shape not in (TINY, AIR_CUT):
+        parser.error(f"--speculation has mtp, which needs --shape {AIR_CUT}")
     return given
 
 
@@ -322,6 +382,17 @@ def plan_of(given: argparse.Namespace, limits: dict[str, float], vocab_size: int
     )
 
 
+def write_model(given: argparse.Namespace, folder: Path) -> Path:
+    """A folder with a configuration and a tokenizer, with --speculation with weights, too."""
+    if given.speculation or given.shape == AIR_CUT:
+        tiny = AIR | TINY_AIR | EIGHT_LAYERS
+        config = {TINY: tiny, AIR_CUT: AIR}.get(given.shape) or COMMON | SHAPES[given.shape]
+        return write_target(config, folder / given.shape, given.holds)
+    model = write_tiny(folder) if given.shape == TINY else write_shape(given.shape, folder)
+    add_tokenizer(model)
+    return model
+
+
 def _longest(mix: Mix) -> int:
     return mix.prompts.high + mix.outputs.high
 
@@ -329,8 +400,7 @@ def _longest(mix: Mix) -> int:
 def main() -> None:
     given = parse_options()
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
-        model = write_tiny(Path(folder)) if given.shape == TINY else write_shape(given.shape, Path(folder))
-        add_tokenizer(model)
+        model = write_model(given, Path(folder))
         roofs = roofs_of(given)
         counted = max(1, given.gpus)
         limits = {name: limit_of(MIXES[name], model, roofs, counted) for name in given.mixes} if roofs else {}

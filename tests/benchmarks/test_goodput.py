@@ -14,7 +14,7 @@ import pytest
 from tandem.cluster.errors import BenchmarkFailed, UsageError
 from tandem.cluster.tools.bench.mixes import MIXES, Slo
 from tandem.cluster.tools.bench.timeline import Running, Timeline
-from tests.benchmarks.goodput import goodput_of, limit_of, read_rates, shares_of
+from tests.benchmarks.goodput import compare_to_off, goodput_of, limit_of, read_rates, shares_of
 from tests.benchmarks.model_shapes import write_shape
 from tests.benchmarks.roofs import Roofs
 from tests.benchmarks.vllm_servers import SHIPPED, running_vllm
@@ -72,6 +72,21 @@ def test_both_rules_count_first_tokens_and_failures() -> None:
         "p90 gap 10 ms": 0.0,
         "mean gap 10 ms": 0.25,
     }
+
+
+def test_clusters_with_drafts_are_compared_to_that_without() -> None:
+    def numbers(token_ms: float, rps: float) -> dict[str, dict]:
+        return {"rates": {"4": {"token_ms": token_ms}}, "goodput": {"p90": {"rps": rps}, "mean": {"at_least": 4}}}
+
+    targets = {"colocated off http": numbers(5.0, 20.0), "colocated ngram http": numbers(2.0, 19.0)}
+    targets |= {"colocated ngram grpc": numbers(1.0, 1.0)}
+    compare_to_off(targets)
+    assert targets["colocated ngram http"] == {
+        "rates": {"4": {"token_ms": 2.0, "token_to_off": 0.4}},
+        "goodput": {"p90": {"rps": 19.0, "goodput_to_off": 0.95}, "mean": {"at_least": 4}},
+    }
+    assert targets["colocated off http"] == numbers(5.0, 20.0)
+    assert targets["colocated ngram grpc"] == numbers(1.0, 1.0), "there is no such cluster without"
 
 
 def test_rates_are_for_all_mixes_or_for_one() -> None:

@@ -54,6 +54,8 @@ def numbers_of(timelines: Sequence[Timeline], slo: Slo, overdue: int = 0) -> Num
         "total_cached_tokens": sum(each.cached_tokens for each in done),
         "total_reusable_tokens": sum(each.reusable_tokens for each in done),
         "tokens_per_message": _per(outputs, sum(len(each.seconds) for each in done)),
+        "total_drafted_tokens": sum(each.drafted_tokens for each in done),
+        "total_accepted_tokens": sum(each.accepted_tokens for each in done),
         "p99_late_ms": float(np.percentile(late, 99)),
         "max_late_ms": float(late.max()),
     }

@@ -27,7 +27,7 @@ def open_target(spec: TargetSpec) -> Target:
         except ModuleNotFoundError as error:
             raise UsageError(f"--url needs {error.name}: {install('bench')}") from None
         return RoundRobin([OpenAiTarget(url, spec, token) for url in spec.urls])
-    return GrpcTarget(spec.grpc, ClientSecurity(token, spec.tls_ca, spec.tls_cert, spec.tls_key), spec.salt)
+    return GrpcTarget(spec.grpc, ClientSecurity(token, spec.tls_ca, spec.tls_cert, spec.tls_key), spec)
 
 
 class RoundRobin:
@@ -56,10 +56,11 @@ class RoundRobin:
 class GrpcTarget:
     """tandem's gateway, by its own clients. Each has a connection, for a gateway may have several processes."""
 
-    def __init__(self, address: str, security: ClientSecurity, salt: str) -> None:
+    def __init__(self, address: str, security: ClientSecurity, spec: TargetSpec) -> None:
         self._clients = [AsyncClient(address, security) for _ in range(CONNECTIONS)]
         self._turns = itertools.cycle(self._clients)
-        self._salt = salt
+        self._sampling: dict[str, Any] = {"temperature": spec.temperature, "ignore_eos": True}
+        self._salt = spec.salt
 
     async def served(self) -> Served:
         info = await self._clients[0].model_info()
@@ -67,7 +68,7 @@ class GrpcTarget:
 
     async def stream(self, messages: Sequence[Message], running: Running, timeout: float) -> None:
         prompt = [token for message in messages for token in message.token_ids]
-        sampling: dict[str, Any] = {"max_tokens": running.expected_tokens, "temperature": 0.0, "ignore_eos": True}
+        sampling: dict[str, Any] = self._sampling | {"max_tokens": running.expected_tokens}
         updates = next(self._turns).generate(prompt, timeout=timeout, cache_salt=self._salt, **sampling)
         running.sent = perf_counter()
         try:
@@ -80,6 +81,8 @@ class GrpcTarget:
                 if update.usage is not None:
                     running.prompt_tokens = update.usage.prompt_tokens
                     running.cached_tokens = update.usage.cached_tokens
+                    running.drafted_tokens = update.usage.drafted_tokens
+                    running.accepted_tokens = update.usage.accepted_tokens
         except CallError as error:
             raise Refused(f"{type(error).__name__}: {error}") from None
         finally:

@@ -25,7 +25,7 @@ class OpenAiTarget:
         self._model = spec.model
         self._common: dict[str, Any] = {
             "model": spec.model,
-            "temperature": 0,
+            "temperature": spec.temperature,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -92,6 +92,10 @@ class _Answer:
             self._running.prompt_tokens = usage["prompt_tokens"]
             self._running.output_tokens = usage["completion_tokens"]
             self._running.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            details = usage.get("completion_tokens_details") or {}
+            self._running.accepted_tokens = details.get("accepted_prediction_tokens") or 0
+            rejected = details.get("rejected_prediction_tokens") or 0
+            self._running.drafted_tokens = self._running.accepted_tokens + rejected
 
     def end(self) -> None:
         """Without a usage each message counts as a token."""

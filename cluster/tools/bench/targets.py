@@ -1,7 +1,7 @@
 """Servers that can be loaded, as one interface."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from tandem.cluster.tools.bench.sessions import Message
@@ -42,7 +42,8 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Where a target is, as plain values. grpc (HOST:PORT) is given, or urls: of servers that share the requests."""
+    """Where a target is, and how its tokens are chosen, as plain values. grpc (HOST:PORT) is given, or urls: of servers
+    that share the requests."""
 
     grpc: str = ""
     urls: tuple[str, ...] = ()
@@ -53,3 +54,4 @@ class TargetSpec:
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
+    temperature: float = field(default=0.0, kw_only=True)

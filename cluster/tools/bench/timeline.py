@@ -19,7 +19,8 @@ class Running:
     """One request while it is under way. All times are time.perf_counter()'s, which all processes of a host share.
 
     due, sent: when it was to be sent, and when it was. arrivals: of each message with tokens.
-    output_tokens: how many came; expected_tokens: how many were asked for.
+    output_tokens: how many came; expected_tokens: how many were asked for. drafted_tokens, accepted_tokens: of
+    speculation, as the server says.
     """
 
     expected_tokens: int
@@ -31,6 +32,8 @@ class Running:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     error: str | None = None
@@ -61,6 +64,8 @@ class Timeline:
     cached_tokens: int
     reusable_tokens: int
     output_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     error: str | None
 
     @classmethod
@@ -74,6 +79,8 @@ class Timeline:
             running.cached_tokens,
             running.reusable_tokens,
             running.output_tokens,
+            running.drafted_tokens,
+            running.accepted_tokens,
             running.error,
         )
 

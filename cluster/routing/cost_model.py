@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 
 from tandem.cluster.routing.policy import Ask, Pair, Policy, WorkerLoad
 from tandem.workers.config import Role
+from tandem.workers.scheduling.step_time import FIRST_RATE
 
 ROW_WEIGHT = 0.05  # a second by which one decode row is held up
 TOKEN_WEIGHT = 0.05  # a second of the request's own decoding within the bound
 LONGEST_OUTPUT = 512  # tokens that a request is expected to use of max_tokens, at most
-FIRST_RATE = 10_000.0  # prompt tokens a second before any was measured
 WAITING_SECONDS = 0.25  # of prompts with which a worker has no time for rows
 LEAST_WAITING = 0.02  # prompts to come that a row beside them would hold up, where none waits
 LEAST_SHARE = 0.25  # of a worker with decode rows, for prompts

@@ -7,9 +7,9 @@ from tandem.workers.requests.prompt import Prompt
 from tandem.workers.scheduling.batch import Chunk, StepBatch
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.scheduling.prompt_order import PromptOrder
+from tandem.workers.scheduling.step_time import FIRST_RATE
 from tandem.workers.scheduling.token_pace import TokenPace
 
-FIRST_RATE = 20_000.0  # prompt tokens a second before any were measured
 LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows there are
 
 

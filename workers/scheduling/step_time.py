@@ -12,6 +12,7 @@ KNEE = 128  # tokens of a forward; fewer are computed while the weights are read
 # Seconds of a forward, a token, a token beyond KNEE, a position that a row reads, a position that a prompt token
 # attends to. Before any was measured they are those of a slow GPU, so that first chunks are short.
 PRIOR = (5e-3, 1e-5, 4e-5, 5e-8, 2e-9)
+FIRST_RATE = 1 / (PRIOR[1] + PRIOR[2])  # prompt tokens a second of long forwards, before any was measured
 PRIOR_WEIGHT = 0.01  # of a measured step
 CLASSES = 16  # of chunks and of rows, by powers of two
 KEPT = 8  # the newest steps of each pair of classes

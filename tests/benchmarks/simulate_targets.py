@@ -4,6 +4,7 @@ The scheduler is the real one, and so is what the order of prompts costs a step,
 simulated: prompts come at random times, and a step takes as long as its tokens do.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,23 +29,40 @@ MANY = 200  # prompts
 class Arrival(Prompt):
     """A prompt that waits for room."""
 
+    due = math.inf  # by when its first token counts as in time, whether the scheduler knows it or not
+
     @property
     def has_room(self) -> bool:
         return False
 
 
-def arrivals(load: float, seconds: float, target: float | None, seed: int = 0) -> list[Prompt]:
-    """Prompts whose tokens are load times what the worker can compute in these seconds, sorted."""
-    generator = np.random.default_rng(seed)
+def arrivals(
+    load: float,
+    seconds: float,
+    known: float | None,
+    *,
+    targets: tuple[float, float] = (TARGET, TARGET),
+    at_once: bool = False,
+) -> list[Arrival]:
+    """Prompts whose tokens are load times what the worker can compute in these seconds, sorted by arrival.
+
+    known: the part of the target that the scheduler knows; None: it knows no target. targets: the lowest and the
+    highest, with uniform logarithms between. at_once: all prompts come at the beginning.
+    """
+    generator = np.random.default_rng(0)
     mean = MEDIAN * np.exp(SIGMA**2 / 2)
     num = int(load * RATE / mean * seconds)
-    times = np.sort(generator.uniform(0, seconds, num))  # a Poisson process of so many
+    times = np.sort(generator.uniform(0, 0 if at_once else seconds, num))  # a Poisson process of so many
     sizes = np.clip(generator.lognormal(np.log(MEDIAN), SIGMA, num), 1, 16_000).astype(int)
-    params = SamplingParams(first_token_seconds=target)
-    return [
-        Arrival(str(number), number, PromptSpec(np.zeros(size, np.int64)), params, destination=None, arrived=came)  # type: ignore[arg-type]
-        for number, (came, size) in enumerate(zip(times.tolist(), sizes.tolist(), strict=True))
-    ]
+    drawn = np.exp(generator.uniform(math.log(targets[0]), math.log(targets[1]), num))
+    prompts = []
+    for number, (came, size, target) in enumerate(zip(times.tolist(), sizes.tolist(), drawn.tolist(), strict=True)):
+        params = SamplingParams(first_token_seconds=None if known is None else known * target)
+        spec = PromptSpec(np.zeros(size, np.int64))
+        prompt = Arrival(str(number), number, spec, params, destination=None, arrived=came)  # type: ignore[arg-type]
+        prompt.due = came + target
+        prompts.append(prompt)
+    return prompts
 
 
 @dataclass
@@ -55,7 +73,7 @@ class Worker:
     the scheduler overestimates the rate.
     """
 
-    prompts: list[Prompt]  # yet to come, sorted
+    prompts: list[Arrival]  # yet to come, sorted
     room: int = 1 << 40
     unplanned_seconds: float = 0.0
     rate_error: float = 1.0
@@ -102,8 +120,8 @@ class Worker:
 
     @property
     def in_time(self) -> int:
-        """Prompts whose first token came within TARGET."""
-        return sum(first - self.prompts[number].arrived <= TARGET for number, first in self.firsts.items())
+        """Prompts whose first token came within their target."""
+        return sum(first <= self.prompts[number].due for number, first in self.firsts.items())
 
 
 def main() -> None:
@@ -114,16 +132,19 @@ def main() -> None:
     parser.add_argument("--unplanned", type=float, default=0.0, help="seconds from a step to its first tokens")
     parser.add_argument("--planned", type=float, default=1.0, help="part of the target that the scheduler knows")
     parser.add_argument("--rate-error", type=float, default=1.0, help="by which it overestimates the rate")
+    parser.add_argument("--at-once", action="store_true", help="all prompts come at the beginning")
+    add_list(parser, "--targets", float, default=(TARGET,), help="seconds; the lowest and the highest of several")
     options = parser.parse_args()
     seconds, result = options.simulated_seconds, {}
+    targets = min(options.targets), max(options.targets)
     capacity = len(arrivals(1.0, seconds, None))
     for load in options.loads:
-        for name, target in (("arrival", None), ("deadline", options.planned * TARGET)):
-            prompts = arrivals(load, seconds, target)
+        for name, known in (("arrival", None), ("deadline", options.planned)):
+            prompts = arrivals(load, seconds, known, targets=targets, at_once=options.at_once)
             worker = Worker(prompts, options.room, unplanned_seconds=options.unplanned, rate_error=options.rate_error)
             for _ in worker.steps():
                 pass
-            measured = {"in_time_of_capacity": round(worker.in_time / capacity, 3)}
+            measured = {"in_time": worker.in_time, "in_time_of_capacity": round(worker.in_time / capacity, 3)}
             if costs := [1e6 * cost for there, cost in worker.order_seconds if there >= MANY]:
                 measured["order_us"] = round(float(np.median(costs)), 1)
             result[f"{load:g} {name}"] = measured

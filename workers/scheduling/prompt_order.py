@@ -3,7 +3,7 @@
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from tandem.workers.scheduling.batch import Chunk
 
 SHARE = 1 / 8  # of the prompt tokens, for prompts that are late or have no target
 AGAIN_SECONDS = 0.005  # after which turns are told anew, though no prompt has come or gone
+MOST_PLANNED = 256  # prompts of a plan, which takes some 0.1 ms
 
 
 class _Entry(NamedTuple):
@@ -40,6 +41,10 @@ class PromptOrder:
     "An n job, one machine sequencing algorithm for minimizing the number of late jobs", 1968). It is asked again as
     prompts come, end and grow. So a short prompt passes a long one between two chunks.
 
+    A plan has at most MOST_PLANNED prompts, those with the earliest deadlines; others count as in time until a plan has
+    them. While there are more, a prompt that one plan makes late has no part in the next one. So a burst is looked
+    through within a few plans, and none of them takes long (docs/decisions/0142).
+
     Groups 2 and 3 get at least one prompt token in eight, the oldest prompt first. When that share is due, their oldest
     prompt without room is also the first to be asked for, until it has room. So no prompt starves.
     """
@@ -65,7 +70,7 @@ class PromptOrder:
             self._undated[prompt] = entry.number
         else:
             insort(self._dated, entry)
-            self._late.append((entry.number, prompt))  # until update()
+            self._timely[prompt] = None  # the last one, until update()
         self._again = -math.inf
 
     def remove(self, prompt: Prompt) -> None:
@@ -81,16 +86,16 @@ class PromptOrder:
             del self._dated[index]
         else:
             del self._past[bisect_left(self._past, (entry.number,))]
-        if not self.has_targets:
+        if not self._has_targets:
             self._timely, self._late = {}, []
 
-    def update(self, now: float, rate: float) -> None:
-        """Turns as they are now, in the time of deadlines. rate: prompt tokens a second."""
-        if not self.has_targets:
+    def update(self, now: float, rate: Callable[[], float]) -> None:
+        """Turns as they are now, in the time of deadlines. rate: called where a plan is due; prompt tokens a second."""
+        if not self._has_targets:
             return
         total, behind = self._take_given()
         if now >= self._again:
-            self._divide(now, rate)
+            self._divide(now, rate())
             self._again = now + AGAIN_SECONDS
         self._owed = max(0.0, self._owed + SHARE * total - behind) if self._has_behind else 0.0
         self._is_due = self._owed >= max(total, 1)
@@ -98,12 +103,12 @@ class PromptOrder:
 
     def gave(self, chunks: Sequence[Chunk]) -> None:
         """These are the chunks of the next step."""
-        if self.has_targets:
+        if self._has_targets:
             self._given = [(prompt, prompt.computed, prompt in self._timely) for prompt, _ in chunks]
 
     def for_room(self, waiting: Collection[Prompt]) -> Iterator[Prompt]:
         """Prompts that wait for room, by their turns. They may leave `waiting` meanwhile."""
-        if not self.has_targets:
+        if not self._has_targets:
             yield from tuple(waiting)
             return
         if self._is_due and self._elder not in waiting:
@@ -114,7 +119,7 @@ class PromptOrder:
 
     def for_chunks(self, running: Collection[Prompt]) -> Iterator[Prompt]:
         """Prompts that have room, by their turns."""
-        if not self.has_targets:
+        if not self._has_targets:
             yield from running
             return
         elders: set[Prompt] = set()
@@ -129,7 +134,7 @@ class PromptOrder:
         yield from (prompt for prompt in self._turns() if prompt in running and prompt not in elders)
 
     @property
-    def has_targets(self) -> bool:
+    def _has_targets(self) -> bool:
         return len(self._undated) < len(self._entries)
 
     @property
@@ -155,12 +160,19 @@ class PromptOrder:
         return total, behind
 
     def _divide(self, now: float, rate: float) -> None:
+        """Plans anew."""
         over = bisect_left(self._dated, (now,))
-        for entry in self._dated[:over]:
-            insort(self._past, (entry.number, entry.prompt))
-        del self._dated[:over]
-        self._timely = in_time(self._dated, now, rate * (1 - SHARE) if self._has_behind else rate)
-        self._late = sorted((entry.number, entry.prompt) for entry in self._dated if entry.prompt not in self._timely)
+        if over:
+            self._past += [(entry.number, entry.prompt) for entry in self._dated[:over]]
+            self._past.sort()
+            del self._dated[:over]
+        dated = self._dated
+        if len(dated) > MOST_PLANNED:
+            dated = [entry for entry in dated if entry.prompt in self._timely]
+        timely = in_time(dated[:MOST_PLANNED], now, rate * (1 - SHARE) if self._has_behind else rate)
+        timely.update((entry.prompt, None) for entry in dated[MOST_PLANNED:])
+        self._timely = timely
+        self._late = sorted((entry.number, entry.prompt) for entry in self._dated if entry.prompt not in timely)
 
 
 def in_time(dated: Sequence[_Entry], now: float, rate: float) -> dict[Prompt, None]:

@@ -46,8 +46,7 @@ class Scheduler:
     def order(self, now: float) -> None:
         """Gives prompts with targets their turns for admitted() and next_batch(), once a step. now: by
         time.perf_counter(), as deadlines are."""
-        if self._order.has_targets:
-            self._order.update(now, self.pace.prompt_rate(len(self.rows), self.rows.positions) or FIRST_RATE)
+        self._order.update(now, self._prompt_rate)
 
     def admitted(self, has_room: Callable[[Prompt], bool]) -> Iterator[Prompt]:
         """Waiting prompts that run from now on, by their turns, until one has no room.
@@ -108,6 +107,10 @@ class Scheduler:
         chunks = self._chunks()
         self._order.gave(chunks)
         return StepBatch(chunks, launched, alone, decodes)
+
+    def _prompt_rate(self) -> float:
+        """Prompt tokens a second beside the rows."""
+        return self.pace.prompt_rate(len(self.rows), self.rows.positions) or FIRST_RATE
 
     def _chunks(self) -> tuple[Chunk, ...]:
         budget, chunks = self._max_batch_tokens, []

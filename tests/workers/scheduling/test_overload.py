@@ -3,7 +3,7 @@
 import pytest
 
 from tandem.workers.requests.prompt import Prompt
-from tests.benchmarks.simulate_targets import BATCH_TOKENS, RATE, TARGET, Worker, arrivals
+from tests.benchmarks.simulate_targets import BATCH_TOKENS, RATE, Worker, arrivals
 
 SECONDS = 60.0
 CAPACITY = len(arrivals(1.0, SECONDS, None))  # prompts that the worker can compute while they arrive
@@ -21,7 +21,7 @@ def oldest_late(worker: Worker) -> Prompt | None:
 @pytest.mark.parametrize("load", [1.0, 1.3, 2.0])
 def test_prompts_come_in_time_however_many_there_are(load: float, room: int) -> None:
     """And the oldest late one is computed at one token in eight, at least."""
-    worker = Worker(arrivals(load, SECONDS, TARGET), room)
+    worker = Worker(arrivals(load, SECONDS, 1.0), room)
     oldest, since, left = None, 0.0, 0
     for now in worker.steps():
         if (late := oldest_late(worker)) is not oldest:
@@ -44,7 +44,7 @@ def test_in_the_order_of_arrival_few_come_in_time(load: float, most: float) -> N
 
 
 def test_nobody_is_late_where_there_is_time() -> None:
-    worker = Worker(arrivals(0.6, SECONDS, TARGET))
+    worker = Worker(arrivals(0.6, SECONDS, 1.0))
     for _ in worker.steps():
         pass
     assert worker.in_time == len(worker.prompts)

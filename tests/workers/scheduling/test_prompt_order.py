@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.scheduling import prompt_order
 from tandem.workers.scheduling.decode_rows import DecodeRows
-from tandem.workers.scheduling.prompt_order import _Entry, in_time
+from tandem.workers.scheduling.prompt_order import AGAIN_SECONDS, PromptOrder, _Entry, in_time
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
 from tests.support.fixed_rate import FixedRate
@@ -245,6 +246,65 @@ def test_beside_rows_fewer_prompts_can_be_in_time() -> None:
     assert scheduler.next_batch().chunks[0].request is short
 
 
+def test_the_rate_is_asked_for_where_turns_are_told_anew() -> None:
+    order, asked = PromptOrder(), []
+
+    def rate() -> float:
+        asked.append(None)
+        return RATE
+
+    order.add(prompt("none", 10, None))
+    order.update(0.0, rate)
+    assert not asked
+    order.add(prompt("due", 10, 1.0))
+    for now in (0.0, 0.001, 0.004):
+        order.update(now, rate)
+    assert len(asked) == 1
+    order.update(AGAIN_SECONDS, rate)
+    assert len(asked) == 2
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompts each plan had; at most 8."""
+    counts: list[int] = []
+
+    def counted(dated: Sequence[_Entry], now: float, rate: float) -> dict[Prompt, None]:
+        counts.append(len(dated))
+        return in_time(dated, now, rate)
+
+    monkeypatch.setattr(prompt_order, "MOST_PLANNED", 8)
+    monkeypatch.setattr(prompt_order, "in_time", counted)
+    return counts
+
+
+def test_a_plan_has_a_bounded_number_of_prompts(planned: list[int]) -> None:
+    steps = Steps()
+    steps.add(*(prompt(str(number), 1 + number % 7, 0.5 + number / 10) for number in range(100)))
+    steps.run()
+    assert max(planned) == 8
+    assert len(steps.ended) == 100
+
+
+def test_a_burst_is_looked_through_within_a_few_plans(planned: list[int]) -> None:
+    """Its short prompts come in time, wherever they stand in it."""
+    steps = Steps()
+    steps.add(*(prompt(f"long {number}", 40, 2.0) for number in range(20)))
+    steps.add(*(prompt(f"short {number}", 10, 2.0) for number in range(6)))
+    steps.run()
+    assert max(planned) == 8
+    assert all(steps.ended_at[f"short {number}"] <= 2.0 for number in range(6))
+
+
+def test_later_deadlines_than_planned_go_before_prompts_without_one(planned: list[int]) -> None:
+    steps = Steps()
+    steps.add(prompt("none", 10, None))
+    steps.add(*(prompt(str(number), 10, 10.0 + number) for number in range(20)))
+    for _ in range(12):
+        steps.step()
+    assert [name for name in steps.ended if name != "none"] == [str(number) for number in range(11)]
+
+
 JOBS = st.lists(st.tuples(st.integers(1, 30), st.floats(0.0, 1.5)), min_size=1, max_size=7)
 
 
@@ -281,8 +341,14 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=200)
-@given(actions=st.lists(ACTIONS, max_size=60), room=st.integers(1, 5))
-def test_any_program_ends_all_its_prompts(actions: list[tuple[str, int, float | None]], room: int) -> None:
+@given(actions=st.lists(ACTIONS, max_size=60), room=st.integers(1, 5), most=st.sampled_from((1, 3, 256)))
+def test_any_program_ends_all_its_prompts(actions: list[tuple[str, int, float | None]], room: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_order, "MOST_PLANNED", most)
+        _end_all_prompts(actions, room)
+
+
+def _end_all_prompts(actions: list[tuple[str, int, float | None]], room: int) -> None:
     steps, there = Steps(room=room), []
     for name, number, left in actions:
         if name in ("add", "local"):

@@ -43,7 +43,7 @@ class PromptOrder:
 
     A plan has at most MOST_PLANNED prompts, those with the earliest deadlines; others count as in time until a plan has
     them. While there are more, a prompt that one plan makes late has no part in the next one. So a burst is looked
-    through within a few plans, and none of them takes long (docs/decisions/0142).
+    through within a few plans, and none of them takes long (docs/decisions/0140).
 
     Groups 2 and 3 get at least one prompt token in eight, the oldest prompt first. When that share is due, their oldest
     prompt without room is also the first to be asked for, until it has room. So no prompt starves.

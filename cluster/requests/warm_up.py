@@ -50,8 +50,8 @@ class WarmUp:
             async with asyncio.timeout(MOST_SECONDS):
                 for pair in self._pairs(island):
                     await self._warm(pair)
-        except FAILURES as error:
-            log.warning("island %s is not warm: %s", island, str(error) or "it took too long")
+        except* FAILURES as failed:  # one error, or those of requests that were sent together
+            log.warning("island %s is not warm: %s", island, str(failed.exceptions[0]) or "it took too long")
 
     def _pairs(self, island: str) -> list[LinkPair]:
         links = [link for (name, _), link in self._islands.links().items() if name == island]

@@ -40,7 +40,7 @@ FLOORS = {
         {"scheduling"},
         {"engine"},
         {"handoff", "replay", "speculation"},
-        {"decode", "prefill"},
+        {"decode", "following", "prefill"},
         {"steps"},
         {"service"},
         {"worker"},

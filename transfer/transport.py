@@ -58,6 +58,7 @@ class Transport(ABC):
         self.num_signals = config.num_signals
         self.epoch = config.epoch
         self._regions = config.regions
+        self.layouts = config.layouts or (config.layout,) * config.num_pes  # of each PE
         self._joined = False
         load_page_runs()  # so that no write waits for a compiler
 

@@ -56,7 +56,8 @@ class WorkerConfig:
     role: what the worker is mainly for. It computes prompts and decodes whatever its role is. adaptive: it is asked for
     both often, so that what captures CUDA graphs captures those of both. token_seconds: how long a sequence may wait
     for its next token because of prompts; None sets no bound. token_share: how many of its tokens are to come in that
-    time. record: None records nothing.
+    time. record: None records nothing. ranks: how many processes make up each worker of the island, each with a shard
+    of the model; none where all have one. rank: which of them this is; the first leads.
     """
 
     role: Role
@@ -92,6 +93,8 @@ class WorkerConfig:
     speculation: SpeculationSettings = SpeculationSettings()
     logging: LogSettings = field(default_factory=LogSettings)
     record: RecordSettings | None = None
+    rank: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

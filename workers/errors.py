@@ -69,6 +69,11 @@ class ForwardFailed(WorkerError):
     """The forward that the request was part of raised; the worker goes on."""
 
 
+def forward_failed(what: str, error: Exception) -> WorkerError:
+    """What the caller hears of a request whose forward raised. A lost rank is the worker's end, not the request's."""
+    return error if isinstance(error, RankLost) else ForwardFailed(f"{what} failed: {error}")
+
+
 class LogitsNotFinite(ForwardFailed):
     """The model gave NaN or infinity for a request's next token; the request ends, the others of its forward go on."""
 

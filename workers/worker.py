@@ -28,22 +28,21 @@ from tandem.workers.config import LoopSettings, WorkerConfig, max_message_bytes
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.engine.captures import FIRST_USE, captures_of
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.watched_engine import WatchedEngine
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.following.worker_ranks import WorkerRanks
 from tandem.workers.handoff.reservations import longest_append
-from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.drafters.load import Model, load_drafter
-from tandem.workers.models.kv_scales import choose_scales
-from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.ports.authentication import TokenRequired
 from tandem.workers.ports.connections import lenient_options
 from tandem.workers.ports.private_socket import PrivateSocket
 from tandem.workers.ports.tls import Identity, bracketed
 from tandem.workers.prefill.push_meter import PushMeter
-from tandem.workers.replay.recorder import RecordedEngine, Recorder, begin_record
+from tandem.workers.replay.recorder import Recorder, begin_record
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.memory_budget import measure_budget, on_the_gpu
-from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_cache import make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.guided import Grammars
 from tandem.workers.service.services import WorkerService
@@ -55,6 +54,7 @@ from tandem.workers.steps.step_thread import StepThread
 T = TypeVar("T")
 Watch = Callable[[PageWriter], PageWriter]
 HOST = "127.0.0.1"
+FOLLOWS = "none: it follows rank 0 of its worker"  # the address of a rank that serves nobody
 SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 COMMAND_SECONDS = 30.0
@@ -83,10 +83,9 @@ class Worker:
         self.config = config
         self._transports = transports
         self._set_threads()
-        self.model_config = load_config(Path(config.model_path), config.dtype)
-        self._drafter_config = load_drafter_config(config.speculation, self.model_config)
-        scales = choose_scales(config, self.model_config, self._drafter_config)
-        self._layout = kv_layout(self.model_config, config.page_size, scales, self._drafter_config)
+        self._ranks = WorkerRanks(config)
+        self.model_config, self._drafter_config = self._ranks.model, self._ranks.drafter
+        self._layout = self._ranks.layout
         self.loaded_bytes = 0
         self.total_bytes = 0
         self._prepared = 0  # parts of what comes after the weights
@@ -120,7 +119,12 @@ class Worker:
             self.loaded_bytes, self.total_bytes = before[0] + loaded, before[1] + total
 
         target = load_decoder(
-            folder, self.model_config, load_format=config.load_format, device=config.device, report=progress
+            folder,
+            self.model_config,
+            load_format=config.load_format,
+            device=config.device,
+            report=progress,
+            ranks=self._ranks.ranks,
         )
         before = self.loaded_bytes, self.total_bytes
         self._model: Model = target
@@ -166,25 +170,23 @@ class Worker:
         """
         config = self.config
         self._num_pages = num_pages
-        self._opened = self._transports(
-            config.transport,
-            TransportConfig(
-                pe=config.pe,
-                num_pes=config.num_pes,
-                layout=self._layout,
-                num_pages=pages_of_groups(self._layout, num_pages, page_uses(config)),
-                num_signals=mailbox_rows(config.num_signals, config.num_pes),
-                island=config.island,
-                epoch=config.epoch,
-                endpoint=endpoint,
-            ),
+        member = TransportConfig(
+            pe=config.pe,
+            num_pes=config.num_pes,
+            layout=self._layout,
+            num_pages=pages_of_groups(self._layout, num_pages, page_uses(config)),
+            num_signals=mailbox_rows(config.num_signals, config.num_pes),
+            island=config.island,
+            epoch=config.epoch,
+            endpoint=endpoint,
         )
+        self._opened = self._ranks.transport(self._transports, member)
         self._meter = PushMeter(self._opened)
-        return self._opened.open()
+        return self._ranks.opened(self._opened.open())
 
     def join(self, handles: Sequence[bytes]) -> None:
         """Maps the peers; after it returned on every PE the island is formed."""
-        self._transport.join(handles)
+        self._transport.join(self._ranks.joined(handles))
 
     def serve(self, host: str = HOST, identity: Identity | None = None) -> str:
         """Starts stepping and answering; what gRPC calls the worker service. host: the address to listen on.
@@ -221,7 +223,7 @@ class Worker:
     def lost(self) -> str:
         """See Transport.lost. From any thread."""
         opened = self._opened
-        return "" if opened is None else opened.lost
+        return self._ranks.lost or ("" if opened is None else opened.lost)
 
     def ping(self) -> None:
         """Returns once the step thread takes commands; at once before serve(). TimeoutError when it hangs."""
@@ -255,6 +257,7 @@ class Worker:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
+        self._ranks.leave()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
@@ -268,6 +271,7 @@ class Worker:
         """After leave(): what this process is in its island's next epoch; open() comes next."""
         gc.collect()  # what cycles of the epoch before still hold of its pools: the next ones need that memory
         self.config = config
+        self._ranks.rejoin(config)
         self._set_threads()
 
     def stop(self) -> None:
@@ -294,6 +298,12 @@ class Worker:
         vocab_size = self.model_config.vocab_size
         recorder = self._recorder = begin_record(config, self._num_pages, self._layout.fingerprint, vocab_size)
         engine = self.assemble(None if recorder is None else recorder.watch, recorder)
+        if self._ranks.follower is not None:
+            self._step_thread = StepThread(self._ranks.follower, "step")
+            self._step_thread.start()
+            self._step_thread.call(lambda: None)  # it begins to look for calls behind the first command
+            await asyncio.to_thread(self._ranks.wait_for_captures, SERVE_SECONDS)
+            return FOLLOWS
         loop = self._loop = self._make_loop(engine)
         self._step_thread = StepThread(loop, "step")
         grammars = self._grammars = Grammars(Path(config.model_path), vocab_size, self._eos_token_ids)
@@ -335,7 +345,10 @@ class Worker:
             drafter=self._drafter_config,
         )
         parts = cache, ModelRunner(self._model, cache), self._transport
-        return Engine(*parts) if recorder is None else RecordedEngine(*parts, recorder)
+        with_ranks = self._ranks.engine(*parts, recorder)
+        if with_ranks is not None:
+            return with_ranks
+        return Engine(*parts) if recorder is None else WatchedEngine(*parts, recorder)
 
     def _make_loop(self, engine: Engine) -> StepLoop:
         """On the event loop, which tokens go through."""

@@ -24,7 +24,7 @@ def lacking_room(config: ClusterConfig, driver: Driver) -> Iterator[str]:
     """A line for each GPU that the workers would get and that has no room for one. The weights have to fit and, unless
     cache.num_pages says how large the pool is, what a worker reserves beside them and its pages."""
     island, cache, weights = config.island, config.cache, 0
-    needed = config.num_islands * (island.num_prefill + island.num_decode)
+    needed = config.num_islands * sum(island.ranks)
     fraction, reserved = 1.0, 0
     if cache.num_pages is None:
         fraction, reserved = cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION, RESERVED_BYTES

@@ -159,8 +159,8 @@ def _warn_of_files(config: ClusterConfig, limit: int) -> Iterator[str]:
 
 
 def _num_workers(config: ClusterConfig) -> int:
-    """Of all islands."""
-    return config.num_islands * (config.island.num_prefill + config.island.num_decode)
+    """Processes of all islands."""
+    return config.num_islands * sum(config.island.ranks)
 
 
 def _check_folders(config: ClusterConfig, workers: int) -> Iterator[str]:

@@ -56,7 +56,7 @@ def _range(steps: str | None) -> range:
 
 
 def _described(action: "ActionEntry") -> str:
-    from tandem.workers.replay.recorder import PARAMETERS
+    from tandem.workers.engine.watched_engine import PARAMETERS
 
     pairs = zip(PARAMETERS[action.name], action.arguments, strict=True)
     text = " ".join(f"{name}={value!r}" for name, value in pairs).replace("\n", "")

@@ -16,11 +16,11 @@ from pydantic_core import ErrorDetails
 
 from tandem.cluster.config.errors import explain, names
 from tandem.cluster.config.file import environment_keys, parse_override, put, read_mapping
+from tandem.cluster.config.island import IslandSection
 from tandem.cluster.config.scaling import ScalingSection
 from tandem.cluster.config.sections import (
     CacheSection,
     GatewaySection,
-    IslandSection,
     LoggingSection,
     MetricsSection,
     ModelSection,
@@ -180,6 +180,15 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"cache.gpu_memory_utilization is {utilization}; it must be null where island.device is cpu: "
                 "cache.num_pages says how large the pools are there"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replays_one_rank(self) -> Self:
+        if self.record.folder is not None and max(self.island.prefill_ranks, self.island.decode_ranks) > 1:
+            raise ValueError(
+                f"record.folder is {self.record.folder}; it must be null where island.prefill_ranks or "
+                "island.decode_ranks is above 1: `tandem replay` runs workers with one rank"
             )
         return self
 

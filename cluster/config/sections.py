@@ -16,7 +16,6 @@ from pydantic import (
 from tandem.cluster.config.model import find_model, model_name, model_root, usable_path
 from tandem.cluster.config.nodes import GatewayNodes
 from tandem.cluster.config.units import (
-    AnyWorkers,
     Calls,
     Cpus,
     Factor,
@@ -35,13 +34,10 @@ from tandem.cluster.config.units import (
     Section,
     Sequences,
     Share,
-    Threads,
     Tokens,
-    Workers,
 )
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.routing.policy import POLICIES
-from tandem.transfer.factory import TRANSPORTS
 from tandem.workers.config import TOKEN_SHARE, RecordSettings
 from tandem.workers.logs import LogSettings
 
@@ -151,54 +147,6 @@ class SchedulerSection(Section):
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
     """most messages that the clients of one decode worker get; when more tokens come, a message carries several; null
     is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU"""
-
-
-class IslandSection(Section):
-    device: Literal["cpu", "cuda"] = "cpu"
-    """where workers compute; on cuda each has a GPU of its own"""
-    transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
-    """how workers write into each other's pages: CPUs by shared_memory or, between hosts, tcp; GPUs by nvshmem"""
-    num_prefill: AnyWorkers = Field(default=1, le=256)
-    """prefill workers; 0 where scheduler.roles is adaptive or colocated: decode workers compute all prompts then, and
-    one GPU makes an island"""
-    num_decode: Workers = Field(default=1, le=256)
-    """decode workers"""
-    num_signals: Requests | None = Field(default=None, le=1 << 16)
-    """requests whose KV one decode worker can await at a time; null is scheduler.max_sequences"""
-    lease_seconds: Seconds = Field(default=30.0, ge=0.05, le=3600)
-    """how long workers keep pages and work on for a gateway that shows no sign of life"""
-    verify_kv: bool = False
-    """whether decode workers compare digests of the KV pushed to them"""
-    network: Literal["auto", "loopback", "node"] = "auto"
-    """how the gateway reaches workers: loopback, on its own host only; node, at their hosts' addresses with mutual TLS;
-    auto, node where Ray has several hosts when the cluster starts"""
-    span_hosts: bool = False
-    """whether an island's workers go to as many hosts as there are, over tcp; false puts an island onto one host"""
-    node_resources: dict[str, float] = Field(default={}, max_length=64)
-    """Ray's resources that a host must have for an island, and how many"""
-    node_labels: dict[str, str] = Field(default={}, max_length=64)
-    """Ray's labels that a host must have for an island, and their values"""
-    threads_per_worker: Threads | None = Field(default=None, le=1024)
-    """threads of one worker; null shares the cores of its host evenly among the workers that num_islands, spread over
-    the hosts, bring there"""
-
-    @field_validator("transport")
-    @classmethod
-    def _fit_device(cls, transport: str, info: ValidationInfo) -> str:
-        if transport not in TRANSPORTS:
-            raise ValueError(f"must be {' or '.join(TRANSPORTS)}")
-        device = info.data.get("device", *TRANSPORTS[transport].devices[:1])  # an invalid device is named by itself
-        if device not in TRANSPORTS[transport].devices:
-            fitting = " or ".join(name for name, one in TRANSPORTS.items() if device in one.devices)
-            raise ValueError(f"must be {fitting} where island.device is {device}")
-        return transport
-
-    @field_validator("span_hosts")
-    @classmethod
-    def _fit_transport(cls, span_hosts: bool, info: ValidationInfo) -> bool:
-        if span_hosts and (info.data.get("transport", "tcp") != "tcp" or info.data.get("network") == "loopback"):
-            raise ValueError("must be false unless island.transport is tcp and island.network is not loopback")
-        return span_hosts
 
 
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/,*]+)$")]

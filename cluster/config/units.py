@@ -20,6 +20,7 @@ Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port
 Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
 Processes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "processes"})]
 Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
+Ranks = Annotated[int, Field(ge=1, json_schema_extra={"unit": "ranks"})]
 Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
 Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
 Sequences = Annotated[int, Field(ge=1, json_schema_extra={"unit": "sequences"})]

@@ -55,7 +55,7 @@ class Island:
         workers = worker_configs(config, max_model_len, name, epoch, self._network.num_hosts)
         self._workers = [replace(worker, silent_seconds=self._network.silent_seconds) for worker in workers]
         self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
-        self._members: list[ActorProcess] = []  # in the order of their PEs
+        self._members: list[ActorProcess] = []  # in the order of their PEs and ranks
         self._loads: dict[ActorProcess, Future[Any]] = {}
         self._replacements: set[str] = set()  # names
         self.shape = Shape(config.island.num_prefill, config.island.num_decode)
@@ -130,7 +130,7 @@ class Island:
         lost a member.
         """
         assert before._group is not None, "launch() comes first"
-        kept = keep_members(before.shape.roles, self.shape.roles)
+        kept = self._kept(before)
         specs = [self._spec(worker) for worker, pe in zip(self._workers, kept, strict=True) if pe is None]
         started = before._group.grow(specs, threads=self._threads)
         try:
@@ -147,7 +147,7 @@ class Island:
             if isinstance(error, ProcessEnded) and error.name in [member.name for member in started]:
                 raise StartFailed(str(error)) from error
             raise
-        return len(started)
+        return sum(worker.rank == 0 for worker, old in zip(self._workers, kept, strict=True) if old is None)
 
     def take_over(self, before: "Island") -> tuple[WorkerAddress, ...]:
         """After extend(): ends `before` and the calls of its workers, then forms this island. Otherwise as form()."""
@@ -187,6 +187,14 @@ class Island:
         """
         quiet = self._try(Role.PREFILL, "release", prefix)
         self._try(Role.DECODE, "release", prefix, quiet)
+
+    def end_other_ranks(self, lost: ProcessEnded) -> None:
+        """Kills the other ranks of the worker whose process has ended: without it they answer nobody any more."""
+        workers = list(zip(self._workers, self._members, strict=False))
+        pes = {worker.pe for worker, member in workers if member.name == lost.name}
+        for worker, member in workers:
+            if worker.pe in pes and member.name != lost.name:
+                member.kill()
 
     def end(self, gently: bool) -> None:
         """Ends the processes. gently: they first close what they hold, as an unbroken island can. Idempotent."""
@@ -241,7 +249,20 @@ class Island:
         return tuple(
             self._network.known(WorkerAddress(worker.role, worker.pe, address, worker.token))
             for worker, address in zip(self._workers, addresses, strict=True)
+            if worker.rank == 0
         )
+
+    def _kept(self, before: "Island") -> list[int | None]:
+        """For each of the processes the number of that of `before` which takes its place: see keep_members(). A worker
+        whose number of ranks would change starts anew."""
+        sizes = self._config.island.ranks
+        of_before = [worker for worker in before._workers if worker.rank == 0]
+        firsts = [before._workers.index(worker) for worker in of_before]
+        kept: list[int | None] = []
+        for pe, old in enumerate(keep_members(before.shape.roles, self.shape.roles)):
+            fits = old is not None and before._config.island.ranks[old] == sizes[pe]
+            kept += [firsts[old] + rank if fits and old is not None else None for rank in range(sizes[pe])]
+        return kept
 
     def _all(self, method: str, *arguments: object) -> list[Any]:
         return self._ask(self._members, method, *arguments)
@@ -274,4 +295,5 @@ class Island:
 
 
 def _name(worker: WorkerConfig) -> str:
-    return f"{worker.role} (PE {worker.pe})"
+    rank = f", rank {worker.rank}" if worker.ranks and worker.ranks[worker.pe] > 1 else ""
+    return f"{worker.role} (PE {worker.pe}{rank})"

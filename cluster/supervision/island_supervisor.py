@@ -143,6 +143,8 @@ class IslandSupervisor(Supervisor):
     def _clear(self, lost: TandemError) -> None:
         """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
         before = self.island
+        if isinstance(lost, ProcessEnded):
+            before.end_other_ranks(lost)
         self._stop_admission()
         self._epoch = next(self._epochs)
         self.island = self._island_of(self._epoch, before.shape)

@@ -13,6 +13,7 @@ from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.config.rank_shapes import check_ranks
 from tandem.cluster.errors import ConfigError, StartFailed, TandemError
 from tandem.cluster.gateway.settings import GatewayAddresses
 from tandem.cluster.processes.processes import Processes
@@ -236,6 +237,7 @@ class Cluster:
             tokenizer = Tokenizer.from_folder(folder)
             worker = worker_configs(self._config, model.max_length)[0]
             drafter = _check_drafter(worker, model, tokenizer)
+            check_ranks(self._config.island, (model, drafter))
             layout = kv_layout(model, worker.page_size, choose_scales(worker, model, drafter), drafter)
             default_sampling(folder, self._config.model.generation_config)
         except ModelError as error:
@@ -267,9 +269,9 @@ class Cluster:
     def _check_room(self) -> None:
         """Checks all islands' room at once: a later island would fail after earlier ones have loaded weights."""
         section, islands = self._config.island, self._config.num_islands
-        workers = islands * (section.num_prefill + section.num_decode)
+        processes = islands * sum(section.ranks)
         try:
-            self._processes.check_room(workers, gpus=1 if section.device == "cuda" else 0)
+            self._processes.check_room(processes, gpus=1 if section.device == "cuda" else 0)
         except StartFailed as error:
             each = f"island.num_prefill {section.num_prefill} and island.num_decode {section.num_decode}"
             raise StartFailed(f"num_islands is {islands}, each with {each}: {error}") from error

@@ -38,12 +38,14 @@ def max_islands(config: ClusterConfig) -> int:
 def worker_configs(
     config: ClusterConfig, max_model_len: int, island: str | None = None, epoch: int = FIRST_EPOCH, hosts: int = 1
 ) -> list[WorkerConfig]:
-    """One for each PE of the island (by default the first), prefill workers first. hosts: on which islands may be.
+    """One for each rank of each worker of the island (by default the first), prefill workers first. hosts: on which
+    islands may be.
 
     They get a token of their own, which is written nowhere.
     """
     token = secrets.token_urlsafe(TOKEN_BYTES)
     roles = [Role.PREFILL] * config.island.num_prefill + [Role.DECODE] * config.island.num_decode
+    sizes = config.island.ranks
     return [
         WorkerConfig(
             role=role,
@@ -51,6 +53,8 @@ def worker_configs(
             epoch=epoch,
             pe=pe,
             num_pes=len(roles),
+            rank=rank,
+            ranks=tuple(sizes) if max(sizes) > 1 else (),
             model_path=config.model.path or "",
             dtype=config.model.dtype,
             kv_cache_dtype=config.cache.kv_cache_dtype,
@@ -80,6 +84,7 @@ def worker_configs(
             record=config.record.settings,
         )
         for pe, role in enumerate(roles)
+        for rank in range(sizes[pe])
     ]
 
 
@@ -114,7 +119,7 @@ def token_seconds(config: ClusterConfig) -> float | None:
 def workers_on_host(config: ClusterConfig, hosts: int) -> int:
     """The most there are where islands are spread evenly over so many hosts. With more threads than a host has cores,
     its workers wait for each other."""
-    return math.ceil(config.num_islands / hosts) * (config.island.num_prefill + config.island.num_decode)
+    return math.ceil(config.num_islands / hosts) * sum(config.island.ranks)
 
 
 def utilization_to_fill(config: ClusterConfig) -> float | None:

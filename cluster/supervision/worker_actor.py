@@ -30,7 +30,8 @@ class WorkerActor:
         if config.device == "cuda":  # which nothing has touched yet in this process
             os.environ[VARIABLE] = with_peers(os.environ.get(VARIABLE, ""))
             sys.setswitchinterval(SWITCH_SECONDS)
-        self._log = open_log(config.logging, f"{config.island}/worker.{config.pe}")
+        rank = f".{config.rank}" if config.rank else ""
+        self._log = open_log(config.logging, f"{config.island}/worker.{config.pe}{rank}")
         self._stopped = threading.Event()
         self._phase = ""  # of what prepares it right now
         self._worker = Worker(config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.cache.kernels import choice
 from tandem.cache.kernels.torch.kernels import TorchKernels
-from tandem.cluster.config import sections
+from tandem.cluster.config import island
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
 from tandem.transfer import factory
@@ -42,7 +42,7 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backends = {"added": AddedKernels, **choice.KV_BACKENDS}
     monkeypatch.setattr(choice, "KV_BACKENDS", MappingProxyType(backends))
     added = factory.Registration(__name__, "AddedTransport", ("cpu",))
-    for module in (factory, sections):
+    for module in (factory, island):
         monkeypatch.setattr(module, "TRANSPORTS", MappingProxyType({**factory.TRANSPORTS, "added": added}))
     CALLS.clear()
     yield

@@ -5,6 +5,7 @@ through tandem.cluster.supervision.launcher.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from tests.support.poison import poison_free_pages
 
 @dataclass(frozen=True)
 class Island:
-    """workers are in the order of their PEs, prefill first."""
+    """workers are in the order of their PEs, prefill first, and of their ranks."""
 
     address: str
     workers: list[Worker]
@@ -94,7 +95,8 @@ def running_island(
         handles = [worker.open(num_pages) for worker in workers]
         for worker in workers:
             worker.join(handles)
-        addresses = [worker.serve() for worker in workers]
+        with ThreadPoolExecutor(len(workers) if workers[0].config.ranks else 1) as serving:
+            addresses = list(serving.map(Worker.serve, workers))  # a follower is prepared when its leader is
         for worker in workers:
             worker.on_step_thread(partial(poison_free_pages, worker.cache, worker.pools))
         with running_gateway(config, num_pages, [worker.config for worker in workers], addresses) as (address, gateway):
@@ -115,6 +117,7 @@ def running_gateway(
         there = tuple(
             WorkerAddress(worker.role, worker.pe, address, worker.token)
             for worker, address in zip(workers, addresses, strict=True)
+            if worker.rank == 0  # others follow
         )
         listening = events.run(gateway.start(), timeout=30)
         state = IslandState(workers[0].island, workers[0].epoch, 0, there, version=1)

@@ -13,7 +13,7 @@ from tandem.workers.decode.prepared_row import PreparedRow
 from tandem.workers.decode.published_prefixes import PublishedPrefixes
 from tandem.workers.decode.steps_in_flight import LaunchedStep, StepsInFlight
 from tandem.workers.engine.engine import Engine
-from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError
+from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError, forward_failed
 from tandem.workers.handoff.reservations import Reservations, landed
 from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.logs import of_requests
@@ -274,7 +274,7 @@ class Decodes:
             except Exception as error:
                 if not isinstance(error, CorruptKV | LogitsNotFinite):
                     log.exception("receiving KV failed", extra=of_requests(request))
-                    error = ForwardFailed(f"receiving KV of {request.request_id!r} failed: {error}")
+                    error = forward_failed(f"receiving KV of {request.request_id!r}", error)
                 self.failed(request, error)
                 continue
             if reason == FinishReason.RUNNING:
@@ -377,7 +377,7 @@ class Decodes:
         self._rows.leave(requests)
         for request in requests:
             request.output.clear()
-            self.failed(request, ForwardFailed(f"decode of {request.request_id!r} failed: {error}"))
+            self.failed(request, forward_failed(f"decode of {request.request_id!r}", error))
         return 0
 
     def failed(self, request: DecodeRequest, error: WorkerError) -> None:

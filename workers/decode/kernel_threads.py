@@ -15,7 +15,9 @@ def threads_of(config: WorkerConfig) -> tuple[int | None, int | None]:
         own = max(1, len(os.sched_getaffinity(0)) // config.workers_on_host)
     if own is None or config.decode_workers is None:
         return own, own
-    return own, own * config.num_pes // config.decode_workers
+    processes = sum(config.ranks) or config.num_pes
+    decoding = config.decode_workers * (config.ranks[config.pe] if config.ranks else 1)
+    return own, own * processes // decoding
 
 
 class KernelThreads:

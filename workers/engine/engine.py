@@ -59,7 +59,8 @@ class Engine:
         self.layout = cache.layout
         self.max_sequence_length = cache.max_sequence_length
         rows = num_request_rows(transport)
-        self.peers = Peers(transport.pe, transport.num_pes, transport.epoch, transport.num_pages, rows)
+        where = transport.pe, transport.num_pes, transport.epoch
+        self.peers = Peers(*where, transport.num_pages, rows, transport.layouts)
 
     # Actions: before the first request
 

@@ -58,6 +58,7 @@ class Grants:
             num_pages=peers.num_pages,
             expected_start=reservation.matched_tokens,
             expected_tokens=num_tokens - reservation.matched_tokens,
+            receiver=peers.layouts[reservation.target_pe],
             border=border,
         )
         if not reservation.authentic:  # comes last: what the other checks can say is more to the point

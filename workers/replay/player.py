@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tandem.workers.engine.engine import ACTIONS, Engine
+from tandem.workers.engine.watched_engine import PARAMETERS
 from tandem.workers.replay.codec import Decoder, Known
 from tandem.workers.replay.errors import BadRecord
 from tandem.workers.replay.pushes import PushLog
 from tandem.workers.replay.record_file import RecordReader
-from tandem.workers.replay.recorder import PARAMETERS
 from tandem.workers.replay.value_types import (
     SECRET_RESULTS,
     ActionEntry,

@@ -82,12 +82,16 @@ class Header:
             given = values.pop("config")
             speculation, role = SpeculationSettings(**given.pop("speculation")), Role(given.pop("role"))
             del given["logging"], given["record"]
+            if given["ranks"] == []:
+                given["ranks"] = ()
             header = cls(config=WorkerConfig(role=role, speculation=speculation, **given), **values)
             config = header.config
             for part in (header, config, speculation):
                 _check_values(part)
             if config.pe >= config.num_pes or config.num_pes > MAX_PES:
                 raise BadRecord(f"its header has PE {config.pe} of {config.num_pes}; at most {MAX_PES} are accepted")
+            if config.rank or config.ranks != ():
+                raise BadRecord(f"its header has rank {config.rank} of {config.ranks!r:.40}; one rank is accepted")
             return header
         except BadRecord:
             raise

@@ -3,16 +3,13 @@
 import logging
 import time
 from collections.abc import Callable
-from functools import wraps
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.page_writer import PageWriter
-from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
-from tandem.workers.engine.engine import ACTIONS, Engine
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.watched_engine import PARAMETERS
 from tandem.workers.replay.codec import Encoder
 from tandem.workers.replay.errors import NotAValue, RecordError
 from tandem.workers.replay.pseudonyms import Pseudonyms
@@ -31,7 +28,6 @@ from tandem.workers.replay.value_types import (
     secret_arguments,
     value_types,
 )
-from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 
 log = logging.getLogger(__name__)
@@ -179,37 +175,6 @@ class RecordedSamples:
             self._noted = True
             self._recorder.read(self, found)
         return found
-
-
-class RecordedEngine(Engine):
-    """An engine whose actions are written down. Questions and polls are as they were."""
-
-    def __init__(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, recorder: Recorder) -> None:
-        super().__init__(cache, runner, transport)
-        self.recorder = recorder
-
-
-def _recorded(name: str) -> Callable[..., Any]:
-    action = getattr(Engine, name)
-    parameters = list(signature(action).parameters.values())
-    names = [one.name for one in parameters]
-    defaults = {one.name: one.default for one in parameters if one.default is not Parameter.empty}
-
-    @wraps(action)
-    def act(self: RecordedEngine, *arguments: Any, **named: Any) -> Any:
-        rest = names[1 + len(arguments) :]
-        given = [named[one] if one in named else defaults[one] for one in rest]
-        return self.recorder.act(self, name, (*arguments, *given), called)
-
-    def called(engine: Engine, *arguments: Any) -> Any:
-        return action(engine, **dict(zip(names[1:], arguments, strict=True)))
-
-    return act
-
-
-PARAMETERS = {name: tuple(signature(getattr(Engine, name)).parameters)[1:] for name in ACTIONS}
-for _name in ACTIONS:
-    setattr(RecordedEngine, _name, _recorded(_name))
 
 
 def _itself(value: Any) -> Any:

@@ -20,6 +20,7 @@ from tandem.workers.errors import (
     LogitsNotFinite,
     NoRoom,
     PeerLost,
+    RankLost,
     Stale,
     WriterNotQuiet,
 )
@@ -42,6 +43,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ForwardFailed, grpc.StatusCode.INTERNAL),
     (WriterNotQuiet, grpc.StatusCode.UNAVAILABLE),
     (PeerLost, grpc.StatusCode.UNAVAILABLE),
+    (RankLost, grpc.StatusCode.UNAVAILABLE),
     (CacheError, grpc.StatusCode.INVALID_ARGUMENT),
     (TransferError, grpc.StatusCode.INVALID_ARGUMENT),
 )

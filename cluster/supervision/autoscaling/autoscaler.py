@@ -54,7 +54,7 @@ class IslandRoom:
 
     @property
     def _workers(self) -> int:
-        return self.config.island.num_prefill + self.config.island.num_decode
+        return sum(self.config.island.ranks)
 
     @property
     def _gpus(self) -> int:

@@ -118,6 +118,8 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
         ),
         ("island.device=cuda", ["island.transport is 'shared_memory'", "must be nvshmem", "island.device is cuda"]),
         ("island.span_hosts=true", ["island.span_hosts is True", "false unless island.transport is tcp"]),
+        ("island.decode_ranks=0", ["island.decode_ranks is 0", "greater than or equal to 1"]),
+        ("island.prefill_ranks=65", ["island.prefill_ranks is 65", "less than or equal to 64"]),
         ("island.device=tpu", ["island.device is 'tpu'", "'cpu' or 'cuda'"]),
         ("gateway.nodes=each", ["gateway.nodes is 'each'", "'launcher' or 'all'", "which hosts have a gateway"]),
         ("gateway.node_labels={zone: a}", ["gateway.node_labels is {'zone': 'a'}", "set gateway.nodes=all"]),
@@ -142,6 +144,24 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
 )
 def test_values_out_of_range_name_field_value_and_limit(override: str, parts: list[str]) -> None:
     (line,) = refused(override)
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["island.device=cuda", "island.transport=nvshmem"],
+            ["island.decode_ranks is 2", "where island.device is cuda"],
+        ),
+        (["island.verify_kv=true"], ["island.verify_kv is True", "false where a worker has several ranks"]),
+        (["island.transport=tcp", "island.span_hosts=true"], ["island.span_hosts is True", "share memory of one host"]),
+        (["record.folder=/tmp"], ["record.folder is /tmp", "must be null where island.prefill_ranks or"]),
+    ],
+)
+def test_what_several_ranks_do_not_go_with_is_refused(overrides: list[str], parts: list[str]) -> None:
+    (line,) = refused("island.decode_ranks=2", *overrides)
     for part in parts:
         assert part in line
 

@@ -3,7 +3,7 @@
 from inspect import isfunction
 
 from tandem.workers.engine.engine import ACTIONS, Engine
-from tandem.workers.replay.recorder import PARAMETERS, RecordedEngine
+from tandem.workers.engine.watched_engine import PARAMETERS, WatchedEngine
 
 QUESTIONS = {"takes", "room", "sequence", "digest", "prefix_changes"}
 POLLS = {"mark", "fence", "mailbox", "recalls_answered", "recalls_asked"}
@@ -16,5 +16,5 @@ def test_each_call_is_an_action_a_question_or_a_poll() -> None:
 
 
 def test_a_recorded_engine_writes_actions_down_and_nothing_else() -> None:
-    assert {name for name in vars(RecordedEngine) if not name.startswith("_")} == {*ACTIONS}
+    assert {name for name in vars(WatchedEngine) if not name.startswith("_")} == {*ACTIONS}
     assert {*PARAMETERS} == {*ACTIONS}

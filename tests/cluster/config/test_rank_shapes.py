@@ -1,0 +1,23 @@
+"""Ranks that cannot divide a model are refused with the numbers that can."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.config.island import IslandSection
+from tandem.cluster.config.rank_shapes import check_ranks
+from tandem.cluster.errors import ConfigError
+from tandem.workers.models.registry import load_config
+
+DEMO = Path(__file__).resolve().parents[3] / "cluster/tools/demo_model/checkpoint"
+
+
+def test_what_fits_is_said() -> None:
+    model = load_config(DEMO)
+    check_ranks(IslandSection(prefill_ranks=2, decode_ranks=1), (model, None))
+    with pytest.raises(ConfigError) as refused:
+        check_ranks(IslandSection(prefill_ranks=2, decode_ranks=4), (model, None))
+    assert str(refused.value) == (
+        "island.decode_ranks is 4: num_heads is 6; it must be a multiple of the 4 ranks that divide it; 1, 2 fit this "
+        "model"
+    )

@@ -1,0 +1,116 @@
+"""Workers of several ranks through the gRPC server: transformers' tokens in float32, whatever both sides' shapes."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import CASES, save_checkpoint
+from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.encoder_models import greedy_behind, save_t5gemma
+from tests.support.island import Island, running_island
+from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
+from tests.support.moves import move_back_and_forth
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.tvm_cache import TvmCache
+from tests.support.waiting import until
+
+CHUNK, OUTPUT = 48, 9
+LENGTHS = (1, 8, 9, 47, 70, 149)
+SHAPES = ((1, 2), (2, 1), (2, 2), (2, 4))
+GATE = ("llama-1+2", "qwen3-2+1", "gemma3-2+2", "deepseek_v3-2+1", "deepseek_v3-1+2", "deepseek_v4-1+2", "gpt_oss-2+4")
+
+
+def shape_of(prefill: int, decode: int) -> dict[str, Any]:
+    ranks = {"island.prefill_ranks": prefill, "island.decode_ranks": decode, "island.verify_kv": False}
+    return {**ranks, "scheduler.max_batch_tokens": CHUNK}
+
+
+def is_idle(island: Island) -> bool:
+    """Whether nothing is held, on any rank."""
+    return all(worker.on_step_thread(lambda one=worker: TvmCache.of(one.cache).is_empty) for worker in island.workers)
+
+
+@pytest.mark.gate(*GATE)
+@pytest.mark.parametrize(
+    ("case", "prefill", "decode"),
+    [(case, *shape) for case, shape in product(CASES, SHAPES) if max(shape) < 4 or not case.startswith("deepseek_v4")],
+    ids=[f"{case}-{p}+{d}" for case, (p, d) in product(CASES, SHAPES) if max(p, d) < 4 or "deepseek_v4" not in case],
+)
+def test_tokens_of_every_family(case: str, prefill: int, decode: int, tmp_path: Path) -> None:
+    """Alone, then all at once, which finds prefixes, beside requests that are cancelled."""
+    folder = save_checkpoint(case, tmp_path)
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    due = greedy_all(load_oracle(folder), prompts, OUTPUT)
+    with running_island(folder, shape_of(prefill, decode)) as island, island.client() as client:
+        for prompt, tokens in zip(prompts[:3], due[:3], strict=True):
+            assert tokens_of(complete(island.address, prompt, max_tokens=OUTPUT, **GREEDY)) == tokens
+        for prompt in prompts[3:]:
+            cancelled = client.generate(prompt, max_tokens=20, **GREEDY)
+            next(cancelled)
+            cancelled.close()
+        assert complete_all(island.address, prompts * 2, max_tokens=OUTPUT, **GREEDY) == due * 2
+        until(lambda: is_idle(island))
+    assert len(island.workers) == prefill + decode
+
+
+@pytest.mark.gate("1+2")
+@pytest.mark.parametrize(("prefill", "decode"), SHAPES[:3], ids=["1+2", "2+1", "2+2"])
+def test_requests_that_move_between_unlike_workers(
+    prefill: int, decode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And prompts that their decode worker computes."""
+    move_back_and_forth(2, monkeypatch)
+    folder = save_checkpoint("gemma3", tmp_path)
+    prompts = [random_prompt(5 + 9 * number, seed=number) for number in range(8)]
+    due = greedy_all(load_oracle(folder), prompts, 40)
+    settings = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02}
+    with running_island(folder, shape_of(prefill, decode) | settings) as island:
+        assert complete_all(island.address, prompts, max_tokens=40, **GREEDY) == due
+        until(lambda: is_idle(island))
+
+
+@pytest.mark.gate("ngram", "draft_model", "mtp")
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp", "eagle3"])
+def test_drafts(method: str, tmp_path: Path) -> None:
+    model = (make_glm if method == "mtp" else make_llama)(tmp_path / "model")
+    settings: dict[str, Any] = {"speculation.method": method, "speculation.tokens": 3, "island.num_decode": 1}
+    if method in ("draft_model", "eagle3"):
+        make = make_smaller if method == "draft_model" else make_head
+        settings["speculation.draft"] = str(make(tmp_path / "draft", model))
+    prompts = [random_prompt(length, seed=length, vocab_size=512) for length in (3, 20, 45, 70)]
+    with running_island(model) as plain:
+        due = complete_all(plain.address, prompts, max_tokens=40, **GREEDY)
+    with running_island(model, shape_of(2, 2) | settings) as island:
+        assert complete_all(island.address, prompts, max_tokens=40, **GREEDY) == due
+        usage = complete(island.address, prompts[1], max_tokens=40, **GREEDY)[-1].usage
+        assert usage is not None
+        assert usage.accepted_tokens > 0
+        until(lambda: is_idle(island))
+
+
+def test_rules_on_logits_and_what_they_tell(tmp_path: Path) -> None:
+    """Penalties and bans change gathered logits. Log-probabilities are those of a worker with one rank."""
+    folder = save_checkpoint("qwen3", tmp_path)
+    prompt = random_prompt(30, seed=4)
+    asked = {"max_tokens": 20, "temperature": 0, "presence_penalty": 0.9, "frequency_penalty": 0.4, "ignore_eos": True}
+    with running_island(folder, shape_of(1, 2)) as island, running_island(folder) as plain:
+        ruled = [tokens_of(complete(one.address, prompt, **asked)) for one in (island, plain)]
+        assert ruled[0] == ruled[1] != greedy_all(load_oracle(folder), [prompt], 20)[0]
+        drawn = {"max_tokens": 20, "temperature": 1.1, "top_p": 0.9, "top_k": 20, "seed": 7, "logprobs": 3, "n": 2}
+        told = [complete(one.address, prompt, **drawn) for one in (island, plain)]
+        for index in range(2):
+            found, due = ([update for update in updates if update.index == index] for updates in told)
+            assert tokens_of(found) == tokens_of(due)
+            chances = [[one.logprob for update in updates for one in update.logprobs] for updates in (found, due)]
+            assert chances[0] == pytest.approx(chances[1], abs=1e-4)
+
+
+def test_an_encoders_entries(tmp_path: Path) -> None:
+    model = save_t5gemma(tmp_path)
+    prompts = [random_prompt(length, seed=length) for length in (1, 8, 25, 47)]
+    with running_island(tmp_path, shape_of(1, 2)) as island:
+        due = [greedy_behind(model, prompt, 16) for prompt in prompts]
+        assert complete_all(island.address, prompts, max_tokens=16, **GREEDY) == due
+        until(lambda: is_idle(island))

@@ -1,0 +1,159 @@
+"""Rank 0 of a worker of several ranks: its engine tells the others what it does, before it does that."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.position_map import PositionMap
+from tandem.transfer.transport import Fence, Transport
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.watched_engine import WatchedEngine, Watcher
+from tandem.workers.errors import RankLost
+from tandem.workers.following.calls import ALONE, END, FENCE, MARK, Call, Ended, call_types, handles_in
+from tandem.workers.ranks.rank_memory import DONE, LOST, CallWriter, RankMemory, RankState, wait_until
+from tandem.workers.ranks.rank_memory import MARK as MARKS
+from tandem.workers.replay.codec import Encoder
+from tandem.workers.runner.model_runner import ModelRunner
+
+log = logging.getLogger(__name__)
+WAIT_SECONDS = 30.0  # for followers to read a call, or to make it
+
+
+class Leader:
+    """Writes the actions of an engine down for its followers. Owned by the step thread."""
+
+    def __init__(self, memory: RankMemory, recorder: Watcher | None = None) -> None:
+        """recorder: sees the actions, too."""
+        self.memory = memory
+        self.lost = ""  # why this worker cannot go on
+        self._recorder = recorder
+        self._writer = CallWriter(memory, WAIT_SECONDS)
+        self._encoder = Encoder(call_types(), secrets=True)
+        self._acting = False
+        self._calls = 0
+
+    def act(self, engine: Engine, name: str, arguments: tuple[Any, ...], action: Callable[..., Any]) -> Any:
+        """See Watcher. Raises RankLost, too."""
+        if self._acting or name in ALONE:
+            return self._do(engine, name, arguments, action)
+        self.tell(name, arguments)
+        self._acting, made, raised = True, (), ""
+        try:
+            result = self._do(engine, name, arguments, action)
+            made = tuple(map(self._encoder.number, handles_in(result)))
+            return result
+        except RankLost as error:
+            self.give_up(str(error))
+            raise
+        except Exception as error:
+            raised = type(error).__name__
+            raise
+        finally:
+            self._acting = False
+            if not self.lost:
+                self._write(Ended(made, raised, engine.pages.free), name)
+
+    def tell(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
+        """Writes a call down. Raises RankLost."""
+        if self.lost:
+            raise RankLost(self.lost)
+        self._write(Call(self._encoder.gone(), name, arguments), name)
+        self._calls += 1
+
+    def wait_for_all(self) -> None:
+        """Returns once the followers have made all calls. Raises RankLost."""
+        calls, states = self._calls, self.memory.states[1:]
+        try:
+            wait_until(lambda: all(_has_done(state, calls) for state in states), WAIT_SECONDS, "a rank lags behind")
+        except RankLost as error:
+            self.give_up(str(error))
+            raise
+
+    def _write(self, message: Call | Ended, where: str) -> None:
+        try:
+            self._writer.write(self._encoder.encode(message, where))
+        except RankLost as error:
+            self.give_up(str(error))
+            raise
+
+    def give_up(self, reason: str) -> None:
+        """This worker cannot go on. All ranks stop waiting for each other."""
+        if not self.lost:
+            log.error("the ranks of this worker part: %s", reason)
+        self.lost = self.lost or reason
+        self.memory.sums[0] = 1
+
+    def close(self) -> None:
+        """Tells the followers that no more calls come, as far as they still listen."""
+        with suppress(RankLost):
+            self.tell(END)
+
+    def _do(self, engine: Engine, name: str, arguments: tuple[Any, ...], action: Callable[..., Any]) -> Any:
+        if self._recorder is None:
+            return action(engine, *arguments)
+        return self._recorder.act(engine, name, arguments, action)
+
+
+def _has_done(state: RankState, calls: int) -> bool:
+    if state.get(LOST):
+        raise RankLost("a rank cannot go on; its log says why")
+    return state.get(DONE) >= calls
+
+
+class LeadingEngine(WatchedEngine):
+    """A poll counts once it is so on each rank."""
+
+    def __init__(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, leader: Leader) -> None:
+        super().__init__(cache, runner, transport, leader)
+        self._leader = leader
+        self._followers = leader.memory.states[1:]
+        self._marks = 0
+        self._fences = [0] * transport.num_pes
+
+    def expect(self, sequence: int, num_tokens: int) -> PositionMap:
+        """A peer writes there as soon as it knows. So each rank has let go of these pages before."""
+        found = super().expect(sequence, num_tokens)
+        self._leader.wait_for_all()
+        return found
+
+    def mark(self) -> Callable[[], bool]:
+        own = self._runner.mark()
+        self._marks += 1
+        self._leader.tell(MARK)
+        number, followers = self._marks, self._followers
+
+        def is_past() -> bool:
+            return (own is None or own()) and all(state.get(MARKS) >= number for state in followers)
+
+        return is_past
+
+    def fence(self, pe: int) -> Fence:
+        own = super().fence(pe)
+        self._fences[pe] += 1
+        self._leader.tell(FENCE, (pe,))
+        return _RanksFence(own, [state.fences for state in self._followers], pe, self._fences[pe])
+
+    def mailbox(self) -> Int64Array:
+        found = super().mailbox()
+        for state in self._followers:
+            words = found[: state.signals.size, 0]
+            np.copyto(words, 0, where=state.signals != words)
+        return found
+
+    @property
+    def lost(self) -> str:
+        lost = [rank for rank, state in enumerate(self._followers, 1) if state.get(LOST)]
+        return self._leader.lost or super().lost or (f"rank {lost[0]} of this worker cannot go on" if lost else "")
+
+
+class _RanksFence:
+    def __init__(self, own: Fence, fences: list[Int64Array], pe: int, number: int) -> None:
+        self._own, self._fences, self._pe, self._number = own, fences, pe, number
+
+    def is_quiet(self) -> bool:
+        return self._own.is_quiet() and all(int(one[self._pe]) >= self._number for one in self._fences)

@@ -1,0 +1,146 @@
+"""What a worker has besides where it is one rank of several: its shard, what ranks share, and who leads."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.shard import Shard
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.rank_transport import RankTransport, config_below
+from tandem.transfer.transport import Transport
+from tandem.workers.config import WorkerConfig
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.watched_engine import Watcher
+from tandem.workers.errors import RankLost
+from tandem.workers.following.follower import Follower
+from tandem.workers.following.leader import Leader, LeadingEngine
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.kv_scales import choose_scales
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.sharding import shard_config
+from tandem.workers.ranks.rank_memory import RankMemory, attach_memory, create_memory, ring_bytes
+from tandem.workers.ranks.ranks import ALONE, Ranks
+from tandem.workers.ranks.shared_ranks import SharedRanks
+from tandem.workers.runner.model_cache import kv_layout
+from tandem.workers.runner.model_runner import ModelRunner
+
+CAPTURES = 2  # that a leader asks for before it serves
+POLL_SECONDS = 0.05
+Transports = Callable[[str, TransportConfig], Transport]
+
+
+class WorkerRanks:
+    """Of one process. A worker with one rank, in an island where all have one, is as if this were not there."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raises NoRanks."""
+        self._config = config
+        self.shard = Shard(config.rank, self._sizes[config.pe])
+        self._whole = load_config(Path(config.model_path), config.dtype)
+        self._whole_drafter = load_drafter_config(config.speculation, self._whole)
+        self.model, self.drafter, self.layout = self._parts(self.shard)
+        self._shared = SharedRanks(self.shard) if self.shard.size > 1 else None
+        self._memory: RankMemory | None = None
+        self._fd = -1
+        self.leader: Leader | None = None
+        self.follower: Follower | None = None
+
+    def rejoin(self, config: WorkerConfig) -> None:
+        """After leave(): what this process is in its island's next epoch. Its shard stays."""
+        self._config = config
+        assert self.shard == Shard(config.rank, self._sizes[config.pe]), "a process keeps its shard"
+
+    @property
+    def ranks(self) -> Ranks:
+        """For the model's layers."""
+        return self._shared or ALONE
+
+    @property
+    def follows(self) -> bool:
+        return self.shard.rank > 0
+
+    @property
+    def lost(self) -> str:
+        """Why this worker cannot go on; empty while it can. From any thread."""
+        return next((one.lost for one in (self.leader, self.follower) if one is not None), "")
+
+    def transport(self, make: Transports, config: TransportConfig) -> Transport:
+        """config: as workers count PEs."""
+        name, sizes = self._config.transport, self._sizes
+        if max(sizes) == 1:
+            return make(name, config)
+        of_sizes = {size: [self._parts(Shard(rank, size))[2] for rank in range(size)] for size in set(sizes)}
+        workers = [of_sizes[size] for size in sizes]
+        below = make(name, config_below(config, workers, self.shard.rank))
+        return RankTransport(below, workers, config.pe, config.num_signals)
+
+    def opened(self, handle: bytes) -> bytes:
+        """The handle of this PE's memory, with that of the memory that ranks share where this is their leader."""
+        if self.shard.size == 1 or self.follows:
+            return handle
+        self._memory, self._fd, own = create_memory(*self._extent)
+        return own + b"\n" + handle
+
+    def joined(self, handles: Sequence[bytes]) -> list[bytes]:
+        """Of all ranks, as opened() gives them; those of their transports. Raises RankLost."""
+        leads = handles[sum(self._sizes[: self._config.pe])]
+        if self.follows:
+            self._memory = attach_memory(leads.partition(b"\n")[0], *self._extent)
+        if self._shared is not None and self._memory is not None:
+            self._shared.attach(self._memory.sums)
+        firsts = {sum(self._sizes[:pe]) for pe, size in enumerate(self._sizes) if size > 1}
+        return [one.partition(b"\n")[2] if pe in firsts else one for pe, one in enumerate(handles)]
+
+    def engine(
+        self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, recorder: Watcher | None
+    ) -> Engine | None:
+        """None for one rank by itself."""
+        if self._memory is None:
+            return None
+        if not self.follows:
+            self.leader = Leader(self._memory, recorder)
+            return LeadingEngine(cache, runner, transport, self.leader)
+        engine = Engine(cache, runner, transport)
+        self.follower = Follower(engine, transport, self._memory, self.shard.rank)
+        return engine
+
+    def wait_for_captures(self, seconds: float) -> None:
+        """Of a follower: returns once it is prepared as its leader is. Raises RankLost."""
+        follower, deadline = self.follower, time.monotonic() + seconds
+        assert follower is not None, "engine() comes first"
+        while follower.captures < CAPTURES:
+            if follower.lost or time.monotonic() > deadline:
+                raise RankLost(follower.lost or f"the leader has prepared nothing for {seconds:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def leave(self) -> None:
+        """Behind the end of the step thread. Idempotent."""
+        if self.leader is not None:
+            self.leader.close()
+        self.leader = self.follower = self._memory = None
+        if self._shared is not None:
+            self._shared.detach()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """How many ranks each worker of the island has."""
+        return self._config.ranks or (1,) * self._config.num_pes
+
+    def _parts(self, shard: Shard) -> tuple[ModelConfig, ModelConfig | None, KVLayout]:
+        """The shard's part of the model, of what drafts for it, and of their pages."""
+        model, drafter = shard_config(self._whole, shard), self._whole_drafter
+        drafter = None if drafter is None else shard_config(drafter, shard)
+        scales = choose_scales(self._config, model, drafter)
+        return model, drafter, kv_layout(model, self._config.page_size, scales, drafter)
+
+    @property
+    def _extent(self) -> tuple[int, int, int, int]:
+        config = self._config
+        return self.shard.size, config.num_pes, config.num_signals, ring_bytes(config.max_model_len)

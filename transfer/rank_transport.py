@@ -25,10 +25,9 @@ from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.regions import Regions, regions_between
 from tandem.transfer.transport import Fence, Transport
 
-COUNT_BITS = 6
+COUNT_BITS = 6  # of 64 ranks at most
 COUNT_SHIFT = TOKEN_BITS - COUNT_BITS  # 2³⁴ tokens are enough
 COUNT_MASK = ((1 << COUNT_BITS) - 1) << COUNT_SHIFT
-MAX_RANKS = 1 << COUNT_BITS
 
 
 class Writers:
@@ -65,15 +64,16 @@ class RankTransport(Transport):
         self.rank = below.pe - firsts[worker]
         self._below, self._firsts = below, firsts
         self._lanes = lanes_of(workers)
-        self._writers = [Writers(workers[worker], peers) for peers in workers]
+        of_sizes = {size: Writers(workers[worker], peers) for size, peers in _by_size(workers).items()}
+        writers = [of_sizes[len(peers)] for peers in workers]
         own = replace(below.config, pe=worker, num_pes=len(workers), num_signals=num_signals, layouts=())
         super().__init__(own)
         self.layouts = tuple(ranks[0] for ranks in workers)
         groups = range(len(self.layout.groups))
-        self._targets = [[one.targets(self.rank, group) for group in groups] for one in self._writers]
+        self._targets = [[one.targets(self.rank, group) for group in groups] for one in writers]
         self._any = [sorted({peer for peers in groups for peer in peers}) for groups in self._targets]
         self._lane_of: list[dict[int, tuple[int, int]]] = []  # of each worker: lane and number of writers at its ranks
-        for one, peers in zip(self._writers, self._any, strict=True):
+        for one, peers in zip(writers, self._any, strict=True):
             sources = {peer: one.sources(peer) for peer in peers}
             self._lane_of.append({peer: (ranks.index(self.rank), len(ranks)) for peer, ranks in sources.items()})
         self._rows = num_signals - 2 * len(workers)  # those of signals
@@ -161,9 +161,14 @@ class _Fences:
 
 def lanes_of(workers: Sequence[Sequence[KVLayout]]) -> int:
     """How many ranks may write to one rank, at most."""
-    return max(
-        len(Writers(own, peers).sources(rank)) for own in workers for peers in workers for rank in range(len(peers))
-    )
+    shapes = _by_size(workers).values()
+    pairs = [(Writers(own, peers), len(peers)) for own in shapes for peers in shapes]
+    return max(len(writers.sources(rank)) for writers, size in pairs for rank in range(size))
+
+
+def _by_size(workers: Sequence[Sequence[KVLayout]]) -> dict[int, Sequence[KVLayout]]:
+    """The layouts of one worker of each number of ranks: others of that number have the same."""
+    return {len(ranks): ranks for ranks in workers}
 
 
 def config_below(config: TransportConfig, workers: Sequence[Sequence[KVLayout]], rank: int) -> TransportConfig:

@@ -345,7 +345,7 @@ class Worker:
             drafter=self._drafter_config,
         )
         parts = cache, ModelRunner(self._model, cache), self._transport
-        with_ranks = self._ranks.engine(*parts, recorder)
+        with_ranks = self._ranks.engine(*parts)
         if with_ranks is not None:
             return with_ranks
         return Engine(*parts) if recorder is None else WatchedEngine(*parts, recorder)

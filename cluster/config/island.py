@@ -1,4 +1,4 @@
-"""The section of a cluster's configuration that says of which workers an island is made."""
+"""The section of a cluster's configuration that describes an island's workers."""
 
 from typing import Literal
 

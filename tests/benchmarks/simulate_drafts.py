@@ -48,6 +48,7 @@ from tests.benchmarks.simulate_roles import (
     SIZES,
     Mix,
     products,
+    share_out,
 )
 from tests.support.prompt_specs import spec_of
 
@@ -223,13 +224,7 @@ class Worker:
         budget = BATCH_TOKENS
         if self.rows and self.prompts:
             budget = self.pace.chunk_tokens(len(self.rows), positions, self.prompts[0].computed)
-        chunks, total = [], 0
-        for request in self.prompts:
-            tokens = min(budget - total, request.length - request.computed)
-            if tokens:
-                chunks.append((request, tokens))
-                total += tokens
-        return chunks, total
+        return share_out(budget, [(request, request.length - request.computed) for request in self.prompts])
 
 
 def simulate(mix: Mix, rate: float, worker: Worker, seconds: float, seed: int = 1) -> dict[str, float]:

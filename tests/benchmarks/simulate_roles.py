@@ -9,9 +9,9 @@ Goodput is the highest arrival rate at which nine requests in ten meet the SLO: 
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -78,6 +78,20 @@ MIXES = {
     "B": Mix(lognormal(8000, 0.25, 16000), 2.0, 10),
     "C": Mix(uniform(96, 160), 0.5, 200),
 }
+
+
+Asker = TypeVar("Asker")
+
+
+def share_out(budget: int, asked: Sequence[tuple[Asker, int]]) -> tuple[list[tuple[Asker, int]], int]:
+    """The tokens of each prompt in the next step, in order, of so many that each still has; and their sum."""
+    chunks, total = [], 0
+    for asker, left in asked:
+        tokens = min(budget - total, left)
+        if tokens:
+            chunks.append((asker, tokens))
+            total += tokens
+    return chunks, total
 
 
 @dataclass(eq=False)
@@ -149,13 +163,7 @@ class Worker:
         budget = BATCH_TOKENS
         if self.rows and self.prompts:
             budget = self.pace.chunk_tokens(len(self.rows), positions, self.prompts[0].computed)
-        chunks, total = [], 0
-        for request in self.prompts:
-            tokens = min(budget - total, request.prompt - request.computed)
-            if tokens:
-                chunks.append((request, tokens))
-                total += tokens
-        return chunks, total
+        return share_out(budget, [(request, request.prompt - request.computed) for request in self.prompts])
 
     def load(self) -> WorkerLoad:
         positions = sum(row.prompt + len(row.tokens) for row in self.rows)

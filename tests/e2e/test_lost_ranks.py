@@ -53,6 +53,12 @@ def is_whole(address: str) -> bool:
     return len(workers) == 2 and all(worker.free_pages == worker.num_pages for worker in workers)
 
 
+def epoch_of(address: str) -> int:
+    with Client(address) as client:
+        (island,) = client.cluster_info().islands
+    return island.epoch
+
+
 def rank_of(processes: LocalProcesses, role: str, rank: int) -> int:
     """The process of the newest epoch."""
     found = {
@@ -82,6 +88,7 @@ def test_no_token_is_lost_or_doubled(
     served: str, processes: LocalProcesses, role: str, rank: int, blow: signal.Signals
 ) -> None:
     until(lambda: is_whole(served), 120)
+    epoch = epoch_of(served)
     prompts = [random_prompt(20 + 30 * number, number, 512) for number in range(3)]
     due = [tokens_of(complete(served, prompt, max_tokens=NUM_TOKENS, **DRAWN)) for prompt in prompts]
 
@@ -95,4 +102,5 @@ def test_no_token_is_lost_or_doubled(
             until(lambda: client.cluster_info().active == 3 or any(one.done() for one in asked))
         os.kill(rank_of(processes, role, rank), blow)
         assert [one.result(120) for one in asked] == due
+    until(lambda: epoch_of(served) == epoch + 1, 120)  # the worker has ended, also where nobody waited for it
     until(lambda: is_whole(served), 120)

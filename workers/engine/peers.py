@@ -14,4 +14,4 @@ class Peers(NamedTuple):
     epoch: int
     num_pages: tuple[int, ...]
     num_signals: int
-    layouts: tuple[KVLayout, ...] = ()
+    layouts: tuple[KVLayout, ...]

@@ -15,11 +15,13 @@ from tandem.workers.following import calls
 from tandem.workers.following.calls import Call, Ended, call_types, handles_in
 from tandem.workers.ranks.rank_memory import DONE, LOST, CallReader, RankMemory
 from tandem.workers.ranks.rank_memory import MARK as MARKS
+from tandem.workers.ranks.shared_ranks import end_waits
 from tandem.workers.replay.codec import Decoder
 
 log = logging.getLogger(__name__)
 SPIN_SECONDS = 0.0002  # behind a call, before it sleeps between looks
-SLEEP_SECONDS = 0.00005
+IDLE_PART = 0.02  # of the time without a call that it sleeps between two looks
+MOST_SLEEP_SECONDS = 0.002  # so an idle rank takes about a hundredth of a core
 COMMAND_SECONDS = 0.01  # after which commands have their turn
 IsPast = Callable[[], bool]
 
@@ -39,12 +41,13 @@ class Follower:
         self._fences: list[deque[tuple[int, IsPast]]] = [deque() for _ in range(transport.num_pes)]
         self._num_fences = [0] * transport.num_pes
         self._ended = False
+        self._called = time.monotonic()  # when the last call came
         self.captures = 0  # that are done
         self.lost = ""  # why this rank cannot go on
 
     def step(self) -> float | None:
         """See Steps."""
-        until, spin = time.monotonic() + COMMAND_SECONDS, time.monotonic() + SPIN_SECONDS
+        until = time.monotonic() + COMMAND_SECONDS
         while not self.lost and not self._ended:
             try:
                 call = self._reader.read()
@@ -57,9 +60,9 @@ class Follower:
                 break
             now = time.monotonic()
             if call is not None:
-                spin = now + SPIN_SECONDS
-            elif now > spin:
-                time.sleep(SLEEP_SECONDS)
+                self._called = now
+            elif (idle := now - self._called) > SPIN_SECONDS:
+                time.sleep(min(idle * IDLE_PART, MOST_SLEEP_SECONDS))
             if now > until:
                 return 0
         return None
@@ -68,7 +71,7 @@ class Follower:
         """Tells the leader, and ends the waits of all ranks."""
         self.lost = self.lost or reason
         self._state.set(LOST, 1)
-        self._memory.sums[0] = 1
+        end_waits(self._memory.sums)
 
     def _take(self, message: Ended | Call) -> None:
         if isinstance(message, Ended):

@@ -12,11 +12,12 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.watched_engine import WatchedEngine, Watcher
+from tandem.workers.engine.watched_engine import WatchedEngine
 from tandem.workers.errors import RankLost
 from tandem.workers.following.calls import ALONE, END, FENCE, MARK, Call, Ended, call_types, handles_in
 from tandem.workers.ranks.rank_memory import DONE, LOST, CallWriter, RankMemory, RankState, wait_until
 from tandem.workers.ranks.rank_memory import MARK as MARKS
+from tandem.workers.ranks.shared_ranks import end_waits
 from tandem.workers.replay.codec import Encoder
 from tandem.workers.runner.model_runner import ModelRunner
 
@@ -27,11 +28,9 @@ WAIT_SECONDS = 30.0  # for followers to read a call, or to make it
 class Leader:
     """Writes the actions of an engine down for its followers. Owned by the step thread."""
 
-    def __init__(self, memory: RankMemory, recorder: Watcher | None = None) -> None:
-        """recorder: sees the actions, too."""
+    def __init__(self, memory: RankMemory) -> None:
         self.memory = memory
         self.lost = ""  # why this worker cannot go on
-        self._recorder = recorder
         self._writer = CallWriter(memory, WAIT_SECONDS)
         self._encoder = Encoder(call_types(), secrets=True)
         self._acting = False
@@ -40,11 +39,11 @@ class Leader:
     def act(self, engine: Engine, name: str, arguments: tuple[Any, ...], action: Callable[..., Any]) -> Any:
         """See Watcher. Raises RankLost, too."""
         if self._acting or name in ALONE:
-            return self._do(engine, name, arguments, action)
+            return action(engine, *arguments)
         self.tell(name, arguments)
         self._acting, made, raised = True, (), ""
         try:
-            result = self._do(engine, name, arguments, action)
+            result = action(engine, *arguments)
             made = tuple(map(self._encoder.number, handles_in(result)))
             return result
         except RankLost as error:
@@ -86,17 +85,12 @@ class Leader:
         if not self.lost:
             log.error("the ranks of this worker part: %s", reason)
         self.lost = self.lost or reason
-        self.memory.sums[0] = 1
+        end_waits(self.memory.sums)
 
     def close(self) -> None:
         """Tells the followers that no more calls come, as far as they still listen."""
         with suppress(RankLost):
             self.tell(END)
-
-    def _do(self, engine: Engine, name: str, arguments: tuple[Any, ...], action: Callable[..., Any]) -> Any:
-        if self._recorder is None:
-            return action(engine, *arguments)
-        return self._recorder.act(engine, name, arguments, action)
 
 
 def _has_done(state: RankState, calls: int) -> bool:

@@ -13,7 +13,6 @@ from tandem.transfer.rank_transport import RankTransport, config_below
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.watched_engine import Watcher
 from tandem.workers.errors import RankLost
 from tandem.workers.following.follower import Follower
 from tandem.workers.following.leader import Leader, LeadingEngine
@@ -95,14 +94,12 @@ class WorkerRanks:
         firsts = {sum(self._sizes[:pe]) for pe, size in enumerate(self._sizes) if size > 1}
         return [one.partition(b"\n")[2] if pe in firsts else one for pe, one in enumerate(handles)]
 
-    def engine(
-        self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, recorder: Watcher | None
-    ) -> Engine | None:
+    def engine(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport) -> Engine | None:
         """None for one rank by itself."""
         if self._memory is None:
             return None
         if not self.follows:
-            self.leader = Leader(self._memory, recorder)
+            self.leader = Leader(self._memory)
             return LeadingEngine(cache, runner, transport, self.leader)
         engine = Engine(cache, runner, transport)
         self.follower = Follower(engine, transport, self._memory, self.shard.rank)

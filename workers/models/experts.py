@@ -11,9 +11,7 @@ from tandem.workers.models.parameters import MoeParameters
 from tandem.workers.weights.weight import Projection, WeightStack
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x [T, H], weights float32, experts int64 [T, top_k]) -> Σₖ weights[t, k] · expert experts[t, k] of x[t], [T, H].
-
-Number L of L experts stands for one that another rank has, and adds nothing."""
+"""(x [T, H], weights float32, experts int64 [T, top_k]) -> Σₖ weights[t, k] · expert experts[t, k] of x[t], [T, H]."""
 
 
 def prepare_experts(parameters: MoeParameters, activate: Activate) -> Experts:
@@ -22,7 +20,10 @@ def prepare_experts(parameters: MoeParameters, activate: Activate) -> Experts:
 
 
 class LoopedExperts:
-    """Tokens sorted by expert, and two products for each expert that has any. Reads the counts on the host."""
+    """Tokens sorted by expert, and two products for each expert that has any. Reads the counts on the host.
+
+    Number L of L experts stands for one that another rank has, and adds nothing.
+    """
 
     def __init__(self, parameters: MoeParameters, activate: Activate) -> None:
         self._gate_up = _prepare(parameters.gate_up)
@@ -48,7 +49,8 @@ class LoopedExperts:
 class GroupedExperts:
     """Two products over all experts at once, of tokens sorted into blocks of one expert each.
 
-    Shapes depend on those of the arguments alone and nothing is read on the host, so that a CUDA graph can hold it.
+    It takes numbers of its own experts alone: only workers on CPUs have several ranks. Shapes depend on those of the
+    arguments, and nothing is read on the host, so that a CUDA graph can hold it.
     """
 
     def __init__(self, parameters: MoeParameters, activate: Activate) -> None:

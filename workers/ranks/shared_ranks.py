@@ -33,9 +33,13 @@ def sums_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
     return LINE * (1 + size) + 2 * size * slot_bytes
 
 
+def end_waits(memory: Int64Array) -> None:
+    """Ends all ranks' waits in this memory, now and later: they raise RankLost. By any rank, from any thread."""
+    memory[0] = 1
+
+
 class SharedRanks:
-    """One rank. Until attach() it is by itself, as a worker is that measures what a forward takes. Owned by one thread,
-    which makes all calls but abort()."""
+    """One rank, owned by one thread. Until attach() it does not wait for others, so a forward can be measured alone."""
 
     def __init__(self, shard: Shard) -> None:
         """NoRanks where sums.c cannot be built."""
@@ -44,8 +48,10 @@ class SharedRanks:
             raise NoRanks(f"a worker of {shard.size} ranks needs a C compiler, and what it compiles, on this machine")
         self.rank, self.size = shard.rank, shard.size
         self._sum, self._gather = library.sum_ranks, library.gather_ranks
-        for function in (self._sum, self._gather):
-            function.restype = ctypes.c_int64
+        area, number, pointer = ctypes.POINTER(_Area), ctypes.c_int64, ctypes.c_void_p
+        self._sum.argtypes = (area, number, pointer, number)
+        self._gather.argtypes = (area, number, pointer, number, pointer, pointer)
+        self._sum.restype = self._gather.restype = number
         self._words: Int64Array | None = None
         self._area = _Area()
         self._exchange = 0
@@ -61,25 +67,12 @@ class SharedRanks:
         """The memory is not used any more."""
         self._words = None
 
-    def abort(self) -> None:
-        """Ends the waits of all ranks, now and later: they raise RankLost. From any thread."""
-        words = self._words
-        if words is not None:
-            words[0] = 1
-
     def sum(self, x: Tensor) -> Tensor:
         """See Ranks."""
         if self._words is None or not x.numel():
             return x
         whole = x.float().contiguous()
-        self._exchange = self._checked(
-            self._sum(
-                ctypes.byref(self._area),
-                ctypes.c_int64(self._exchange),
-                ctypes.c_void_p(whole.data_ptr()),
-                ctypes.c_int64(whole.numel()),
-            )
-        )
+        self._exchange = self._checked(self._sum(self._area, self._exchange, whole.data_ptr(), whole.numel()))
         return whole.to(x.dtype)
 
     def gather(self, x: Tensor, columns: int) -> Tensor:
@@ -91,16 +84,8 @@ class SharedRanks:
         if ends is None:
             ends = self._ends[columns] = _ends(self.size, columns)
         in_bytes = ends * x.element_size()
-        self._exchange = self._checked(
-            self._gather(
-                ctypes.byref(self._area),
-                ctypes.c_int64(self._exchange),
-                ctypes.c_void_p(x.data_ptr()),
-                ctypes.c_int64(x.shape[0]),
-                ctypes.c_void_p(address_of(in_bytes)),
-                ctypes.c_void_p(out.data_ptr()),
-            )
-        )
+        pointers = address_of(in_bytes), out.data_ptr()
+        self._exchange = self._checked(self._gather(self._area, self._exchange, x.data_ptr(), x.shape[0], *pointers))
         return out
 
     def _checked(self, exchange: int) -> int:

@@ -1,0 +1,131 @@
+"""What a leader tells its followers, and what becomes of a follower that finds something else."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.transfer.transport import QuietFence, Transport
+from tandem.workers.engine.engine import Engine
+from tandem.workers.errors import RankLost
+from tandem.workers.following.calls import FENCE, MARK
+from tandem.workers.following.follower import Follower
+from tandem.workers.following.leader import Leader
+from tandem.workers.ranks.rank_memory import DONE, LOST, RankMemory, create_memory
+from tandem.workers.ranks.rank_memory import MARK as MARKS
+from tandem.workers.sampling.prompt_logits import PromptLogits
+
+ROWS, WORKERS = 4, 2
+
+
+class Pages(NamedTuple):
+    free: int
+
+
+class FakeEngine:
+    """Two actions by the names of an engine's: received() makes a handle, free() takes it and gives pages back."""
+
+    def __init__(self) -> None:
+        self.free_pages, self.freed = 9, list[object]()
+        self.made: PromptLogits | None = None
+
+    @property
+    def pages(self) -> Pages:
+        return Pages(self.free_pages)
+
+    def received(self, sequence: int) -> PromptLogits:
+        self.made = PromptLogits(sequence, torch.empty(0))
+        return self.made
+
+    def free(self, sequence: object) -> None:
+        if self.free_pages == 0:
+            raise InvalidArgument("none")
+        self.freed.append(sequence)
+        self.free_pages -= 1
+
+    def mark(self) -> Callable[[], bool] | None:
+        return lambda: bool(self.freed)
+
+    def fence(self, pe: int) -> QuietFence:
+        return QuietFence()
+
+
+class FakeTransport:
+    num_pes = WORKERS
+
+    def mailbox(self) -> np.ndarray[Any, Any]:
+        return np.full((ROWS, 2), 7, np.int64)
+
+
+class Pair:
+    """A leader and one follower, each with an engine."""
+
+    def __init__(self) -> None:
+        self.memory: RankMemory = create_memory(2, WORKERS, ROWS, 1 << 16)[0]
+        self.leader, self.lead, self.follow = Leader(self.memory), FakeEngine(), FakeEngine()
+        transport = cast(Transport, FakeTransport())
+        self.follower = Follower(cast(Engine, self.follow), transport, self.memory, 1)
+
+    def act(self, name: str, argument: object) -> Any:
+        """At the leader, then at the follower."""
+        action = lambda engine, *arguments: getattr(engine, name)(*arguments)  # noqa: E731
+        try:
+            return self.leader.act(cast(Engine, self.lead), name, (argument,), action)
+        finally:
+            self.follower.step()
+
+
+def test_a_handle_names_what_the_follower_itself_has_made() -> None:
+    pair = Pair()
+    made = pair.act("received", 5)
+    pair.act("free", made)
+    assert pair.lead.freed == [pair.lead.made]
+    assert pair.follow.freed == [pair.follow.made]
+    assert pair.follow.made is not pair.lead.made
+    assert not pair.follower.lost
+
+
+def test_an_error_that_both_have_ends_nothing() -> None:
+    pair = Pair()
+    pair.lead.free_pages = pair.follow.free_pages = 0
+    with pytest.raises(InvalidArgument):
+        pair.act("free", 1)
+    pair.act("received", 2)
+    assert not pair.follower.lost
+
+
+def test_a_follower_with_other_pages_ends_the_worker() -> None:
+    pair = Pair()
+    pair.follow.free_pages = 8
+    pair.act("free", 1)
+    assert "an action left 7 free pages" in pair.follower.lost
+    assert "at the leader 8" in pair.follower.lost
+    assert pair.memory.states[1].get(LOST)
+    assert pair.memory.sums[0] == 1, "nobody waits for it in a sum"
+    with pytest.raises(RankLost, match="rank 1 cannot go on"):
+        pair.act("free", 2)
+    with pytest.raises(RankLost):
+        pair.leader.wait_for_all()
+
+
+def test_an_error_of_the_follower_alone_ends_the_worker() -> None:
+    pair = Pair()
+    pair.lead.free_pages, pair.follow.free_pages = 1, 0
+    pair.act("free", 1)
+    assert "and raised InvalidArgument; at the leader 0, 0 and nothing" in pair.follower.lost
+
+
+def test_polls_count_at_the_follower_once_they_are_so() -> None:
+    pair = Pair()
+    state = pair.memory.states[1]
+    pair.leader.tell(MARK)
+    pair.leader.tell(FENCE, (1,))
+    pair.follower.step()
+    assert (state.get(MARKS), state.fences.tolist(), state.signals.tolist()) == (0, [0, 1], [7] * ROWS)
+    pair.act("free", 1)
+    assert state.get(MARKS) == 1
+    assert state.get(DONE) == 3
+    pair.leader.wait_for_all()

@@ -301,6 +301,7 @@ def test_what_one_order_lacks_is_imported_once_for_all(counted: Callable[[], int
     pid = first.pid
     second = ForkServer(["counted_import"], address=first.address)
     assert fork(second).call("imported", "counted_import").result(SECONDS)
+    assert fork(second, "b").call("say").result(SECONDS) == ("b",)  # behind the new spare, which has the import
     os.kill(pid, signal.SIGKILL)
     assert fork(first).call("imported", "counted_import").result(SECONDS)
     assert counted() == 1

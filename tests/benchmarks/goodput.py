@@ -28,6 +28,9 @@ model is that of drafted_models.py, of whose drafted tokens --holds hold, and te
     messages_tokens          tokens a message
     token_to_off             token_ms ÷ that of the cluster without drafts; goodput_to_off likewise, below 1 for a loss
 
+Requests to tandem name a target for their first token: --deadlines times the limit of their mix. --token-share of a
+sequence's tokens should come within the limit of gaps.
+
 Rates are the same for all mixes (--rates 4 8) or by mix (--rates A=18.5:23.3 B=2:4). By default they are 0.45, 0.6 and
 0.75 of the limit. Without a GPU it runs a tiny model and the mix `laptop`.
 
@@ -196,15 +199,22 @@ async def measure_mix(generators: Generators, name: str, plan: Plan, served: Ser
     return result
 
 
-async def measure_target(spec: TargetSpec, plan: Plan, budget: Budget) -> dict[str, dict[str, Any]]:
-    """By mix. Raises BenchmarkFailed where the target says nothing of itself."""
+async def measure_target(
+    spec: TargetSpec, plan: Plan, budget: Budget, deadlines: float = 0.0
+) -> dict[str, dict[str, Any]]:
+    """By mix. deadlines: see the option. Raises BenchmarkFailed where the target says nothing of itself."""
     async with aclosing(open_target(spec)) as target:
         try:
             served = await target.served()
         except Refused as error:
             raise BenchmarkFailed(f"{', '.join(spec.urls) or spec.grpc}: {error}") from None
-    async with Generators(plan.processes, replace(spec, model=served.model)) as generators:
-        return {name: await measure_mix(generators, name, plan, served) for name in budget.within(plan.mixes)}
+    found = {}
+    for name in budget.within(plan.mixes):
+        target = deadlines * MIXES[name].slo.ttft_ms / 1e3 or None
+        asked = replace(spec, model=served.model, first_token_seconds=target)
+        async with Generators(plan.processes, asked) as generators:
+            found[name] = await measure_mix(generators, name, plan, served)
+    return found
 
 
 @contextmanager
@@ -213,6 +223,8 @@ def tandem_targets(
 ) -> Iterator[dict[str, TargetSpec]]:
     """By frontend, of a cluster that runs until the context ends. drafts: keys of its configuration."""
     overrides: dict[str, Any] = {"scheduler.roles": roles, "gateway.http_port": 0}
+    if roles != "split":  # whose workers compute no prompts beside rows
+        overrides["scheduler.token_share"] = given.token_share
     overrides["model.max_model_len"] = max(_longest(MIXES[name]) for name in given.mixes)
     spec = TargetSpec()
     if given.speculation:
@@ -248,7 +260,7 @@ def measure_all(given: argparse.Namespace, model: Path, logs: Path, plan: Plan) 
         with tandem_targets(given, model, roles, drafts) as targets:
             print(f"{title}: ready after {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
             for frontend, spec in targets.items():
-                found[f"{title} {frontend}"] = asyncio.run(measure_target(spec, plan, budget))
+                found[f"{title} {frontend}"] = asyncio.run(measure_target(spec, plan, budget, given.deadlines))
     for variant in budget.within(given.vllm_tokens if given.vllm_site else ()):
         with running_vllm(given.vllm_site, model, variant, max(1, given.gpus), logs) as urls:
             found[f"vllm {variant}"] = asyncio.run(measure_target(TargetSpec(urls=tuple(urls)), plan, budget))
@@ -350,6 +362,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--window", type=float, default=10.0, help="seconds of measured arrivals at a rate")
     parser.add_argument("--warmup-seconds", type=float, default=3.0, help="of arrivals before them")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds until a request has failed")
+    parser.add_argument("--deadlines", type=float, default=0.85, help="part of a first token's limit; 0: no target")
+    parser.add_argument("--token-share", type=float, default=0.95, help="of a sequence's tokens, in time")
     add_list(parser, "--gap-ms", float, default=[], help="limits of gaps, such as 15 10; else the mix's")
     add_list(parser, "--vllm", nargs="*", default=[], help="URLs of running servers, which get requests in turns")
     parser.add_argument("--vllm-site", type=Path, help="folder of packages with vLLM: starts a server on each GPU")

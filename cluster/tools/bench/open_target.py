@@ -60,6 +60,8 @@ class GrpcTarget:
         self._clients = [AsyncClient(address, security) for _ in range(CONNECTIONS)]
         self._turns = itertools.cycle(self._clients)
         self._sampling: dict[str, Any] = {"temperature": spec.temperature, "ignore_eos": True}
+        if spec.first_token_seconds is not None:
+            self._sampling["first_token_seconds"] = spec.first_token_seconds
         self._salt = spec.salt
 
     async def served(self) -> Served:

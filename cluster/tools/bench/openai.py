@@ -32,6 +32,8 @@ class OpenAiTarget:
         }
         if spec.salt:
             self._common["cache_salt"] = spec.salt
+        if spec.first_token_seconds is not None:
+            self._common["first_token_seconds"] = spec.first_token_seconds
 
     async def served(self) -> Served:
         """The model of that name, or the first one."""

@@ -42,8 +42,8 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Where a target is, and how its tokens are chosen, as plain values. grpc (HOST:PORT) is given, or urls: of servers
-    that share the requests."""
+    """Where a target is, and what its requests ask for, as plain values. grpc (HOST:PORT) is given, or urls: of servers
+    that share the requests. first_token_seconds: tandem's parameter of that name."""
 
     grpc: str = ""
     urls: tuple[str, ...] = ()
@@ -55,3 +55,4 @@ class TargetSpec:
     tls_cert: str | None = None
     tls_key: str | None = None
     temperature: float = field(default=0.0, kw_only=True)
+    first_token_seconds: float | None = field(default=None, kw_only=True)

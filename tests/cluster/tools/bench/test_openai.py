@@ -188,7 +188,7 @@ def test_servers_of_one_model_share_the_requests() -> None:
         asyncio.run(ask("a"))
 
 
-def test_what_was_drafted_is_in_the_usage_and_the_temperature_in_the_request() -> None:
+def test_what_was_drafted_is_in_the_usage_and_what_is_asked_for_in_the_request() -> None:
     bodies: list[dict] = []
     details = b'"completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}, '
     said = CHUNKED + chunk(TOKEN + USAGE.replace(b'"usage": {', b'"usage": {' + details) + DONE) + LAST
@@ -197,6 +197,6 @@ def test_what_was_drafted_is_in_the_usage_and_the_temperature_in_the_request() -
         bodies.append(json.loads(body))
         write(said)
 
-    (told,), _ = asked(answer, temperature=0.5)
+    (told,), _ = asked(answer, temperature=0.5, first_token_seconds=0.4)
     assert (told.drafted_tokens, told.accepted_tokens) == (6, 4)
-    assert bodies[0]["temperature"] == 0.5
+    assert (bodies[0]["temperature"], bodies[0]["first_token_seconds"]) == (0.5, 0.4)

@@ -29,6 +29,7 @@ class TransportConfig:
     epoch: int
     endpoint: Endpoint = LOOPBACK  # the only part that PEs have each for themselves, beside numbers and layouts
     layouts: tuple[KVLayout, ...] = ()  # of each PE, shards of one layout; none where all have `layout`
+    scratch_bytes: int = 0  # see Transport.scratch
 
     def __post_init__(self) -> None:
         groups = len(self.layout.groups)
@@ -77,6 +78,7 @@ def _identity(transport: str, config: TransportConfig) -> dict[str, Any]:
         "num_pes": config.num_pes,
         "num_pages": list(config.num_pages),
         "num_signals": config.num_signals,
+        "scratch_bytes": config.scratch_bytes,
         "kv_cache_dtype": str(config.layout.stored_dtype).removeprefix("torch."),
         "kv_scales": 0 if config.layout.scales is None else config.layout.scales.fingerprint,
         "layout_fingerprint": config.layout.fingerprint,

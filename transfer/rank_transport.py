@@ -108,6 +108,10 @@ class RankTransport(Transport):
         targets = self._targets[pe][group]
         return self._below.peer_pool(self._firsts[pe] + targets[0], group) if len(targets) == 1 else None
 
+    def rank_scratch(self, rank: int) -> int | None:
+        """Transport.scratch of a rank of this worker."""
+        return self._below.scratch(self._firsts[self.pe] + rank)
+
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
         return _Fences([self._below.fence(self._firsts[pe] + rank) for rank in self._any[pe]])
@@ -171,10 +175,13 @@ def _by_size(workers: Sequence[Sequence[KVLayout]]) -> dict[int, Sequence[KVLayo
     return {len(ranks): ranks for ranks in workers}
 
 
-def config_below(config: TransportConfig, workers: Sequence[Sequence[KVLayout]], rank: int) -> TransportConfig:
-    """config: as workers count PEs and rows. The same island, as its ranks do."""
+def config_below(
+    config: TransportConfig, workers: Sequence[Sequence[KVLayout]], rank: int, scratch_bytes: int = 0
+) -> TransportConfig:
+    """config: as workers count PEs and rows. The same island, as its ranks do. scratch_bytes: of each rank."""
     layouts = tuple(layout for ranks in workers for layout in ranks)
     signals = config.num_signals - mailbox_rows(0, config.num_pes)
     pe = sum(len(ranks) for ranks in workers[: config.pe]) + rank
     num_signals = signals * lanes_of(workers) + mailbox_rows(0, config.num_pes)
-    return replace(config, pe=pe, num_pes=len(layouts), num_signals=num_signals, layouts=layouts)
+    counts = {"pe": pe, "num_pes": len(layouts), "num_signals": num_signals}
+    return replace(config, **counts, layouts=layouts, scratch_bytes=scratch_bytes)

@@ -103,6 +103,11 @@ class Transport(ABC):
         """See PageWriter. None: all goes through write_tokens and write_slots."""
         return None
 
+    def scratch(self, pe: int) -> int | None:
+        """The address, for kernels of this process, of config.scratch_bytes of a PE's memory beside its pages, which
+        join() has zeroed. None: this transport maps none."""
+        return None
+
     @abstractmethod
     def fence(self, pe: int) -> Fence:
         """Marks what has been issued towards that PE so far, stores of kernels through peer_pool() included."""

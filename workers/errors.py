@@ -69,9 +69,12 @@ class ForwardFailed(WorkerError):
     """The forward that the request was part of raised; the worker goes on."""
 
 
-def forward_failed(what: str, error: Exception) -> WorkerError:
-    """What the caller hears of a request whose forward raised. A lost rank is the worker's end, not the request's."""
-    return error if isinstance(error, RankLost) else ForwardFailed(f"{what} failed: {error}")
+def forward_failed(what: str, error: Exception, lost: str = "") -> WorkerError:
+    """What the caller hears of a request whose forward raised. lost: see Engine.lost. A lost rank or peer is the
+    worker's end, not the request's."""
+    if isinstance(error, RankLost):
+        return error
+    return PeerLost(f"{what} failed: {lost}") if lost else ForwardFailed(f"{what} failed: {error}")
 
 
 class LogitsNotFinite(ForwardFailed):

@@ -159,8 +159,9 @@ class Worker:
                 max_sequences=config.max_sequences,
                 max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # of sequences of two new tokens
             )
-        room = budget.room(self._layout.token_bytes * config.page_size)
-        return num_pages_in(self._layout, room, page_uses(config))
+        layout = self._ranks.largest_layout
+        room = budget.room(layout.token_bytes * config.page_size)
+        return num_pages_in(layout, room, page_uses(config))
 
     def open(self, num_pages: int, endpoint: Endpoint = LOOPBACK) -> bytes:
         """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric. endpoint:

@@ -8,6 +8,7 @@ from tandem.cluster.config.units import AnyWorkers, Ranks, Requests, Seconds, Se
 from tandem.transfer.factory import TRANSPORTS
 
 MAX_RANKS = 64
+MAX_GPU_RANKS = 8  # that a kernel's argument has room for
 
 
 class IslandSection(Section):
@@ -21,8 +22,8 @@ class IslandSection(Section):
     num_decode: Workers = Field(default=1, le=256)
     """decode workers"""
     prefill_ranks: Ranks = Field(default=1, le=MAX_RANKS)
-    """processes of each prefill worker, on one host, each with a part of the model's heads, experts and columns; vLLM
-    and SGLang call their number the tensor parallel size; more than 1 on CPUs only"""
+    """processes of each prefill worker, on one host, each with a part of the model's heads, experts and columns, on
+    cuda each with a GPU, 8 at most; vLLM and SGLang call their number the tensor parallel size"""
     decode_ranks: Ranks = Field(default=1, le=MAX_RANKS)
     """processes of each decode worker; they may be more or fewer than those of a prefill worker"""
     num_signals: Requests | None = Field(default=None, le=1 << 16)
@@ -52,8 +53,8 @@ class IslandSection(Section):
     @field_validator("prefill_ranks", "decode_ranks")
     @classmethod
     def _fit_computing(cls, ranks: int, info: ValidationInfo) -> int:
-        if ranks > 1 and info.data.get("device") == "cuda":
-            raise ValueError("must be 1 where island.device is cuda: only workers on CPUs have several ranks yet")
+        if ranks > MAX_GPU_RANKS and info.data.get("device") == "cuda":
+            raise ValueError(f"must be at most {MAX_GPU_RANKS} where island.device is cuda")
         return ranks
 
     @field_validator("verify_kv")

@@ -15,11 +15,13 @@ from tandem.workers.config import WorkerConfig
 
 
 class SharingWorker(WorkerActor):
-    """Has the GPU of its PE, whatever Ray says; PEs beyond the last GPU begin at the first again."""
+    """Has the GPU of its number among the island's processes, whatever Ray says; those beyond the last GPU begin at the
+    first again."""
 
     def __init__(self, config: WorkerConfig) -> None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(config.pe % torch.cuda.device_count())
+        number = sum(config.ranks[: config.pe]) + config.rank if config.ranks else config.pe
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
         super().__init__(config)
 
 

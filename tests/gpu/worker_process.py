@@ -12,6 +12,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
+from tandem.workers.following import worker_ranks
 from tandem.workers.runner.forward_graphs import ForwardGraphs
 from tandem.workers.worker import Worker
 from tests.gpu.pe_process import as_array, gpu_of, name_of_gpu
@@ -45,6 +46,13 @@ class WorkerPe:
     def poison(self) -> None:
         """NaN in pages that nobody holds, from now on."""
         self.worker.on_step_thread(lambda: poison_free_pages(self.worker.cache, self.worker.pools))
+
+    def hurry(self, seconds: float) -> None:
+        """So long at most its ranks wait for each other, in islands that are yet to form."""
+        worker_ranks.WAIT_SECONDS = seconds
+
+    def lost(self) -> str:
+        return self.worker.lost
 
     def is_mapped(self, pe: int) -> bool:
         """Whether that PE's pages are."""

@@ -85,6 +85,7 @@ class NvshmemTransport(Transport):
         self._symmetric: list[Tensor] = []
         self._allocated: list[Tensor] = []  # what these were made of, as large on every PE
         self._peers: list[list[Tensor] | None] = []  # [pe], pools and mailbox; None where not mapped
+        self._scratch: list[Tensor | None] = []  # [pe], the same
         self._library: ObjectCode | None = None
 
     def open(self) -> bytes:
@@ -128,6 +129,10 @@ class NvshmemTransport(Transport):
         """See Transport. None also for another shard's, whose pages kernels do not know."""
         peer = None if self._regions[pe][group] is not None else self._peer_elements(pe, group)
         return None if peer is None else peer.view(self.layout.stored_dtype_of(group))
+
+    def scratch(self, pe: int) -> int | None:
+        found = self._scratch[pe]
+        return None if found is None else found.data_ptr()
 
     def _peer_elements(self, pe: int, group: int) -> Tensor | None:
         """The peer's pool where it is mapped, in the elements that it was made of."""
@@ -260,11 +265,12 @@ class NvshmemTransport(Transport):
         )
         self._make_memory()
         self._peers = [self._map(pe) for pe in range(self.num_pes)]
+        self._scratch = [self._map_scratch(pe) for pe in range(self.num_pes)]
 
     def _finalise(self) -> None:
         torch.cuda.set_device(self._device)
         torch.cuda.synchronize()
-        self._peers = []
+        self._peers, self._scratch = [], []
         if self._library is not None:
             del self._puts
             nvshmem.bindings.culibrary_finalize(int(self._library.handle))
@@ -286,11 +292,13 @@ class NvshmemTransport(Transport):
             self._allocated.append(nvshmem.core.tensor((2, self.num_signals), dtype=torch.int64))
             # On every PE, whether it needs it or not: one cannot know which of the others are peer to peer.
             self._allocated.append(nvshmem.core.tensor((STAGING_BYTES,), dtype=torch.uint8))
+            if self.config.scratch_bytes:
+                self._allocated.append(nvshmem.core.tensor((self.config.scratch_bytes,), dtype=torch.uint8))
         except nvshmem.core.NvshmemError as error:
             raise TransportError(f"num_pages {self.num_pages} does not fit the GPU: {error.msg}") from error
         for tensor in self._allocated:
             tensor.zero_()
-        self._symmetric = [*self._shaped(self.pe, self._allocated), *self._allocated[self._num_pools :]]
+        self._symmetric = [*self._shaped(self.pe, self._allocated), *self._allocated[self._num_pools :][:2]]
         torch.cuda.synchronize()
         nvshmem.bindings.barrier_all()
 
@@ -304,6 +312,11 @@ class NvshmemTransport(Transport):
         except nvshmem.core.NvshmemError:
             return None
         return [*self._shaped(pe, mapped), mapped[-1]]
+
+    def _map_scratch(self, pe: int) -> Tensor | None:
+        if not self.config.scratch_bytes or self._peers[pe] is None:
+            return None
+        return self._allocated[-1] if pe == self.pe else nvshmem.core.get_peer_tensor(self._allocated[-1], pe)
 
     @property
     def _shapes(self) -> list[list[tuple[int, ...]]]:

@@ -274,7 +274,7 @@ class Decodes:
             except Exception as error:
                 if not isinstance(error, CorruptKV | LogitsNotFinite):
                     log.exception("receiving KV failed", extra=of_requests(request))
-                    error = forward_failed(f"receiving KV of {request.request_id!r}", error)
+                    error = forward_failed(f"receiving KV of {request.request_id!r}", error, self._engine.lost)
                 self.failed(request, error)
                 continue
             if reason == FinishReason.RUNNING:
@@ -377,7 +377,7 @@ class Decodes:
         self._rows.leave(requests)
         for request in requests:
             request.output.clear()
-            self.failed(request, forward_failed(f"decode of {request.request_id!r}", error))
+            self.failed(request, forward_failed(f"decode of {request.request_id!r}", error, self._engine.lost))
         return 0
 
     def failed(self, request: DecodeRequest, error: WorkerError) -> None:

@@ -31,7 +31,7 @@ class Follower:
 
     def __init__(self, engine: Engine, transport: Transport, memory: RankMemory, rank: int) -> None:
         self._engine, self._transport = engine, transport
-        self._state, self._memory = memory.states[rank], memory
+        self._state, self._memory, self._rank = memory.states[rank], memory, rank
         self._reader = CallReader(memory, rank)
         self._decoder = Decoder(call_types())
         self._made: list[object] = []  # handles of the last action's result
@@ -56,7 +56,7 @@ class Follower:
                 self._publish()
             except Exception as error:
                 log.exception("this rank cannot follow its leader any more")
-                self.give_up(f"{type(error).__name__}: {error}")
+                self.give_up(self._memory.why_failed(self._rank) or f"{type(error).__name__}: {error}")
                 break
             now = time.monotonic()
             if call is not None:
@@ -66,6 +66,12 @@ class Follower:
             if now > until:
                 return 0
         return None
+
+    def finish(self, seconds: float) -> None:
+        """Behind the end of its thread: makes the calls up to the leader's last, whose device may wait for them."""
+        deadline = time.monotonic() + seconds
+        while not self.lost and not self._ended and time.monotonic() < deadline:
+            self.step()
 
     def give_up(self, reason: str) -> None:
         """Tells the leader, and ends the waits of all ranks."""
@@ -105,6 +111,8 @@ class Follower:
         except RankLost:
             raise
         except Exception as error:  # the leader's raises the same, which the next call says
+            if why := self._memory.why_failed(self._rank):
+                raise RankLost(why) from error
             self._made, raised = [], type(error).__name__
         self._outcome = Ended((), raised, self._engine.pages.free)
 

@@ -50,6 +50,9 @@ class Leader:
             self.give_up(str(error))
             raise
         except Exception as error:
+            if why := self.memory.why_failed(0):
+                self.give_up(why)
+                raise RankLost(why) from error
             raised = type(error).__name__
             raise
         finally:
@@ -142,7 +145,8 @@ class LeadingEngine(WatchedEngine):
     @property
     def lost(self) -> str:
         lost = [rank for rank, state in enumerate(self._followers, 1) if state.get(LOST)]
-        return self._leader.lost or super().lost or (f"rank {lost[0]} of this worker cannot go on" if lost else "")
+        here = self._leader.lost or self._leader.memory.why_failed(0) or super().lost
+        return here or (f"rank {lost[0]} of this worker cannot go on" if lost else "")
 
 
 class _RanksFence:

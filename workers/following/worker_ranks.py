@@ -13,7 +13,7 @@ from tandem.transfer.rank_transport import RankTransport, config_below
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.errors import RankLost
+from tandem.workers.errors import NoRanks, RankLost
 from tandem.workers.following.follower import Follower
 from tandem.workers.following.leader import Leader, LeadingEngine
 from tandem.workers.models.config import ModelConfig
@@ -21,6 +21,7 @@ from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.sharding import shard_config
+from tandem.workers.ranks.device_ranks import WAIT_SECONDS, DeviceRanks, area_bytes
 from tandem.workers.ranks.rank_memory import RankMemory, attach_memory, create_memory, ring_bytes
 from tandem.workers.ranks.ranks import ALONE, Ranks
 from tandem.workers.ranks.shared_ranks import SharedRanks
@@ -29,6 +30,7 @@ from tandem.workers.runner.model_runner import ModelRunner
 
 CAPTURES = 2  # that a leader asks for before it serves
 POLL_SECONDS = 0.05
+FINISH_SECONDS = 10.0  # for a leader's last call
 Transports = Callable[[str, TransportConfig], Transport]
 
 
@@ -42,7 +44,10 @@ class WorkerRanks:
         self._whole = load_config(Path(config.model_path), config.dtype)
         self._whole_drafter = load_drafter_config(config.speculation, self._whole)
         self.model, self.drafter, self.layout = self._parts(self.shard)
-        self._shared = SharedRanks(self.shard) if self.shard.size > 1 else None
+        self._shared: SharedRanks | DeviceRanks | None = None
+        if self.shard.size > 1:
+            self._shared = DeviceRanks(self.shard) if config.device == "cuda" else SharedRanks(self.shard)
+        self._joining: RankTransport | None = None
         self._memory: RankMemory | None = None
         self._fd = -1
         self.leader: Leader | None = None
@@ -59,13 +64,20 @@ class WorkerRanks:
         return self._shared or ALONE
 
     @property
+    def largest_layout(self) -> KVLayout:
+        """Of the shard with the largest pages in the island: those of all take as much where memory is symmetric."""
+        return self._parts(Shard(0, min(self._sizes)))[2]
+
+    @property
     def follows(self) -> bool:
         return self.shard.rank > 0
 
     @property
     def lost(self) -> str:
         """Why this worker cannot go on; empty while it can. From any thread."""
-        return next((one.lost for one in (self.leader, self.follower) if one is not None), "")
+        memory = self._memory
+        failed = "" if memory is None else memory.why_failed(self.shard.rank)
+        return next((one.lost for one in (self.leader, self.follower) if one is not None), "") or failed
 
     def transport(self, make: Transports, config: TransportConfig) -> Transport:
         """config: as workers count PEs."""
@@ -74,8 +86,10 @@ class WorkerRanks:
             return make(name, config)
         of_sizes = {size: [self._parts(Shard(rank, size))[2] for rank in range(size)] for size in set(sizes)}
         workers = [of_sizes[size] for size in sizes]
-        below = make(name, config_below(config, workers, self.shard.rank))
-        return RankTransport(below, workers, config.pe, config.num_signals)
+        scratch = area_bytes(max(sizes)) if self._config.device == "cuda" else 0
+        below = make(name, config_below(config, workers, self.shard.rank, scratch))
+        self._joining = RankTransport(below, workers, config.pe, config.num_signals)
+        return self._joining
 
     def opened(self, handle: bytes) -> bytes:
         """The handle of this PE's memory, with that of the memory that ranks share where this is their leader."""
@@ -89,15 +103,17 @@ class WorkerRanks:
         leads = handles[sum(self._sizes[: self._config.pe])]
         if self.follows:
             self._memory = attach_memory(leads.partition(b"\n")[0], *self._extent)
-        if self._shared is not None and self._memory is not None:
+        if isinstance(self._shared, SharedRanks) and self._memory is not None:
             self._shared.attach(self._memory.sums)
         firsts = {sum(self._sizes[:pe]) for pe, size in enumerate(self._sizes) if size > 1}
         return [one.partition(b"\n")[2] if pe in firsts else one for pe, one in enumerate(handles)]
 
     def engine(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport) -> Engine | None:
-        """None for one rank by itself."""
+        """None for one rank by itself. Raises NoRanks."""
         if self._memory is None:
             return None
+        if isinstance(self._shared, DeviceRanks) and self._joining is not None:
+            self._shared.attach(self._memory.sums, self._areas(self._joining), WAIT_SECONDS)
         if not self.follows:
             self.leader = Leader(self._memory)
             return LeadingEngine(cache, runner, transport, self.leader)
@@ -118,12 +134,26 @@ class WorkerRanks:
         """Behind the end of the step thread. Idempotent."""
         if self.leader is not None:
             self.leader.close()
-        self.leader = self.follower = self._memory = None
+        if self.follower is not None:
+            self.follower.finish(FINISH_SECONDS)
         if self._shared is not None:
             self._shared.detach()
+        self.leader = self.follower = self._memory = self._joining = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _areas(self, transport: RankTransport) -> list[int]:
+        """Where the ranks of this worker meet; NoRanks where their GPUs do not map each other's memory."""
+        areas = [transport.rank_scratch(rank) for rank in range(self.shard.size)]
+        mapped = [area for area in areas if area is not None]
+        if len(mapped) < len(areas):
+            apart = ", ".join(str(rank) for rank, area in enumerate(areas) if area is None)
+            raise NoRanks(
+                f"the GPU of rank {self.shard.rank} maps no memory of ranks {apart}; the ranks of a worker need GPUs "
+                "that are peer to peer"
+            )
+        return mapped
 
     @property
     def _sizes(self) -> tuple[int, ...]:

@@ -14,9 +14,11 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, H], weights float32, experts int64 [T, top_k]) -> Σₖ weights[t, k] · expert experts[t, k] of x[t], [T, H]."""
 
 
-def prepare_experts(parameters: MoeParameters, activate: Activate) -> Experts:
-    experts = GroupedExperts if parameters.gate_up.device.type == "cuda" else LoopedExperts
-    return experts(parameters, activate)
+def prepare_experts(parameters: MoeParameters, activate: Activate, *, alone: bool = True) -> Experts:
+    """alone: no other rank has experts of this layer."""
+    if parameters.gate_up.device.type == "cuda":
+        return GroupedExperts(parameters, activate, alone=alone)
+    return LoopedExperts(parameters, activate)
 
 
 class LoopedExperts:
@@ -49,19 +51,21 @@ class LoopedExperts:
 class GroupedExperts:
     """Two products over all experts at once, of tokens sorted into blocks of one expert each.
 
-    It takes numbers of its own experts alone: only workers on CPUs have several ranks. Shapes depend on those of the
-    arguments, and nothing is read on the host, so that a CUDA graph can hold it.
+    Number L of L experts is as for LoopedExperts: it has blocks, which no kernel computes. Shapes depend on those of
+    the arguments, and nothing is read on the host, so that a CUDA graph can hold it.
     """
 
-    def __init__(self, parameters: MoeParameters, activate: Activate) -> None:
+    def __init__(self, parameters: MoeParameters, activate: Activate, *, alone: bool = True) -> None:
+        """alone: no other rank has experts of this layer."""
         self._gate_up, self._activate, self._down = parameters.gate_up, activate, parameters.down
+        self._alone = alone
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        top_k, num_experts = experts.shape[1], self._down.count
-        blocks = expert_blocks(experts, num_experts, block_rows(experts.numel(), num_experts))
+        top_k, held = experts.shape[1], self._down.count
+        blocks = expert_blocks(experts, held + (not self._alone), block_rows(experts.numel(), held))
         hidden = self._activate(self._gate_up.grouped(x, blocks, None, top_k))
-        y = self._down.grouped(hidden, blocks, weights.flatten(), 1)
-        return y.view(x.shape[0], top_k, -1).sum(1)
+        y = self._down.grouped(hidden, blocks, weights.flatten(), 1).view(x.shape[0], top_k, -1)
+        return (y if self._alone else y.where((experts < held)[:, :, None], 0)).sum(1)
 
 
 def _prepare(experts: WeightStack) -> list[Projection]:

@@ -73,7 +73,8 @@ class MixtureOfExperts:
         self._router = parameters.router
         self._correction = parameters.correction
         self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activation, kernels)
-        self._experts: Experts = prepare_experts(parameters, choose_activation(activation, kernels))
+        activate = choose_activation(activation, kernels)
+        self._experts: Experts = prepare_experts(parameters, activate, alone=self._numbers is None)
         self._factors = parameters.factors
         self._table = parameters.table
         if self._table is not None:

@@ -14,7 +14,7 @@ from tandem.transfer.errors import PeerGone
 from tandem.workers.config import LoopSettings
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.engine import Engine
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LogitsNotFinite, PeerLost, WorkerError
+from tandem.workers.errors import Aborted, InvalidCall, LogitsNotFinite, WorkerError, forward_failed
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.logs import of_requests
@@ -372,8 +372,8 @@ class Prefills:
         for prompt in prompts:
             if not prompt.left:
                 self._leave(prompt)
-                kind = PeerLost if isinstance(error, PeerGone) else ForwardFailed
-                failure = kind(f"prefill of {prompt.request_id!r} failed: {error}")
+                what, lost = f"prefill of {prompt.request_id!r}", self._engine.lost
+                failure = forward_failed(what, error, str(error) if isinstance(error, PeerGone) else lost)
                 prompt.destination.fail(prompt, error if isinstance(error, WorkerError) else failure)
 
     def _leave(self, prompt: Prompt) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.errors import RankLost
-from tandem.workers.ranks.shared_ranks import sums_bytes
+from tandem.workers.ranks.shared_ranks import sums_bytes, why_failed
 
 NAME = "tandem-ranks"
 TOKEN_BYTES, ALIGNMENT, LENGTH_BYTES = 16, 4096, 8
@@ -64,6 +64,10 @@ class RankMemory:
         at += _aligned(8 * size * width)
         self.written: Int64Array = np.frombuffer(memory, np.int64, 1, offset=at)
         self.ring = np.frombuffer(memory, np.uint8, ring_bytes, offset=at + ALIGNMENT)
+
+    def why_failed(self, rank: int) -> str:
+        """See shared_ranks.why_failed."""
+        return why_failed(self.sums, rank)
 
     @staticmethod
     def num_bytes(size: int, num_workers: int, num_rows: int, ring_bytes: int) -> int:

@@ -38,6 +38,22 @@ def end_waits(memory: Int64Array) -> None:
     memory[0] = 1
 
 
+def failure_word(rank: int) -> int:
+    """The number of the word in which a rank's kernels on a GPU say that they gave up: ABORTED or LATE."""
+    return LINE // 8 * (1 + rank) + 1
+
+
+def why_failed(memory: Int64Array, rank: int) -> str:
+    """Why they did; empty while they have not. From any thread."""
+    match int(memory[failure_word(rank)]):
+        case 0:
+            return ""
+        case code if code == ABORTED:
+            return f"rank {rank} was told to stop waiting for the others"
+        case _:
+            return f"rank {rank} waited for the others in vain"
+
+
 class SharedRanks:
     """One rank, owned by one thread. Until attach() it does not wait for others, so a forward can be measured alone."""
 

@@ -1,7 +1,7 @@
 /* Sums and gatherings of what processes put into shared memory.
  *
  *   0                        abort: not 0 ends every wait
- *   64 (1 + rank)            how many exchanges the rank has entered
+ *   64 (1 + rank)            how many exchanges the rank has entered; behind it, on a GPU, why it has given up
  *   64 (1 + size)            2 · size slots of slot_bytes: those of even and of odd exchanges, in the order of ranks
  *
  * A rank fills its slot, counts, and waits until all have counted. A slot is filled again two exchanges later. By then

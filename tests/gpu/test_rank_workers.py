@@ -1,0 +1,102 @@
+"""Workers of several ranks on GPUs, through the gRPC server. They may share a GPU, and then take turns there."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cluster.client import Client
+from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, together
+from tests.gpu.test_families import accepted_in, check_logprobs, running_workers
+from tests.gpu.worker_process import WorkerPe
+from tests.support.checkpoints import make_model, sizes_on_gpu
+from tests.support.client_requests import GREEDY, complete_all, complete_all_updates
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), NEEDS_NVSHMEM]
+# One token; a page, around a chunk, several chunks and windows.
+PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((1, 16, 47, 49, 149))]
+OUTPUT = 12
+WAIT_SECONDS = 3.0
+# Families by what they have: plain; experts; latents and experts; windows; experts, biases and sinks.
+IN_FLOAT32 = {
+    "llama-1+2": ("llama", 1, 2),
+    "qwen3_moe-2+1": ("qwen3_moe", 2, 1),
+    "deepseek_v3-2+2": ("deepseek_v3", 2, 2),
+    "gemma3-2+1": ("gemma3", 2, 1),
+    "gpt_oss-1+2": ("gpt_oss", 1, 2),
+}
+# By Triton's attention (heads of 96) and FlashInfer's, in CUDA graphs; latents.
+IN_BFLOAT16: dict[str, tuple[str, dict[str, int], int, int]] = {
+    "llama-96-2+2": ("llama", {"head_dim": 96, "hidden_size": 256}, 2, 2),
+    "qwen3_moe-96-1+2": ("qwen3_moe", {"head_dim": 96, "hidden_size": 256}, 1, 2),
+    "llama-64-2+1": ("llama", sizes_on_gpu("llama"), 2, 1),
+    "deepseek_v2-1+2": ("deepseek_v2", sizes_on_gpu("deepseek_v2"), 1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[PeProcess]]:
+    with pe_processes(4, WorkerPe) as started:
+        yield started
+
+
+def shape_of(prefill: int, decode: int) -> dict[str, Any]:
+    ranks = {"island.prefill_ranks": prefill, "island.decode_ranks": decode, "island.verify_kv": False}
+    return {**ranks, "scheduler.max_sequences": 8}
+
+
+@pytest.mark.parametrize("case", IN_FLOAT32)
+def test_tokens_equal_transformers_in_float32(case: str, processes: list[PeProcess], tmp_path: Path) -> None:
+    family, prefill, decode = IN_FLOAT32[case]
+    make_model(family).save_pretrained(tmp_path)
+    due = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
+    used = processes[: prefill + decode]
+    with running_workers(used, tmp_path, "float32", settings=shape_of(prefill, decode)) as address:
+        assert complete_all(address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == due
+        assert complete_all(address, PROMPTS[:2], max_tokens=OUTPUT, **GREEDY) == due[:2]
+
+
+@pytest.mark.parametrize("case", IN_BFLOAT16)
+def test_logprobs_in_bfloat16(case: str, processes: list[PeProcess], tmp_path: Path) -> None:
+    """As near to float32's as transformers' are."""
+    family, fields, prefill, decode = IN_BFLOAT16[case]
+    make_model(family, **fields).save_pretrained(tmp_path)
+    used = processes[: prefill + decode]
+    with running_workers(used, tmp_path, "bfloat16", settings=shape_of(prefill, decode)) as address:
+        answers = complete_all_updates(address, PROMPTS, max_tokens=OUTPUT, logprobs=5, **GREEDY)
+    check_logprobs(tmp_path, PROMPTS, answers)
+
+
+def test_drafts_and_joint_steps_in_graphs(processes: list[PeProcess], tmp_path: Path) -> None:
+    """Workers that have any role, so that they capture all graphs."""
+    make_model("llama", head_dim=96, hidden_size=256).save_pretrained(tmp_path)
+    settings = {**shape_of(2, 2), "scheduler.roles": "adaptive", "scheduler.token_seconds": 0.5}
+    with running_workers(processes, tmp_path, "bfloat16", "ngram", settings) as address:
+        answers = complete_all_updates(address, PROMPTS, max_tokens=4 * OUTPUT, logprobs=5, **GREEDY)
+    assert accepted_in(answers) > 0
+    check_logprobs(tmp_path, PROMPTS, answers)
+
+
+def test_a_killed_rank_ends_its_worker(tmp_path: Path) -> None:
+    """Whose other rank waits for it on the device: typed, in bounded time, and without another token."""
+    make_model("llama").save_pretrained(tmp_path)
+    lost = ""
+    with pe_processes(3, WorkerPe) as processes:
+        together(processes, "hurry", WAIT_SECONDS)
+        with (
+            suppress(OSError),  # the killed one does not stop when it is asked to
+            running_workers(processes, tmp_path, "float32", settings=shape_of(1, 2)) as address,
+            Client(address) as client,
+        ):
+            updates = client.generate(PROMPTS[2], max_tokens=150, **GREEDY)
+            next(updates)
+            processes[2]._process.kill()
+            until(lambda: processes[1].do("lost") != "", 10 * WAIT_SECONDS)
+            lost = processes[1].do("lost")
+        for process in processes:
+            process._process.kill()
+    assert lost == "rank 0 waited for the others in vain"

@@ -1,0 +1,88 @@
+// exchange.cu for a CPU: a rank is a thread, and computes the blocks of a launch in order, each of one thread.
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+using Data = unsigned long long;
+struct Index { unsigned x; };
+static thread_local Index blockIdx{0}, gridDim{1}, threadIdx{0}, blockDim{1};
+struct Trap {};
+
+struct alignas(16) Packet { Data data, epoch; };
+inline void store_packet(Packet* target, Packet packet) {
+    __atomic_store_n(&target->data, packet.data, __ATOMIC_RELAXED);
+    __atomic_store_n(&target->epoch, packet.epoch, __ATOMIC_RELEASE);
+}
+inline Packet load_packet(const Packet* source) {
+    Data epoch = __atomic_load_n(&source->epoch, __ATOMIC_ACQUIRE);
+    sched_yield();
+    return {__atomic_load_n(&source->data, __ATOMIC_RELAXED), epoch};
+}
+inline long long load_word(const long long* source) { return __atomic_load_n(source, __ATOMIC_ACQUIRE); }
+inline void store_word(long long* target, long long word) { __atomic_store_n(target, word, __ATOMIC_RELEASE); }
+inline Data nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+inline void await_earlier_kernels() {}
+inline void __syncthreads() {}
+inline void __threadfence_system() {}
+inline void __trap() { throw Trap(); }
+inline Data atomicAdd(Data* place, Data by) { return __atomic_fetch_add(place, by, __ATOMIC_ACQ_REL); }
+
+using __half = _Float16;
+struct __nv_bfloat16 { unsigned short bits; };
+inline float widen(float number) { return number; }
+inline float widen(__half number) { return number; }
+inline float widen(__nv_bfloat16 number) {
+    unsigned wide = (unsigned)number.bits << 16;
+    float found;
+    std::memcpy(&found, &wide, 4);
+    return found;
+}
+inline void narrow(float& number, float wide) { number = wide; }
+inline void narrow(__half& number, float wide) { number = (__half)wide; }
+inline void narrow(__nv_bfloat16& number, float wide) {  // to the nearest, else to even
+    unsigned bits;
+    std::memcpy(&bits, &wide, 4);
+    number.bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+#define EMULATED_DEVICE <cstring>  // all of it stands above
+#include "exchange.cu"
+
+// Whether the kernel came to its end.
+template <class Kernel, class... Arguments>
+static bool run(Kernel kernel, unsigned blocks, Arguments... arguments) {
+    gridDim.x = blocks;
+    try {
+        for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) kernel(arguments...);
+    } catch (Trap) {
+        return false;
+    }
+    return true;
+}
+
+#define RUN_SUM(kernel, type)                                                                                         \
+    extern "C" bool run_##kernel(unsigned blocks, const Ranks* ranks, const type* x, type* out, long long count,      \
+                                 long long first, long long last) {                                                  \
+        return run(kernel, blocks, *ranks, x, out, count, first, last);                                               \
+    }
+RUN_SUM(sum_at_once_float32, float)
+RUN_SUM(sum_at_once_float16, __half)
+RUN_SUM(sum_at_once_bfloat16, __nv_bfloat16)
+RUN_SUM(sum_by_parts_float32, float)
+RUN_SUM(sum_by_parts_float16, __half)
+RUN_SUM(sum_by_parts_bfloat16, __nv_bfloat16)
+
+#define RUN_GATHER(kernel, type)                                                                                      \
+    extern "C" bool run_##kernel(unsigned blocks, const Ranks* ranks, const type* x, type* out, int rows,             \
+                                 int columns, int part, int parts) {                                                  \
+        return run(kernel, blocks, *ranks, x, out, rows, columns, part, parts);                                       \
+    }
+RUN_GATHER(gather_2, unsigned short)
+RUN_GATHER(gather_4, unsigned)

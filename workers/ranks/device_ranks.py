@@ -1,0 +1,216 @@
+"""Ranks that compute on GPUs of one host: they meet in memory that all of them map, by exchange.cu.
+
+This file is the home of the constants that host and device share. exchange_defines() gives them to the compiler.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.arrays import Int64Array, address_of
+from tandem.cache.plan.shard import Shard
+from tandem.workers.errors import NoRanks, RankLost
+from tandem.workers.kernels.cuda.cubin_build import Cubin, defines, load_cubin
+from tandem.workers.kernels.cuda.driver import Function, Module
+from tandem.workers.ranks.shared_ranks import ABORTED, LATE, failure_word, why_failed
+
+SOURCE = Path(__file__).with_name("exchange.cu")
+OLDEST = (9, 0)  # of GPUs that these kernels have run on
+MOST_RANKS = 8
+PACKET_BYTES, PACKET_DATA_BYTES = 16, 8
+HEADER_BYTES = 256
+SLOT_BYTES = 1 << 20  # of data
+WHOLE_BYTES = 400 << 10  # up to which four ranks and more send all to all
+WAIT_SECONDS = 40.0  # for a rank that is slow: less than a step's tokens are waited for
+THREADS = 256
+LOOKS = 1 << 14  # at a packet, between two at the clock and the abort word
+PAGE_BYTES = 4096  # of the host's memory, where the words of all ranks are
+PORTABLE, MAPPED = 1, 2  # CU_MEMHOSTREGISTER_…
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def area_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Of each rank's memory that the others map, where so many meet."""
+    return HEADER_BYTES + 2 * 2 * size * slot_bytes // PACKET_DATA_BYTES * PACKET_BYTES
+
+
+def exchange_defines() -> tuple[str, ...]:
+    """Options for the compiler, which exchange.cu explains."""
+    constants = {"THREADS": THREADS, "LOOKS": LOOKS, "ABORTED": ABORTED, "LATE": LATE}
+    return defines(MOST_RANKS=MOST_RANKS, HEADER=HEADER_BYTES, **constants)
+
+
+class RanksArgument(ctypes.Structure):
+    """The first argument of each kernel."""
+
+    _fields_ = (
+        ("areas", ctypes.c_void_p * MOST_RANKS),
+        ("abort", ctypes.c_void_p),
+        ("failure", ctypes.c_void_p),
+        ("slot_packets", ctypes.c_int64),
+        ("patience", ctypes.c_uint64),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Packets of a tensor that one launch sums. whole: each rank sends all of them to all others."""
+
+    first: int
+    last: int
+    whole: bool
+
+
+def parts_of(num_packets: int, size: int, slot_packets: int, whole_packets: int) -> list[Part]:
+    """What so many packets are summed by, in order. None is empty. whole_packets: up to which they are sent whole."""
+    whole = size == 2 or num_packets <= whole_packets
+    count = -(-num_packets // (slot_packets if whole else slot_packets * size))
+    bounds = [num_packets * part // count for part in range(count + 1)]
+    return [Part(first, last, whole) for first, last in pairwise(bounds)]
+
+
+class DeviceRanks:
+    """One rank, owned by one thread. Until attach() it does not wait for others, so a forward can be measured alone.
+
+    A rank that waits in vain leaves a word that says so, and its device computes nothing more: no token and no KV comes
+    of a sum that is not whole. The host's next call to CUDA fails.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        """NoRanks for more of them than kernels serve."""
+        if shard.size > MOST_RANKS:
+            raise NoRanks(f"a worker has {shard.size} ranks; on GPUs at most {MOST_RANKS} are accepted")
+        self.rank, self.size = shard.rank, shard.size
+        self._words: Int64Array | None = None
+        self._kernels: ExchangeKernels | None = None
+        self._argument = RanksArgument()
+        self._slot_packets = 0
+
+    def attach(
+        self,
+        words: Int64Array,
+        areas: Sequence[int],
+        seconds: float,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """words: see shared_ranks.sums_bytes; areas: where this process has each rank's area_bytes(), zeroed. Both stay
+        until detach(). seconds: longest wait for a rank. NoRanks where the kernels cannot be built."""
+        assert len(areas) == self.size, "one area for each rank"
+        torch.cuda.current_stream().synchronize()  # binds a new thread to the device, as the driver's own calls do not
+        kernels = self._kernels = self._kernels or ExchangeKernels()
+        host = kernels.register(words)
+        self._slot_packets = slot_bytes // PACKET_DATA_BYTES
+        self._argument = RanksArgument(
+            areas=(ctypes.c_void_p * MOST_RANKS)(*areas),
+            abort=host,
+            failure=host + 8 * failure_word(self.rank),
+            slot_packets=self._slot_packets,
+            patience=int(seconds * 1e9),
+            rank=self.rank,
+            size=self.size,
+        )
+        self._words = words
+
+    def detach(self) -> None:
+        """Waits for what is under way; the memory is not used any more."""
+        words, self._words = self._words, None
+        if words is not None and self._kernels is not None:
+            with suppress(RuntimeError):  # the device has failed: it holds the page until the process ends
+                torch.cuda.synchronize()
+                self._kernels.unregister(words)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See Ranks."""
+        kernels = self._ready()
+        if kernels is None or not x.numel():
+            return x
+        x = _aligned(x)
+        out, numbers = torch.empty_like(x), PACKET_DATA_BYTES // x.element_size()
+        packets, whole = -(-x.numel() // numbers), WHOLE_BYTES // PACKET_DATA_BYTES
+        for part in parts_of(packets, self.size, self._slot_packets, whole):
+            kernels.sum(self._argument, x, out, part)
+        return out
+
+    def gather(self, x: Tensor, columns: int) -> Tensor:
+        """See Ranks."""
+        kernels, rows = self._ready(), x.shape[0]
+        if kernels is None or not rows:
+            return x.new_zeros((rows, columns))
+        x, out = _aligned(x), x.new_empty((rows, columns))
+        widest = -(-columns // self.size) * x.element_size()
+        kernels.gather(self._argument, x, out, -(-rows * widest // PACKET_DATA_BYTES // self._slot_packets))
+        return out
+
+    def _ready(self) -> "ExchangeKernels | None":
+        """None before attach(). RankLost once some rank has given up."""
+        if self._words is None:
+            return None
+        if self._words[0]:
+            raise RankLost(why_failed(self._words, self.rank) or f"rank {self.rank} was told to stop")
+        return self._kernels
+
+
+class ExchangeKernels:
+    """exchange.cu for the current device."""
+
+    def __init__(self) -> None:
+        """NoRanks where it cannot be built."""
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        capability = device.major, device.minor
+        cubin = None
+        if capability >= OLDEST:
+            arch = "".join(map(str, capability))
+            cubin = load_cubin(Cubin(SOURCE, exchange_defines(), arch), "no worker has several ranks")
+        if cubin is None:
+            raise NoRanks(
+                f"a worker of several ranks on GPUs needs nvcc, and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} "
+                f"or later; this one is {device.name}, of {capability[0]}.{capability[1]}"
+            )
+        self._module, self._most_blocks = Module(cubin), device.multi_processor_count
+        sums = [f"{how}_{name}" for how in ("sum_at_once", "sum_by_parts") for name in NAMES.values()]
+        self._functions = {
+            name: Function(self._module, name, threads=THREADS, shared_bytes=0)
+            for name in (*sums, "gather_2", "gather_4")
+        }
+
+    def sum(self, ranks: RanksArgument, x: Tensor, out: Tensor, part: Part) -> None:
+        name = f"{'sum_at_once' if part.whole else 'sum_by_parts'}_{NAMES[x.dtype]}"
+        packets = part.last - part.first if part.whole else -(-(part.last - part.first) // ranks.size)
+        numbers = (ctypes.c_int64(number) for number in (x.numel(), part.first, part.last))
+        self._launch(name, packets, ranks, ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), *numbers)
+
+    def gather(self, ranks: RanksArgument, x: Tensor, out: Tensor, parts: int) -> None:
+        """parts: launches, each for a part of all rows' elements."""
+        (rows, columns), size = out.shape, x.element_size()
+        packets = -(-x.numel() * size // PACKET_DATA_BYTES // parts)
+        pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
+        for part in range(parts):
+            numbers = (ctypes.c_int32(number) for number in (rows, columns, part, parts))
+            self._launch(f"gather_{size}", packets, ranks, *pointers, *numbers)
+
+    def _launch(self, name: str, packets: int, *arguments: ctypes.Structure | ctypes._SimpleCData) -> None:
+        self._functions[name].launch(max(1, min(-(-packets // THREADS), self._most_blocks)), arguments)
+
+    def register(self, words: Int64Array) -> int:
+        """The device's address of the first page of the host's memory, which begins one."""
+        check, host, found = self._module.check, ctypes.c_void_p(address_of(words)), ctypes.c_void_p()
+        check("cuMemHostRegister_v2", host, ctypes.c_size_t(PAGE_BYTES), PORTABLE | MAPPED)
+        check("cuMemHostGetDevicePointer_v2", ctypes.byref(found), host, 0)
+        assert found.value is not None
+        return found.value
+
+    def unregister(self, words: Int64Array) -> None:
+        self._module.check("cuMemHostUnregister", ctypes.c_void_p(address_of(words)))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x if x.data_ptr() % PACKET_DATA_BYTES == 0 else x.clone()

@@ -19,6 +19,7 @@ from tandem.cache.extras import install
 from tandem.cache.kernels.build.nvml import Driver, Gpu, read_driver
 from tandem.cluster.cli.gpu_room import holders_of
 from tandem.cluster.cli.preflight import FILES, fitting_config
+from tandem.cluster.config.island import gpu_shapes
 from tandem.transfer.nvshmem.kernels.device_build import find_nvshmem
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION, RESERVED_BYTES
 
@@ -103,7 +104,9 @@ def _verdict(index: int, gpu: Gpu, missing: Sequence[str], driver: Driver) -> st
             )
         busy, left = f", {holders_of(gpu)}", f" with less than {room / GIB:.1f} GiB of weights"
     tried = "" if gpu.capability == (9, 0) else "; tandem has run on Hopper only"
-    return f"{named}{busy}: {fitting_config(len(peers) + 1)} runs here{left}{tried}"
+    shapes = gpu_shapes(len(peers) + 1)
+    ranks = f", also with prefill_ranks + decode_ranks of {', '.join(shapes)}" if shapes else ""
+    return f"{named}{busy}: {fitting_config(len(peers) + 1)} runs here{ranks}{left}{tried}"
 
 
 def _python() -> Finding:

@@ -12,6 +12,7 @@ from tandem.cache.kernels.build.build_once import cache_folder
 from tandem.cache.kernels.build.nvml import Driver, read_driver
 from tandem.cluster.cli.gpu_room import lacking_room
 from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.config.island import gpu_shapes
 from tandem.cluster.config.model import download_hint
 from tandem.cluster.config.sections import ModelSection
 from tandem.cluster.credentials import is_loopback
@@ -114,8 +115,11 @@ def _check_gpus(config: ClusterConfig, driver: Driver, *, replaces: bool = False
     else:
         hidden = f" ({len(driver.gpus)} without CUDA_VISIBLE_DEVICES)" if there < len(driver.gpus) else ""
         found = f"this host has {there}{hidden}"
+    runs = f"{fitting_config(there)} runs here"
+    if max(config.island.ranks) > 1 and (shapes := gpu_shapes(there)):
+        runs += f", also with prefill_ranks + decode_ranks of {', '.join(shapes)}"
     yield (
-        f"island.device is cuda and the workers need {needed} GPUs; {found}: {fitting_config(there)} runs here, or set "
+        f"island.device is cuda and the workers need {needed} GPUs; {found}: {runs}, or set "
         "island.num_prefill, num_decode and num_islands; `tandem doctor` says more"
     )
 

@@ -46,6 +46,11 @@ def exchange_defines() -> tuple[str, ...]:
     return defines(MOST_RANKS=MOST_RANKS, HEADER=HEADER_BYTES, **constants)
 
 
+def exchange_cubin(capability: tuple[int, int]) -> Cubin | None:
+    """What is compiled for a GPU; None for one that is too old."""
+    return Cubin(SOURCE, exchange_defines(), "".join(map(str, capability))) if capability >= OLDEST else None
+
+
 class RanksArgument(ctypes.Structure):
     """The first argument of each kernel."""
 
@@ -164,15 +169,12 @@ class ExchangeKernels:
     def __init__(self) -> None:
         """NoRanks where it cannot be built."""
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        capability = device.major, device.minor
-        cubin = None
-        if capability >= OLDEST:
-            arch = "".join(map(str, capability))
-            cubin = load_cubin(Cubin(SOURCE, exchange_defines(), arch), "no worker has several ranks")
+        planned = exchange_cubin((device.major, device.minor))
+        cubin = None if planned is None else load_cubin(planned, "no worker has several ranks")
         if cubin is None:
             raise NoRanks(
                 f"a worker of several ranks on GPUs needs nvcc, and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} "
-                f"or later; this one is {device.name}, of {capability[0]}.{capability[1]}"
+                f"or later; this one is {device.name}, of {device.major}.{device.minor}"
             )
         self._module, self._most_blocks = Module(cubin), device.multi_processor_count
         sums = [f"{how}_{name}" for how in ("sum_at_once", "sum_by_parts") for name in NAMES.values()]

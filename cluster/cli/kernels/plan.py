@@ -2,13 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-
-import torch
 
 from tandem.cache.attention.page_look_up import SOURCE as PAGE_LOOK_UP
 from tandem.cache.kernels.build.build_once import cache_folder
@@ -32,12 +30,12 @@ from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.transfer.copy_plan import SOURCE as COPY_PLAN
 from tandem.transfer.nvshmem.kernels.device_build import has_device_puts
 from tandem.workers.checkpoint.errors import ModelError
-from tandem.workers.kernels.cuda.cubin_build import find_cubin
+from tandem.workers.kernels.cuda.cubin_build import Cubin, find_cubin
 from tandem.workers.kernels.native.layer import SOURCE as LAYER
-from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
+from tandem.workers.ranks.device_ranks import exchange_cubin
 from tandem.workers.runner.kernel_plan import plan_cubins
 from tandem.workers.runner.model_cache import kv_layout
 
@@ -107,7 +105,10 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
         modules = plan_modules(layout, model.attn_softcap, target.capability, model.latent and model.latent.heads)
         planned = [*_plan_modules(modules, target, lacking)]
         for one in filter(None, (model, drafter)):
-            planned += _plan_cubins(one, layout.stored_dtype, target)
+            cubins = plan_cubins(one, layout.stored_dtype, target.capability, target.multiprocessors)
+            planned += _plan_cubins(cubins)
+        exchange = exchange_cubin(target.capability) if max(config.island.ranks) > 1 else None
+        planned += _plan_cubins([] if exchange is None else [("sums of ranks", exchange)])
         planned += _plan_device_puts(target)
         wanted = [build for build, is_there in planned if not is_there or there.append(build.title)]
         if wanted and shutil.which("nvcc") is None:
@@ -148,7 +149,7 @@ def _plan_device_puts(target: Target) -> Iterator[tuple[Build, bool]]:
         yield Build("NVSHMEM device puts", order, 1, CUBIN_BYTES), has_device_puts(cache_folder(), target.capability)
 
 
-def _plan_cubins(model: ModelConfig, stored: torch.dtype, target: Target) -> Iterator[tuple[Build, bool]]:
-    for title, cubin in plan_cubins(model, stored, target.capability, target.multiprocessors):
+def _plan_cubins(cubins: Iterable[tuple[str, Cubin]]) -> Iterator[tuple[Build, bool]]:
+    for title, cubin in cubins:
         order = {"cubin": {"source": str(cubin.source), "defines": cubin.defines, "arch": cubin.arch}}
         yield Build(title, json.dumps(order), 1, CUBIN_BYTES), find_cubin(cubin, cache_folder()) is not None

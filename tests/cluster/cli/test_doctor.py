@@ -110,10 +110,10 @@ def test_each_device_gets_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, old = replace(H200, used=70 << 30), Gpu("V100", 32 << 30, (7, 0))
     _, *each = verdict_of(Driver("580.1", (H200, busy, H200, old)))
     assert each == [
-        "GPU 0: H200, 139 GiB: deploy/gpu-1p1d.yaml runs here",
-        "GPU 1: H200, 139 GiB, 70.0 GiB in use by other processes: deploy/gpu-2p2d.yaml runs here with less than "
-        "51.8 GiB of weights",
-        "GPU 2: H200, 139 GiB: deploy/gpu-1p1d.yaml runs here",
+        "GPU 0: H200, 139 GiB: deploy/gpu-1p1d.yaml runs here, also with prefill_ranks + decode_ranks of 1 + 2, 2 + 1",
+        "GPU 1: H200, 139 GiB, 70.0 GiB in use by other processes: deploy/gpu-2p2d.yaml runs here, also with "
+        "prefill_ranks + decode_ranks of 1 + 2, 2 + 1, 2 + 2 with less than 51.8 GiB of weights",
+        "GPU 2: H200, 139 GiB: deploy/gpu-1p1d.yaml runs here, also with prefill_ranks + decode_ranks of 1 + 2, 2 + 1",
         "GPU 3: V100, 32 GiB: cannot serve; its compute capability is 7.0, 8.0 or later is needed",
     ]
 

@@ -124,6 +124,15 @@ def test_a_signal_of_one_rank_alone_does_not_count() -> None:
     island.close()
 
 
+def test_ranks_of_a_worker_find_each_others_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedMemoryTransport, "scratch", lambda self, pe: 100 * self.config.scratch_bytes + pe)
+    workers = [layouts_of(4), layouts_of(2)]
+    config = TransportConfig(1, 2, workers[1][1], (8, 8), mailbox_rows(3, 2), "island", 1)
+    below = SharedMemoryTransport(config_below(config, workers, 1, 7))
+    second = RankTransport(below, workers, 1, mailbox_rows(3, 2))
+    assert [second.rank_scratch(rank) for rank in range(2)] == [704, 705]
+
+
 def test_recalls_go_to_the_first_rank_alone() -> None:
     island = Ranks(2, 2)
     island.ranks[0][0].post(1, 4, 123, 1)

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.config.island import IslandSection
+from tandem.cluster.config.island import MAX_GPU_RANKS, IslandSection, gpu_shapes
 from tandem.cluster.config.rank_shapes import check_ranks
 from tandem.cluster.errors import ConfigError
 from tandem.workers.models.registry import load_config
+from tandem.workers.ranks.device_ranks import MOST_RANKS
 
 DEMO = Path(__file__).resolve().parents[3] / "cluster/tools/demo_model/checkpoint"
 
@@ -21,3 +22,9 @@ def test_what_fits_is_said() -> None:
         "island.decode_ranks is 4: num_heads is 6; it must be a multiple of the 4 ranks that divide it; 1, 2 fit this "
         "model"
     )
+
+
+def test_shapes_that_a_hosts_gpus_serve_have_a_worker_of_several_ranks() -> None:
+    assert [gpu_shapes(gpus) for gpus in (0, 2, 3, 4)] == [[], [], ["1 + 2", "2 + 1"], ["1 + 2", "2 + 1", "2 + 2"]]
+    assert gpu_shapes(9)[-1] == "8 + 1"
+    assert MAX_GPU_RANKS == MOST_RANKS, "the configuration takes as many as kernels do"

@@ -16,6 +16,7 @@ from tandem.workers.following.follower import Follower
 from tandem.workers.following.leader import Leader
 from tandem.workers.ranks.rank_memory import DONE, LOST, RankMemory, create_memory
 from tandem.workers.ranks.rank_memory import MARK as MARKS
+from tandem.workers.ranks.shared_ranks import LATE, failure_word
 from tandem.workers.sampling.prompt_logits import PromptLogits
 
 ROWS, WORKERS = 4, 2
@@ -109,6 +110,34 @@ def test_a_follower_with_other_pages_ends_the_worker() -> None:
         pair.act("free", 2)
     with pytest.raises(RankLost):
         pair.leader.wait_for_all()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_device_that_gave_up_ends_the_worker(rank: int) -> None:
+    """Its next call fails, in whatever way: that is no error of a request."""
+    pair = Pair()
+    pair.memory.sums[failure_word(rank)] = LATE
+    (pair.lead if rank == 0 else pair.follow).free_pages = 0
+    if rank == 0:
+        with pytest.raises(RankLost, match="rank 0 waited for the others in vain"):
+            pair.act("free", 1)
+        assert pair.leader.lost
+    else:
+        pair.act("free", 1)
+        assert pair.follower.lost == "rank 1 waited for the others in vain"
+    assert pair.memory.sums[0] == 1, "nobody waits for it in a sum"
+    with pytest.raises(RankLost):
+        pair.act("free", 2)
+
+
+def test_a_follower_whose_thread_has_ended_makes_the_calls_up_to_the_last() -> None:
+    pair = Pair()
+    for sequence in range(3):
+        pair.leader.act(cast(Engine, pair.lead), "free", (sequence,), lambda engine, one: engine.free(one))
+    pair.leader.close()
+    pair.follower.finish(5.0)
+    assert pair.follow.freed == [0, 1, 2]
+    assert not pair.follower.lost
 
 
 def test_an_error_of_the_follower_alone_ends_the_worker() -> None:

@@ -1,18 +1,22 @@
 """Routing and experts against sums over each token's experts, one by one; the kernels on a GPU, else interpreted."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.cache.plan.shard import Shard
 from tandem.workers.kernels.expert_blocks import ExpertBlocks, expert_blocks
 from tandem.workers.kernels.torch import layer as torch_layer
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tandem.workers.models.experts import GroupedExperts, LoopedExperts
 from tandem.workers.models.parameters import MoeParameters
 from tandem.workers.models.routing import GroupLimit, Routing, route
+from tandem.workers.ranks.ranks import held_experts
 from tandem.workers.weights.dense import Dense, DenseStack
 from tandem.workers.weights.weight import WeightStack
 from tests.support.tolerances import assert_close
@@ -102,6 +106,38 @@ def test_grouped_experts(case: Case, stack: type[DenseStack]) -> None:
     y = GroupedExperts(parameters, SILU_MUL)(x, weights, chosen)
     assert y.dtype == case.dtype
     assert_close(y, expected(x, parameters, weights, chosen))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("stack", [DenseStack, TritonStack], ids=["chosen", "triton"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_add_up_what_their_own_experts_give(case: Case, stack: type[DenseStack], size: int) -> None:
+    """Memory that no kernel writes holds NaN."""
+    if DEVICE == "cpu" and case.dtype == torch.bfloat16 and stack is TritonStack:
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
+    x, parameters, weights, chosen = draw(case, stack)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=DEVICE)
+    for rank in range(min(size, case.num_experts)):
+        held = Shard(rank, min(size, case.num_experts)).some("num_experts", case.num_experts)
+        own = replace(parameters, gate_up=part_of(parameters.gate_up, held), down=part_of(parameters.down, held))
+        with fill_with_nan():
+            total += GroupedExperts(own, SILU_MUL, alone=False)(x, weights, held_experts(held)(chosen)).float()
+    assert_close(total.to(case.dtype), expected(x, parameters, weights, chosen))
+
+
+def part_of(stack: WeightStack, held: range) -> DenseStack:
+    assert isinstance(stack, DenseStack)
+    experts = slice(held.start, held.stop)
+    return type(stack)(stack.weight[experts], None if stack.bias is None else stack.bias[experts])
+
+
+@contextmanager
+def fill_with_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the loop serves CPUs")

@@ -158,4 +158,39 @@ WORKERS = (
         reason="Only its owner reads a record, or every user of the host does.",
         tests=("tests/workers/replay/test_record_file.py::test_only_its_owner_may_read_it_and_it_has_no_secret",),
     ),
+    Mutant(
+        name="experts-of-other-ranks",
+        file="workers/models/experts.py",
+        find="(y if self._alone else y.where((experts < held)[:, :, None], 0)).sum(1)",
+        replace="y.sum(1)",
+        reason="A rank adds nothing for experts that others have, or sums have whatever stood in memory.",
+        tests=("tests/workers/models/test_experts.py::test_ranks_add_up_what_their_own_experts_give",),
+    ),
+    Mutant(
+        name="device-that-gave-up",
+        file="workers/following/leader.py",
+        find="""            if why := self.memory.why_failed(0):
+                self.give_up(why)
+                raise RankLost(why) from error
+""",
+        replace="",
+        reason="A failed sum ends the worker, or its request alone is told of an error, and the worker serves on.",
+        tests=("tests/workers/following/test_leader.py::test_a_device_that_gave_up_ends_the_worker",),
+    ),
+    Mutant(
+        name="kernel-told-to-stop",
+        file="workers/ranks/exchange.cu",
+        find="        if (load_word(ranks.abort)) give_up(ranks, ABORTED);\n",
+        replace="",
+        reason="A kernel that waits for a rank ends when it is told to, or the others find out much later.",
+        tests=("tests/workers/ranks/test_exchange.py::test_a_rank_that_waits_is_told_to_stop",),
+    ),
+    Mutant(
+        name="calls-behind-a-followers-thread",
+        file="workers/following/worker_ranks.py",
+        find="            self.follower.finish(FINISH_SECONDS)\n",
+        replace="            pass\n",
+        reason="A follower that leaves first makes the last calls, or its leader's device waits for it in vain.",
+        tests=("tests/workers/following/test_worker_ranks.py",),
+    ),
 )

@@ -82,6 +82,7 @@ NOT_UNIT = (
     "tests/workers/checkpoint",
     "tests/workers/decode/test_kernel_threads.py",
     "tests/workers/handoff/test_late_calls.py",
+    "tests/workers/following/test_worker_ranks.py",
     "tests/workers/handoff/test_local_reservations.py",
     "tests/workers/handoff/test_reservation_programs.py",
     "tests/workers/kernels",

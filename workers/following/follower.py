@@ -53,6 +53,8 @@ class Follower:
                 call = self._reader.read()
                 if call is not None:
                     self._take(self._decoder.decode(call))
+                elif self._outcome.raised and time.monotonic() - self._called > calls.AGREE_SECONDS:
+                    raise RankLost(f"{self._outcome.raised} was raised here, and the leader has not had it")
                 self._publish()
             except Exception as error:
                 log.exception("this rank cannot follow its leader any more")
@@ -84,6 +86,8 @@ class Follower:
             self._settle(message)
         else:
             self._do(message)
+        self._done += 1
+        self._state.set(DONE, self._done)
 
     def _do(self, call: Call) -> None:
         self._decoder.forget(call.gone)
@@ -99,8 +103,6 @@ class Follower:
                 self._ended = True
             case name:
                 self._act(name, call.arguments)
-        self._done += 1
-        self._state.set(DONE, self._done)
 
     def _act(self, name: str, arguments: tuple[object, ...]) -> None:
         raised = ""
@@ -126,7 +128,7 @@ class Follower:
                 f"{ended.raised or 'nothing'}"
             )
         self._decoder.known.update(zip(ended.made, self._made, strict=True))
-        self._made = []
+        self._made, self._outcome = [], Ended()
 
     def _publish(self) -> None:
         self._state.set(MARKS, _passed(self._marks, self._num_marks))

@@ -14,7 +14,17 @@ from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.watched_engine import WatchedEngine
 from tandem.workers.errors import RankLost
-from tandem.workers.following.calls import ALONE, END, FENCE, MARK, Call, Ended, call_types, handles_in
+from tandem.workers.following.calls import (
+    AGREE_SECONDS,
+    ALONE,
+    END,
+    FENCE,
+    MARK,
+    Call,
+    Ended,
+    call_types,
+    handles_in,
+)
 from tandem.workers.ranks.rank_memory import DONE, LOST, CallWriter, RankMemory, RankState, wait_until
 from tandem.workers.ranks.rank_memory import MARK as MARKS
 from tandem.workers.ranks.shared_ranks import end_waits
@@ -34,7 +44,8 @@ class Leader:
         self._writer = CallWriter(memory, WAIT_SECONDS)
         self._encoder = Encoder(call_types(), secrets=True)
         self._acting = False
-        self._calls = 0
+        self._messages = 0
+        self._has_raised = False  # the last action, here
 
     def act(self, engine: Engine, name: str, arguments: tuple[Any, ...], action: Callable[..., Any]) -> Any:
         """See Watcher. Raises RankLost, too."""
@@ -56,22 +67,25 @@ class Leader:
             raised = type(error).__name__
             raise
         finally:
-            self._acting = False
+            self._acting, self._has_raised = False, bool(raised)
             if not self.lost:
                 self._write(Ended(made, raised, engine.pages.free), name)
 
     def tell(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
-        """Writes a call down. Raises RankLost."""
+        """Writes a call down. Raises RankLost. Behind an error it first waits until the followers have had it, too: one
+        that had not would take its part of the old forward in the sums of the next."""
         if self.lost:
             raise RankLost(self.lost)
+        if self._has_raised:
+            self.wait_for_all(AGREE_SECONDS, "a rank has not had the leader's error")
+            self._has_raised = False
         self._write(Call(self._encoder.gone(), name, arguments), name)
-        self._calls += 1
 
-    def wait_for_all(self) -> None:
-        """Returns once the followers have made all calls. Raises RankLost."""
-        calls, states = self._calls, self.memory.states[1:]
+    def wait_for_all(self, seconds: float = WAIT_SECONDS, otherwise: str = "a rank lags behind") -> None:
+        """Returns once the followers have made all calls. Raises RankLost, with that text, after so many seconds."""
+        messages, states = self._messages, self.memory.states[1:]
         try:
-            wait_until(lambda: all(_has_done(state, calls) for state in states), WAIT_SECONDS, "a rank lags behind")
+            wait_until(lambda: all(_has_done(state, messages) for state in states), seconds, otherwise)
         except RankLost as error:
             self.give_up(str(error))
             raise
@@ -79,6 +93,7 @@ class Leader:
     def _write(self, message: Call | Ended, where: str) -> None:
         try:
             self._writer.write(self._encoder.encode(message, where))
+            self._messages += 1
         except RankLost as error:
             self.give_up(str(error))
             raise
@@ -96,10 +111,10 @@ class Leader:
             self.tell(END)
 
 
-def _has_done(state: RankState, calls: int) -> bool:
+def _has_done(state: RankState, messages: int) -> bool:
     if state.get(LOST):
         raise RankLost("a rank cannot go on; its log says why")
-    return state.get(DONE) >= calls
+    return state.get(DONE) >= messages
 
 
 class LeadingEngine(WatchedEngine):

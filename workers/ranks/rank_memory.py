@@ -41,8 +41,8 @@ class RankState:
         self.signals = words[STATE + num_workers :]  # of its mailbox's rows
 
     def get(self, field: int) -> int:
-        """DONE: calls that it has done. MARK: the last mark that is past, with all before it. LOST: not 0 once the rank
-        cannot go on. READ: bytes of calls that it has read."""
+        """DONE: messages that it has done with. MARK: the last mark that is past, with all before it. LOST: not 0 once the
+        rank cannot go on. READ: bytes of calls that it has read."""
         return int(self._words[field])
 
     def set(self, field: int, value: int) -> None:

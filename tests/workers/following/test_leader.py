@@ -18,6 +18,7 @@ from tandem.workers.ranks.rank_memory import DONE, LOST, RankMemory, create_memo
 from tandem.workers.ranks.rank_memory import MARK as MARKS
 from tandem.workers.ranks.shared_ranks import LATE, failure_word
 from tandem.workers.sampling.prompt_logits import PromptLogits
+from tests.support.waiting import until
 
 ROWS, WORKERS = 4, 2
 
@@ -72,11 +73,14 @@ class Pair:
 
     def act(self, name: str, argument: object) -> Any:
         """At the leader, then at the follower."""
-        action = lambda engine, *arguments: getattr(engine, name)(*arguments)  # noqa: E731
         try:
-            return self.leader.act(cast(Engine, self.lead), name, (argument,), action)
+            return self.lead_alone(name, argument)
         finally:
             self.follower.step()
+
+    def lead_alone(self, name: str, argument: object) -> Any:
+        action = lambda engine, *arguments: getattr(engine, name)(*arguments)  # noqa: E731
+        return self.leader.act(cast(Engine, self.lead), name, (argument,), action)
 
 
 def test_a_handle_names_what_the_follower_itself_has_made() -> None:
@@ -147,6 +151,29 @@ def test_an_error_of_the_follower_alone_ends_the_worker() -> None:
     assert "and raised InvalidArgument; at the leader 0, 0 and nothing" in pair.follower.lost
 
 
+def test_an_error_of_the_leader_alone_ends_the_worker_before_its_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower waits for the leader in a sum of the forward that failed there."""
+    monkeypatch.setattr("tandem.workers.following.leader.AGREE_SECONDS", 0.1)
+    pair = Pair()
+    pair.lead.free_pages = 0
+    with pytest.raises(InvalidArgument):
+        pair.lead_alone("free", 1)
+    with pytest.raises(RankLost, match=r"a rank has not had the leader's error, for 0.1 s"):
+        pair.leader.tell(MARK)
+    assert pair.memory.sums[0] == 1, "the follower's wait ends"
+
+
+def test_a_follower_does_not_wait_long_for_the_leader_to_have_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader waits for it in a sum of the forward that failed here."""
+    monkeypatch.setattr("tandem.workers.following.calls.AGREE_SECONDS", 0.1)
+    pair = Pair()
+    pair.follow.free_pages = 0
+    pair.leader.tell("free", (1,))
+    until(lambda: (pair.follower.step(), pair.follower.lost)[1])
+    assert "InvalidArgument was raised here, and the leader has not had it" in pair.follower.lost
+    assert pair.memory.sums[0] == 1, "the leader's wait ends"
+
+
 def test_polls_count_at_the_follower_once_they_are_so() -> None:
     pair = Pair()
     state = pair.memory.states[1]
@@ -156,5 +183,5 @@ def test_polls_count_at_the_follower_once_they_are_so() -> None:
     assert (state.get(MARKS), state.fences.tolist(), state.signals.tolist()) == (0, [0, 1], [7] * ROWS)
     pair.act("free", 1)
     assert state.get(MARKS) == 1
-    assert state.get(DONE) == 3
+    assert state.get(DONE) == 4, "two polls, an action and how it ended"
     pair.leader.wait_for_all()

@@ -337,7 +337,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second")
+    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second", "ranks")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +353,7 @@ class WorkerInfo(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     role: Role
     pe: int
     pid: int
@@ -368,7 +369,22 @@ class WorkerInfo(_message.Message):
     counters: WorkerCounters
     token_seconds: float
     prompt_tokens_per_second: float
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankInfo]
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ...) -> None: ...
+
+class RankInfo(_message.Message):
+    __slots__ = ("rank", "pid", "alive", "stalled", "resident_bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    alive: bool
+    stalled: bool
+    resident_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., alive: bool = ..., stalled: bool = ..., resident_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerCounters(_message.Message):
     __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt", "reservations", "drains", "pushes", "bytes_pushed", "prompt_tokens", "decoded_tokens", "drafted_tokens", "accepted_tokens")

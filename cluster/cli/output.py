@@ -163,9 +163,18 @@ def _table(island: inference_pb2.IslandInfo) -> Table:
     for worker in island.workers:
         role = inference_pb2.Role.Name(worker.role).removeprefix("ROLE_").lower()
         counts = (worker.num_pages, worker.free_pages, worker.cached_pages, worker.draining_pages)
-        load = (worker.running, worker.waiting, f"{worker.resident_bytes / (1 << 20):.0f} MiB")
+        load = (worker.running, worker.waiting, _memory(worker.resident_bytes))
         cells = (worker.pe, role, worker.pid, worker.address, *counts, *load)
         if not worker.alive:
             cells = (worker.pe, role, "lost", worker.address)
         table.add_row(*map(str, cells))
+        for one in worker.ranks:
+            state = "stalled" if one.stalled else "" if one.alive else "ended"
+            if one.rank or state:
+                name, rest = f"rank {one.rank} {state}".rstrip(), [""] * 7
+                table.add_row("", name, str(one.pid), *rest, _memory(one.resident_bytes))
     return table
+
+
+def _memory(size: int) -> str:
+    return f"{size / (1 << 20):.0f} MiB"

@@ -41,6 +41,8 @@ class WorkerView:
     decoded_tokens: float
     pushed_bytes: float
     token_seconds: float
+    ranks: int  # its processes; 0 where it has one, or does not answer
+    stalled_ranks: list[int]  # those it waits for, and those that have ended
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,11 @@ def _table(workers: list[WorkerView]) -> Table:
     for name in (*names, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
         table.add_column(name, justify="left" if name in ("island", "role", "host") else "right")
     for one in workers:
-        where = (one.island, one.epoch, one.pe, one.role, one.host)
+        role = f"{one.role}, {one.ranks} ranks" if one.ranks else one.role
+        where = (one.island, one.epoch, one.pe, role, one.host)
         if not one.alive:
-            table.add_row(*map(str, where), "lost", style="bold red")
+            stalled = f", by rank {', '.join(map(str, one.stalled_ranks))}" if one.stalled_ranks else ""
+            table.add_row(*map(str, where), f"lost{stalled}", style="bold red")
             continue
         pages = (f"{one.used_pages}/{one.pages}", one.cached_pages, one.draining_pages)
         rates = (f"{one.prompt_tokens:.0f}", f"{one.decoded_tokens:.0f}", f"{one.pushed_bytes / MIB:.1f}")
@@ -206,6 +210,8 @@ def _worker(island: inference_pb2.IslandInfo, worker: inference_pb2.WorkerInfo, 
         decoded_tokens=rate("decoded_tokens"),
         pushed_bytes=rate("bytes_pushed"),
         token_seconds=worker.token_seconds,
+        ranks=len(worker.ranks),
+        stalled_ranks=[one.rank for one in worker.ranks if one.stalled or not one.alive],
     )
 
 

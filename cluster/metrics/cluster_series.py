@@ -64,7 +64,14 @@ def worker_families(islands: Sequence[inference_pb2.IslandInfo]) -> list[Metric]
             for state, count in of(worker).items()
         ]
 
+    def ranks(value: Callable[[inference_pb2.RankInfo], float]) -> Samples:
+        return [((*name(island, worker), one.rank), value(one)) for island, worker in workers for one in worker.ranks]
+
     families: list[Metric] = [
+        _gauge("tandem:rank_up", "Whether a process of a worker of several is there, and no other waits for it.",
+               (*WORKER, "rank"), ranks(lambda one: one.alive and not one.stalled)),
+        _gauge("tandem:rank_resident_bytes", "Resident memory of each process of a worker of several.",
+               (*WORKER, "rank"), ranks(lambda one: one.resident_bytes)),
         _gauge("tandem:worker_up", "Whether the worker answers.", WORKER,
                [(name(island, worker), worker.alive) for island, worker in workers]),
         _gauge("tandem:worker_pages", "Pages of the pool by state. Free ones can be had.", (*WORKER, "state"),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CHUNK, OUTPUT = 48, 12
 LENGTHS = (1, 9, CHUNK + 1, 2 * CHUNK + 5)
 PLAIN: dict[str, Any] = {"kv_cache_dtype": "auto", "k_scale": None}
+RANKS: dict[str, Any] = {"island.prefill_ranks": 2, "island.decode_ranks": 2, "island.verify_kv": False}
 NAMES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{0}_proj.{0}_scale")
 
 
@@ -71,7 +72,8 @@ def test_scales_of_layers_in_the_checkpoint(name: str, tmp_path: Path) -> None:
     check_tokens(folder, model, scales, {"cache.kv_cache_dtype": "fp8_e4m3"})
 
 
-def test_scales_of_heads_in_a_checkpoint_that_asks_for_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, RANKS], ids=["1+1", "2+2"])
+def test_scales_of_heads_in_a_checkpoint_that_asks_for_fp8(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = save_checkpoint("qwen3", tmp_path)
     model, scales = load_oracle(folder), random_scales(2, 2)
     add_scales(folder, scales, NAMES[0])
@@ -79,7 +81,7 @@ def test_scales_of_heads_in_a_checkpoint_that_asks_for_fp8(tmp_path: Path) -> No
     scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
     config["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
     (folder / "config.json").write_text(json.dumps(config))
-    check_tokens(folder, model, scales, {})
+    check_tokens(folder, model, scales, settings)
 
 
 @pytest.mark.parametrize("case", ["gemma3", "gpt_oss"])

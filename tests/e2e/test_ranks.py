@@ -1,11 +1,17 @@
 """Workers of several ranks through the gRPC server: transformers' tokens in float32, whatever both sides' shapes."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.cluster.cli.output import print_cluster
+from tandem.cluster.client import Client
+from tandem.cluster.metrics.cluster_series import worker_families
+from tandem.proto import inference_pb2
 from tests.support.checkpoints import CASES, save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.encoder_models import greedy_behind, save_t5gemma
@@ -105,6 +111,43 @@ def test_rules_on_logits_and_what_they_tell(tmp_path: Path) -> None:
             assert tokens_of(found) == tokens_of(due)
             chances = [[one.logprob for update in updates for one in update.logprobs] for updates in (found, due)]
             assert chances[0] == pytest.approx(chances[1], abs=1e-4)
+
+
+def test_a_rank_that_stalls_is_named(small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt, resume = random_prompt(30, 3, 512), threading.Event()
+    with (
+        running_island(small_model, shape_of(1, 2)) as island,
+        island.client() as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        due = tokens_of(complete(island.address, prompt, max_tokens=OUTPUT, **GREEDY))
+        follower = island.workers[2]._step_thread
+        assert follower is not None
+        follower.call(resume.wait)
+        try:
+            asked = pool.submit(complete, island.address, prompt, max_tokens=OUTPUT, **GREEDY)
+            until(lambda: any(one.stalled for one in ranks_of(client)))
+            info = client.cluster_info()
+        finally:
+            resume.set()
+        assert tokens_of(asked.result()) == due
+        print_cluster(info, as_json=False)
+        assert "rank 1 stalled" in capsys.readouterr().out
+        assert rank_series(info) == {"0": 1, "1": 0}
+        assert [one.alive and not one.stalled for one in ranks_of(client)] == [True, True]
+        assert all(one.resident_bytes > 1 << 20 for one in ranks_of(client))
+        assert rank_series(client.cluster_info()) == {"0": 1, "1": 1}
+
+
+def ranks_of(client: Client) -> list[inference_pb2.RankInfo]:
+    """Of the decode worker."""
+    (island,) = client.cluster_info().islands
+    return list(island.workers[1].ranks)
+
+
+def rank_series(info: inference_pb2.ClusterInfo) -> dict[str, float]:
+    found = next(one for one in worker_families(info.islands) if one.name == "tandem:rank_up")
+    return {one.labels["rank"]: one.value for one in found.samples}
 
 
 def test_an_encoders_entries(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
 from tandem.workers.engine.captures import Captures
 from tandem.workers.engine.peers import Peers
+from tandem.workers.engine.rank_progress import RankProgress
 from tandem.workers.engine.step import DraftsFailed, Launched, Step, StepDrafts
 from tandem.workers.requests.post import Post
 from tandem.workers.runner.model_runner import ModelRunner
@@ -312,6 +313,11 @@ class Engine:
     def lost(self) -> str:
         """See Transport.lost. From any thread."""
         return self._transport.lost
+
+    @property
+    def ranks(self) -> list[RankProgress]:
+        """Of the worker's processes, the leader first; none where it is one. From any thread."""
+        return []
 
     @property
     def silent_seconds(self) -> float:

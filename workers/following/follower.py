@@ -1,6 +1,7 @@
 """A rank that is not the first: it does what the leader does, on its shard, and answers nobody."""
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from tandem.workers.engine.watched_engine import PARAMETERS
 from tandem.workers.errors import RankLost
 from tandem.workers.following import calls
 from tandem.workers.following.calls import Call, Ended, call_types, handles_in
-from tandem.workers.ranks.rank_memory import DONE, LOST, CallReader, RankMemory
+from tandem.workers.ranks.rank_memory import DONE, LOST, PID, CallReader, RankMemory
 from tandem.workers.ranks.rank_memory import MARK as MARKS
 from tandem.workers.ranks.shared_ranks import end_waits
 from tandem.workers.replay.codec import Decoder
@@ -32,6 +33,7 @@ class Follower:
     def __init__(self, engine: Engine, transport: Transport, memory: RankMemory, rank: int) -> None:
         self._engine, self._transport = engine, transport
         self._state, self._memory, self._rank = memory.states[rank], memory, rank
+        self._state.set(PID, os.getpid())
         self._reader = CallReader(memory, rank)
         self._decoder = Decoder(call_types())
         self._made: list[object] = []  # handles of the last action's result

@@ -1,17 +1,20 @@
 """Rank 0 of a worker of several ranks: its engine tells the others what it does, before it does that."""
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from tandem.cache.operations.holdings import SequenceState
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.rank_progress import RankProgress
 from tandem.workers.engine.watched_engine import WatchedEngine
 from tandem.workers.errors import RankLost
 from tandem.workers.following.calls import (
@@ -25,9 +28,9 @@ from tandem.workers.following.calls import (
     call_types,
     handles_in,
 )
-from tandem.workers.ranks.rank_memory import DONE, LOST, CallWriter, RankMemory, RankState, wait_until
+from tandem.workers.ranks.rank_memory import DONE, LOST, PID, CallWriter, RankMemory, RankState, wait_until
 from tandem.workers.ranks.rank_memory import MARK as MARKS
-from tandem.workers.ranks.shared_ranks import end_waits
+from tandem.workers.ranks.shared_ranks import end_waits, num_entered
 from tandem.workers.replay.codec import Encoder
 from tandem.workers.runner.model_runner import ModelRunner
 
@@ -41,6 +44,7 @@ class Leader:
     def __init__(self, memory: RankMemory) -> None:
         self.memory = memory
         self.lost = ""  # why this worker cannot go on
+        memory.states[0].set(PID, os.getpid())
         self._writer = CallWriter(memory, WAIT_SECONDS)
         self._encoder = Encoder(call_types(), secrets=True)
         self._acting = False
@@ -94,6 +98,7 @@ class Leader:
         try:
             self._writer.write(self._encoder.encode(message, where))
             self._messages += 1
+            self.memory.states[0].set(DONE, self._messages)
         except RankLost as error:
             self.give_up(str(error))
             raise
@@ -120,9 +125,13 @@ def _has_done(state: RankState, messages: int) -> bool:
 class LeadingEngine(WatchedEngine):
     """A poll counts once it is so on each rank."""
 
-    def __init__(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, leader: Leader) -> None:
+    def __init__(
+        self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, leader: Leader, token_bytes: int
+    ) -> None:
+        """token_bytes: of a token's entries in the whole model."""
         super().__init__(cache, runner, transport, leader)
         self._leader = leader
+        self._token_bytes = token_bytes
         self._followers = leader.memory.states[1:]
         self._marks = 0
         self._fences = [0] * transport.num_pes
@@ -132,6 +141,11 @@ class LeadingEngine(WatchedEngine):
         found = super().expect(sequence, num_tokens)
         self._leader.wait_for_all()
         return found
+
+    def sequence(self, sequence: int) -> SequenceState:
+        """With what all ranks have sent of it."""
+        found = super().sequence(sequence)
+        return found._replace(bytes_sent=found.bytes_sent * self._token_bytes // self.layout.token_bytes)
 
     def mark(self) -> Callable[[], bool]:
         own = self._runner.mark()
@@ -156,6 +170,14 @@ class LeadingEngine(WatchedEngine):
             words = found[: state.signals.size, 0]
             np.copyto(words, 0, where=state.signals != words)
         return found
+
+    @property
+    def ranks(self) -> list[RankProgress]:
+        memory = self._leader.memory
+        return [
+            RankProgress(state.get(PID), num_entered(memory.sums, rank), state.get(DONE))
+            for rank, state in enumerate(memory.states)
+        ]
 
     @property
     def lost(self) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.shard import Shard
+from tandem.cache.plan.shard import WHOLE, Shard
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.rank_transport import RankTransport, config_below
 from tandem.transfer.transport import Transport
@@ -116,7 +116,7 @@ class WorkerRanks:
             self._shared.attach(self._memory.sums, self._areas(self._joining), WAIT_SECONDS)
         if not self.follows:
             self.leader = Leader(self._memory)
-            return LeadingEngine(cache, runner, transport, self.leader)
+            return LeadingEngine(cache, runner, transport, self.leader, self._parts(WHOLE)[2].token_bytes)
         engine = Engine(cache, runner, transport)
         self.follower = Follower(engine, transport, self._memory, self.shard.rank)
         return engine

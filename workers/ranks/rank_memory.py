@@ -29,7 +29,7 @@ TOKEN_BYTES, ALIGNMENT, LENGTH_BYTES = 16, 4096, 8
 RING_BYTES = 16 << 20  # beside what a prompt takes
 BYTES_A_TOKEN = 16  # of the longest prompt
 STATE = 8
-DONE, MARK, LOST, READ = range(4)
+DONE, MARK, LOST, READ, PID = range(5)
 
 
 class RankState:
@@ -41,8 +41,8 @@ class RankState:
         self.signals = words[STATE + num_workers :]  # of its mailbox's rows
 
     def get(self, field: int) -> int:
-        """DONE: messages that it has done with. MARK: the last mark that is past, with all before it. LOST: not 0 once the
-        rank cannot go on. READ: bytes of calls that it has read."""
+        """DONE: messages that it has done with, or written where it leads. MARK: the last mark that is past, with all
+        before it. LOST: not 0 once the rank cannot go on. READ: bytes of calls that it has read. PID: its process."""
         return int(self._words[field])
 
     def set(self, field: int, value: int) -> None:
@@ -60,7 +60,7 @@ class RankMemory:
         at += _aligned(sums_bytes(size))
         width = STATE + num_workers + num_rows
         states = np.frombuffer(memory, np.int64, size * width, offset=at).reshape(size, width)
-        self.states = [RankState(states[rank], num_workers) for rank in range(size)]
+        self.states: list[RankState] = [RankState(states[rank], num_workers) for rank in range(size)]
         at += _aligned(8 * size * width)
         self.written: Int64Array = np.frombuffer(memory, np.int64, 1, offset=at)
         self.ring = np.frombuffer(memory, np.uint8, ring_bytes, offset=at + ALIGNMENT)

@@ -33,6 +33,11 @@ def sums_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
     return LINE * (1 + size) + 2 * size * slot_bytes
 
 
+def num_entered(memory: Int64Array, rank: int) -> int:
+    """Exchanges that a rank has begun in this memory. From any thread."""
+    return int(memory[LINE // 8 * (1 + rank)])
+
+
 def end_waits(memory: Int64Array) -> None:
     """Ends all ranks' waits in this memory, now and later: they raise RankLost. By any rank, from any thread."""
     memory[0] = 1

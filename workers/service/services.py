@@ -14,6 +14,7 @@ import grpc.aio
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.engine.rank_progress import stalled_ranks
 from tandem.workers.errors import InvalidCall, StaleEpoch
 from tandem.workers.event_loop import unwatched
 from tandem.workers.requests.feed import Feeds
@@ -24,6 +25,7 @@ from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
 from tandem.workers.service.call_checks import PromptCheck, check_request_id, check_sampling
+from tandem.workers.service.rank_infos import rank_infos
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.resident import resident_bytes
 from tandem.workers.service.status import call_of, outcome, refuse
@@ -39,6 +41,7 @@ from tandem.workers.wire.reservation import Reservation
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext
+STALLED_SECONDS = 1.5  # until a worker of several ranks says whom it waits for; its router waits little longer
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -75,30 +78,47 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await refuse(context, error)
 
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Context) -> inference_pb2.WorkerInfo:
-        return await self._on_step_thread(context, self._config.epoch, self._status)
+        answer = self._on_step_thread(context, self._config.epoch, self._status)
+        if not (before := self._loop.engine.ranks):
+            return await answer
+        try:
+            return await asyncio.wait_for(answer, STALLED_SECONDS)
+        except TimeoutError:
+            after = self._loop.engine.ranks or before
+            info = self._named
+            info.ranks.extend(rank_infos(after, stalled_ranks(before, after)))
+            return info
+
+    @property
+    def _named(self) -> inference_pb2.WorkerInfo:
+        """Which worker this is, and nothing of how it stands."""
+        role = inference_pb2.ROLE_PREFILL if self._config.role == Role.PREFILL else inference_pb2.ROLE_DECODE
+        return inference_pb2.WorkerInfo(role=role, pe=self._config.pe, pid=os.getpid())
 
     def _status(self) -> inference_pb2.WorkerInfo:
-        pages, config, loop, meter = self._loop.engine.pages, self._config, self._loop, self._loop.meter
-        return inference_pb2.WorkerInfo(
-            role=inference_pb2.ROLE_PREFILL if config.role == Role.PREFILL else inference_pb2.ROLE_DECODE,
-            pe=config.pe,
-            pid=os.getpid(),
-            alive=True,
-            num_pages=pages.total,
-            free_pages=pages.free,
-            cached_pages=pages.cached,
-            draining_pages=pages.draining,
-            running=loop.num_running,
-            waiting=loop.num_waiting,
-            resident_bytes=resident_bytes(),
-            counters=inference_pb2.WorkerCounters(
-                prompt_tokens=loop.prefills.computed_tokens,
-                decoded_tokens=loop.decodes.decoded_tokens,
-                **asdict(loop.counters),
-            ),
-            token_seconds=meter.token_seconds,
-            prompt_tokens_per_second=loop.prompt_rate,
+        pages, loop, meter = self._loop.engine.pages, self._loop, self._loop.meter
+        info = self._named
+        info.MergeFrom(
+            inference_pb2.WorkerInfo(
+                alive=True,
+                num_pages=pages.total,
+                free_pages=pages.free,
+                cached_pages=pages.cached,
+                draining_pages=pages.draining,
+                running=loop.num_running,
+                waiting=loop.num_waiting,
+                resident_bytes=resident_bytes(),
+                counters=inference_pb2.WorkerCounters(
+                    prompt_tokens=loop.prefills.computed_tokens,
+                    decoded_tokens=loop.decodes.decoded_tokens,
+                    **asdict(loop.counters),
+                ),
+                token_seconds=meter.token_seconds,
+                prompt_tokens_per_second=loop.prompt_rate,
+                ranks=rank_infos(loop.engine.ranks),
+            )
         )
+        return info
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
         call_of.set(request)

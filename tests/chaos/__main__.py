@@ -1,7 +1,7 @@
 """`make chaos`: a long storm. Prints JSON: what was done to the cluster, and what its clients saw.
 
 python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--attacker]
-    [--roles split|adaptive|colocated] [--arch NAME] [--speculate ngram|draft_model|mtp|eagle3]
+    [--roles split|adaptive|colocated] [--arch NAME] [--speculate ngram|draft_model|mtp|eagle3] [--ranks]
 python -m tests.chaos --ray [--blows N] [--seed N] [--clients N] [--every SECONDS] [--survived]: over `tandem up`
     its Ray and its launcher are killed, too, unless --survived asks for what a cluster survives
 python -m tests.chaos --hosts [--blows N] [--seed N]: over three hosts, which are network namespaces; links go down, too
@@ -20,7 +20,7 @@ def main() -> None:
     from torch import cuda
 
     from tandem.cluster.tools.architectures import ARCHITECTURES
-    from tests.chaos.storm import ROLES
+    from tests.chaos.storm import RANKS, ROLES
     from tests.chaos.targets import DRAFTED, make_target
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--roles", choices=[*ROLES], default="adaptive", help="with colocated, islands of one worker")
     parser.add_argument("--arch", choices=[*ARCHITECTURES], default="llama", help="of the random model")
     parser.add_argument("--speculate", choices=[*DRAFTED], help="with a model that its drafts suit, not that of --arch")
+    parser.add_argument("--ranks", action="store_true", help="one island, whose workers have two processes each")
     parser.add_argument("--ray", action="store_true", help="over `tandem up`, with a real Ray")
     parser.add_argument("--every", type=float, default=0.0, help="seconds between blows, of --ray")
     parser.add_argument("--survived", action="store_true", help="only blows that a cluster survives, of --ray")
@@ -41,6 +42,7 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model, settings = make_target(Path(folder), options.arch, options.speculate)
+        settings |= RANKS if options.ranks else {}
         outcome = _storm(options, model, settings, Path(folder))
     print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
 

@@ -64,6 +64,13 @@ ROLES: dict[str, dict[str, Any]] = {
     "colocated": {"scheduler.roles": "colocated", "island.num_prefill": 0},
 }
 """What workers do. With colocated an island is one worker."""
+RANKS: dict[str, Any] = {
+    "num_islands": 1,
+    "island.prefill_ranks": 2,
+    "island.decode_ranks": 2,
+    "island.verify_kv": False,
+}
+"""Both workers of one island have two."""
 ON_GPUS: dict[str, Any] = {
     "island.device": "cuda",
     "island.transport": "nvshmem",
@@ -152,7 +159,7 @@ class Storm:
         overrides |= settings
         config = load_config(None, overrides)
         self.cluster = Cluster(config, self.processes)
-        self._num_islands, self._workers_each = config.num_islands, config.island.num_prefill + config.island.num_decode
+        self._num_islands, self._ranks = config.num_islands, config.island.ranks
         self._targets = ("prefill", "decode", "gateway") if config.island.num_prefill else ("decode", "gateway")
         self._received = 0
         self._silences: dict[str, list[float]] = {"placed once": [], "placed again": []}
@@ -327,8 +334,9 @@ class Storm:
             assert time.monotonic() < deadline, f"not calm after {seconds} s: {busy}"
             time.sleep(0.1)
         workers = [pid for name, pid in self.processes.pids.items() if "gateway" not in name]
-        assert len(workers) == self._num_islands * self._workers_each
-        assert self._gpus or len(_segments(workers)) == len(workers)
+        assert len(workers) == self._num_islands * sum(self._ranks)
+        shared = self._num_islands * sum(ranks > 1 for ranks in self._ranks)  # that the ranks of a worker meet in
+        assert self._gpus or len(_segments(workers)) == len(workers) + shared
 
     def _busy(self, address: str) -> str:
         try:
@@ -342,7 +350,7 @@ class Storm:
         assert broken <= ends, f"{broken} streams over HTTP, one at a time, broke off; the gateway ended {ends} times"
         if info.active or info.queued or not all(gateway.pid for gateway in info.gateways):
             return str(info)
-        if [len(island.workers) for island in info.islands] != [self._workers_each] * self._num_islands:
+        if [len(island.workers) for island in info.islands] != [len(self._ranks)] * self._num_islands:
             return str(info)
         return "\n".join(str(worker) for island in info.islands for worker in island.workers if _is_busy(worker))
 

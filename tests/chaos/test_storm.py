@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.storm import Storm
+from tests.chaos.storm import RANKS, Storm
 from tests.chaos.targets import make_target
 
 
@@ -33,6 +33,18 @@ def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | N
     assert min(outcome.restarts.values()) > 0
     assert (outcome.moves > 0) == (roles == "adaptive")
     assert (outcome.accepted > 0) == (drafter is not None)
+
+
+@pytest.mark.gate("split")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("roles", "num_blows"), [("split", 4), ("adaptive", 16)], ids=["split", "adaptive"])
+def test_nothing_is_lost_in_a_storm_over_ranks(tmp_path: Path, roles: str, num_blows: int) -> None:
+    model, _ = make_target(tmp_path)
+    outcome = Storm(model, tmp_path / "faults", 3, roles=roles, settings=RANKS).run(num_blows, 2 * num_blows)
+    assert not outcome.errors
+    assert outcome.finished >= num_blows
+    assert outcome.placed_again > 0
+    assert max(outcome.restarts.values()) > 0
 
 
 @pytest.mark.long

@@ -157,6 +157,7 @@ class CallReader:
         length = int.from_bytes(_get(self._ring, self._at, LENGTH_BYTES), "little")
         call = _get(self._ring, self._at + LENGTH_BYTES, length)
         self._at += LENGTH_BYTES + length
+        keep_order()  # the leader writes there again
         self._state.set(READ, self._at)
         return call
 

@@ -20,6 +20,7 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.completion import TOKEN_BITS
+from tandem.transfer.island_ranks import IslandRanks
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.regions import Regions, regions_between
@@ -60,7 +61,7 @@ class RankTransport(Transport):
 
     def __init__(self, below: Transport, workers: Sequence[Sequence[KVLayout]], worker: int, num_signals: int) -> None:
         """workers: the layouts of each worker's ranks. num_signals: rows of a mailbox, as workers count them."""
-        firsts = np.cumsum([0, *map(len, workers)])[:-1].tolist()
+        firsts = IslandRanks(map(len, workers)).leaders
         self.rank = below.pe - firsts[worker]
         self._below, self._firsts = below, firsts
         self._lanes = lanes_of(workers)
@@ -181,7 +182,7 @@ def config_below(
     """config: as workers count PEs and rows. The same island, as its ranks do. scratch_bytes: of each rank."""
     layouts = tuple(layout for ranks in workers for layout in ranks)
     signals = config.num_signals - mailbox_rows(0, config.num_pes)
-    pe = sum(len(ranks) for ranks in workers[: config.pe]) + rank
+    pe = IslandRanks(map(len, workers)).process(config.pe, rank)
     num_signals = signals * lanes_of(workers) + mailbox_rows(0, config.num_pes)
     counts = {"pe": pe, "num_pes": len(layouts), "num_signals": num_signals}
     return replace(config, **counts, layouts=layouts, scratch_bytes=scratch_bytes)

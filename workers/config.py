@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tandem.transfer.island_ranks import IslandRanks
 from tandem.workers.logs import LogSettings
 
 MESSAGE_BYTES = 16 << 20  # what a message may have besides a prompt
@@ -95,6 +96,11 @@ class WorkerConfig:
     record: RecordSettings | None = None
     rank: int = 0
     ranks: tuple[int, ...] = ()
+
+    @property
+    def island_ranks(self) -> IslandRanks:
+        """Of all workers, also where each has one."""
+        return IslandRanks(self.ranks or (1,) * self.num_pes)
 
 
 @dataclass(frozen=True)

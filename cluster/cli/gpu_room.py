@@ -24,14 +24,14 @@ def lacking_room(config: ClusterConfig, driver: Driver) -> Iterator[str]:
     """A line for each GPU that the workers would get and that has no room for one. The weights, of a worker of several
     ranks a rank's part, have to fit and, unless cache.num_pages says how large the pool is, what a worker reserves
     beside them and its pages."""
-    island, cache, weights = config.island, config.cache, 0
-    needed = config.num_islands * sum(island.ranks)
+    cache, weights = config.cache, 0
+    needed = config.processes
     fraction, reserved = 1.0, 0
     if cache.num_pages is None:
         fraction, reserved = cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION, RESERVED_BYTES
     if config.model.load_format == "safetensors":
         in_16_bits = config.model.dtype != "float32"
-        weights = least_weight_bytes(Path(config.model.path or ""), in_16_bits=in_16_bits) // max(island.ranks)
+        weights = least_weight_bytes(Path(config.model.path or ""), in_16_bits=in_16_bits) // max(config.island.ranks)
     visible = driver.visible_gpus
     rooms = {
         number: int(driver.gpus[number].memory * fraction) - reserved - driver.gpus[number].used for number in visible

@@ -49,7 +49,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     config.security.server.check()
     check_ports(config.gateway, config.metrics, beside)
     limit = raise_file_limit()
-    folders = _check_folders(config, _num_workers(config) if own_ray else 1)
+    folders = _check_folders(config, config.processes if own_ray else 1)
     lacking = [*_check_files(limit), *folders, *(_check_room(config) if own_ray else ())]
     if lacking:
         raise StartFailed("\n".join(lacking))
@@ -103,7 +103,7 @@ def _check_gpus(config: ClusterConfig, driver: Driver, *, replaces: bool = False
     """replaces: a cluster that ends soon may have the GPUs' memory."""
     if config.island.device != "cuda":
         return
-    needed, there = _num_workers(config), driver.visible
+    needed, there = config.processes, driver.visible
     if there and "RAY_OVERRIDE_RESOURCES" in os.environ:
         return
     if there >= needed:
@@ -116,7 +116,7 @@ def _check_gpus(config: ClusterConfig, driver: Driver, *, replaces: bool = False
         hidden = f" ({len(driver.gpus)} without CUDA_VISIBLE_DEVICES)" if there < len(driver.gpus) else ""
         found = f"this host has {there}{hidden}"
     runs = f"{fitting_config(there)} runs here"
-    if max(config.island.ranks) > 1 and (shapes := gpu_shapes(there)):
+    if config.island.ranks.has_several and (shapes := gpu_shapes(there)):
         runs += f", also with prefill_ranks + decode_ranks of {', '.join(shapes)}"
     yield (
         f"island.device is cuda and the workers need {needed} GPUs; {found}: {runs}, or set "
@@ -160,11 +160,6 @@ def _warn_of_files(config: ClusterConfig, limit: int) -> Iterator[str]:
             f"the limit of open files is {limit}: fewer clients than gateway.max_calls, {calls}, can connect at a "
             f"time; `ulimit -n {calls + FILES}` is enough"
         )
-
-
-def _num_workers(config: ClusterConfig) -> int:
-    """Processes of all islands."""
-    return config.num_islands * sum(config.island.ranks)
 
 
 def _check_folders(config: ClusterConfig, workers: int) -> Iterator[str]:

@@ -168,6 +168,11 @@ class ClusterConfig(Section):
                 f"scaling.max_workers, {scaling.max_workers}"
             )
 
+    @property
+    def processes(self) -> int:
+        """Of the workers of all islands."""
+        return self.num_islands * self.island.ranks.processes
+
     @model_validator(mode="after")
     def _is_used(self) -> Self:
         check_used(self)
@@ -185,7 +190,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _replays_one_rank(self) -> Self:
-        if self.record.folder is not None and max(self.island.prefill_ranks, self.island.decode_ranks) > 1:
+        if self.record.folder is not None and self.island.ranks.has_several:
             raise ValueError(
                 f"record.folder is {self.record.folder}; it must be null where island.prefill_ranks or "
                 "island.decode_ranks is above 1: `tandem replay` runs workers with one rank"

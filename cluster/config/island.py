@@ -6,6 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from tandem.cluster.config.units import AnyWorkers, Ranks, Requests, Seconds, Section, Threads, Workers
 from tandem.transfer.factory import TRANSPORTS
+from tandem.transfer.island_ranks import IslandRanks
 
 MAX_RANKS = 64
 MAX_GPU_RANKS = 8  # that a kernel's argument has room for
@@ -54,9 +55,9 @@ class IslandSection(Section):
     the hosts, bring there"""
 
     @property
-    def ranks(self) -> list[int]:
+    def ranks(self) -> IslandRanks:
         """The processes of each worker, prefill workers first."""
-        return [self.prefill_ranks] * self.num_prefill + [self.decode_ranks] * self.num_decode
+        return IslandRanks([self.prefill_ranks] * self.num_prefill + [self.decode_ranks] * self.num_decode)
 
     @field_validator("prefill_ranks", "decode_ranks")
     @classmethod
@@ -68,7 +69,7 @@ class IslandSection(Section):
     @field_validator("verify_kv")
     @classmethod
     def _fit_ranks(cls, verify_kv: bool, info: ValidationInfo) -> bool:
-        if verify_kv and max(info.data.get("prefill_ranks", 1), info.data.get("decode_ranks", 1)) > 1:
+        if verify_kv and _has_several(info):
             raise ValueError("must be false where a worker has several ranks: each has a part of the KV alone")
         return verify_kv
 
@@ -86,8 +87,13 @@ class IslandSection(Section):
     @field_validator("span_hosts")
     @classmethod
     def _fit_transport(cls, span_hosts: bool, info: ValidationInfo) -> bool:
-        if span_hosts and max(info.data.get("prefill_ranks", 1), info.data.get("decode_ranks", 1)) > 1:
+        if span_hosts and _has_several(info):
             raise ValueError("must be false where a worker has several ranks: they share memory of one host")
         if span_hosts and (info.data.get("transport", "tcp") != "tcp" or info.data.get("network") == "loopback"):
             raise ValueError("must be false unless island.transport is tcp and island.network is not loopback")
         return span_hosts
+
+
+def _has_several(info: ValidationInfo) -> bool:
+    """Whether a worker of either role has several ranks, as far as these are valid."""
+    return IslandRanks(info.data.get(key, 1) for key in ("prefill_ranks", "decode_ranks")).has_several

@@ -255,13 +255,11 @@ class Island:
     def _kept(self, before: "Island") -> list[int | None]:
         """For each of the processes the number of that of `before` which takes its place: see keep_members(). A worker
         whose number of ranks would change starts anew."""
-        sizes = self._config.island.ranks
-        of_before = [worker for worker in before._workers if worker.rank == 0]
-        firsts = [before._workers.index(worker) for worker in of_before]
+        now, then = self._config.island.ranks, before._config.island.ranks
         kept: list[int | None] = []
         for pe, old in enumerate(keep_members(before.shape.roles, self.shape.roles)):
-            fits = old is not None and before._config.island.ranks[old] == sizes[pe]
-            kept += [firsts[old] + rank if fits and old is not None else None for rank in range(sizes[pe])]
+            fits = old is not None and then[old] == now[pe]
+            kept += [then.process(old, rank) if fits and old is not None else None for rank in range(now[pe])]
         return kept
 
     def _all(self, method: str, *arguments: object) -> list[Any]:

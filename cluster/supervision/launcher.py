@@ -269,9 +269,8 @@ class Cluster:
     def _check_room(self) -> None:
         """Checks all islands' room at once: a later island would fail after earlier ones have loaded weights."""
         section, islands = self._config.island, self._config.num_islands
-        processes = islands * sum(section.ranks)
         try:
-            self._processes.check_room(processes, gpus=1 if section.device == "cuda" else 0)
+            self._processes.check_room(self._config.processes, gpus=1 if section.device == "cuda" else 0)
         except StartFailed as error:
             each = f"island.num_prefill {section.num_prefill} and island.num_decode {section.num_decode}"
             raise StartFailed(f"num_islands is {islands}, each with {each}: {error}") from error

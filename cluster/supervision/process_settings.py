@@ -54,7 +54,7 @@ def worker_configs(
             pe=pe,
             num_pes=len(roles),
             rank=rank,
-            ranks=tuple(sizes) if max(sizes) > 1 else (),
+            ranks=tuple(sizes) if sizes.has_several else (),
             model_path=config.model.path or "",
             dtype=config.model.dtype,
             kv_cache_dtype=config.cache.kv_cache_dtype,
@@ -119,7 +119,7 @@ def token_seconds(config: ClusterConfig) -> float | None:
 def workers_on_host(config: ClusterConfig, hosts: int) -> int:
     """The most there are where islands are spread evenly over so many hosts. With more threads than a host has cores,
     its workers wait for each other."""
-    return math.ceil(config.num_islands / hosts) * sum(config.island.ranks)
+    return math.ceil(config.num_islands / hosts) * config.island.ranks.processes
 
 
 def utilization_to_fill(config: ClusterConfig) -> float | None:

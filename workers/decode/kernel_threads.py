@@ -15,9 +15,8 @@ def threads_of(config: WorkerConfig) -> tuple[int | None, int | None]:
         own = max(1, len(os.sched_getaffinity(0)) // config.workers_on_host)
     if own is None or config.decode_workers is None:
         return own, own
-    processes = sum(config.ranks) or config.num_pes
-    decoding = config.decode_workers * (config.ranks[config.pe] if config.ranks else 1)
-    return own, own * processes // decoding
+    ranks = config.island_ranks
+    return own, own * ranks.processes // (config.decode_workers * ranks[config.pe])
 
 
 class KernelThreads:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.shard import WHOLE, Shard
+from tandem.transfer.island_ranks import IslandRanks
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.rank_transport import RankTransport, config_below
 from tandem.transfer.transport import Transport
@@ -82,7 +83,7 @@ class WorkerRanks:
     def transport(self, make: Transports, config: TransportConfig) -> Transport:
         """config: as workers count PEs."""
         name, sizes = self._config.transport, self._sizes
-        if max(sizes) == 1:
+        if not sizes.has_several:
             return make(name, config)
         of_sizes = {size: [self._parts(Shard(rank, size))[2] for rank in range(size)] for size in set(sizes)}
         workers = [of_sizes[size] for size in sizes]
@@ -100,13 +101,13 @@ class WorkerRanks:
 
     def joined(self, handles: Sequence[bytes]) -> list[bytes]:
         """Of all ranks, as opened() gives them; those of their transports. Raises RankLost."""
-        leads = handles[sum(self._sizes[: self._config.pe])]
+        leads = handles[self._sizes.process(self._config.pe)]
         if self.follows:
             self._memory = attach_memory(leads.partition(b"\n")[0], *self._extent)
         if isinstance(self._shared, SharedRanks) and self._memory is not None:
             self._shared.attach(self._memory.sums)
-        firsts = {sum(self._sizes[:pe]) for pe, size in enumerate(self._sizes) if size > 1}
-        return [one.partition(b"\n")[2] if pe in firsts else one for pe, one in enumerate(handles)]
+        with_memory = {self._sizes.process(pe) for pe, size in enumerate(self._sizes) if size > 1}
+        return [one.partition(b"\n")[2] if process in with_memory else one for process, one in enumerate(handles)]
 
     def engine(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport) -> Engine | None:
         """None for one rank by itself. Raises NoRanks."""
@@ -156,9 +157,8 @@ class WorkerRanks:
         return mapped
 
     @property
-    def _sizes(self) -> tuple[int, ...]:
-        """How many ranks each worker of the island has."""
-        return self._config.ranks or (1,) * self._config.num_pes
+    def _sizes(self) -> IslandRanks:
+        return self._config.island_ranks
 
     def _parts(self, shard: Shard) -> tuple[ModelConfig, ModelConfig | None, KVLayout]:
         """The shard's part of the model, of what drafts for it, and of their pages."""

@@ -107,7 +107,7 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
         for one in filter(None, (model, drafter)):
             cubins = plan_cubins(one, layout.stored_dtype, target.capability, target.multiprocessors)
             planned += _plan_cubins(cubins)
-        exchange = exchange_cubin(target.capability) if max(config.island.ranks) > 1 else None
+        exchange = exchange_cubin(target.capability) if config.island.ranks.has_several else None
         planned += _plan_cubins([] if exchange is None else [("sums of ranks", exchange)])
         planned += _plan_device_puts(target)
         wanted = [build for build, is_there in planned if not is_there or there.append(build.title)]

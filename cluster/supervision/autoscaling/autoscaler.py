@@ -54,7 +54,7 @@ class IslandRoom:
 
     @property
     def _workers(self) -> int:
-        return sum(self.config.island.ranks)
+        return self.config.island.ranks.processes
 
     @property
     def _gpus(self) -> int:

@@ -19,7 +19,7 @@ from tandem.cache.extras import install
 from tandem.cache.kernels.build.nvml import Driver, Gpu, read_driver
 from tandem.cluster.cli.gpu_room import holders_of
 from tandem.cluster.cli.preflight import FILES, fitting_config
-from tandem.cluster.config.island import gpu_shapes
+from tandem.cluster.cli.rank_room import cpu_shapes, gpu_shapes
 from tandem.transfer.nvshmem.kernels.device_build import find_nvshmem
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION, RESERVED_BYTES
 
@@ -77,7 +77,8 @@ def verdicts(findings: Sequence[Finding], driver: Driver) -> Iterator[str]:
     if for_all:
         yield f"CPU: nothing runs here; see {', '.join(for_all)}"
     else:
-        yield f"CPU: {fitting_config(0)} runs here, on {os.cpu_count()} cores"
+        shapes = cpu_shapes(compiler="c compiler" not in lacking)
+        yield f"CPU: {fitting_config(0)} runs here, on {os.cpu_count()} cores; {shapes}"
     missing = [name for name in (*NEEDED, *NEEDED_BY_GPUS) if name in lacking]
     if not driver.gpus:
         yield "GPU: none; what a host with GPUs needs is in docs/gpu-hosts.md"

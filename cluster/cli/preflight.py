@@ -11,8 +11,8 @@ from pathlib import Path
 from tandem.cache.kernels.build.build_once import cache_folder
 from tandem.cache.kernels.build.nvml import Driver, read_driver
 from tandem.cluster.cli.gpu_room import lacking_room
+from tandem.cluster.cli.rank_room import gpu_shapes, lacking_for_ranks, warn_of_ranks
 from tandem.cluster.config.cluster_config import ClusterConfig
-from tandem.cluster.config.island import gpu_shapes
 from tandem.cluster.config.model import download_hint
 from tandem.cluster.config.sections import ModelSection
 from tandem.cluster.credentials import is_loopback
@@ -50,11 +50,12 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     check_ports(config.gateway, config.metrics, beside)
     limit = raise_file_limit()
     folders = _check_folders(config, config.processes if own_ray else 1)
-    lacking = [*_check_files(limit), *folders, *(_check_room(config) if own_ray else ())]
+    lacking = [*_check_files(limit), *folders]
+    lacking += [*_check_room(config), *lacking_for_ranks(config)] if own_ray else []
     if lacking:
         raise StartFailed("\n".join(lacking))
     warnings = [*_warn_of_plain_text(config), *_warn_of_files(config, limit)]
-    return [*warnings, *(_warn_of_shm() if own_ray else ()), *_warn_of_load()]
+    return [*warnings, *([*_warn_of_shm(), *warn_of_ranks(config)] if own_ray else ()), *_warn_of_load()]
 
 
 def require_model(config: ClusterConfig) -> None:

@@ -177,7 +177,7 @@ def _table(workers: list[WorkerView]) -> Table:
     for name in (*names, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
         table.add_column(name, justify="left" if name in ("island", "role", "host") else "right")
     for one in workers:
-        role = f"{one.role}, {one.ranks} ranks" if one.ranks else one.role
+        role = f"{one.role} ×{one.ranks}" if one.ranks else one.role
         where = (one.island, one.epoch, one.pe, role, one.host)
         if not one.alive:
             stalled = f", by rank {', '.join(map(str, one.stalled_ranks))}" if one.stalled_ranks else ""

@@ -12,14 +12,6 @@ MAX_RANKS = 64
 MAX_GPU_RANKS = 8  # that a kernel's argument has room for
 
 
-def gpu_shapes(gpus: int) -> list[str]:
-    """`P + D`, the ranks of one prefill and of one decode worker that so many GPUs serve and of which one has several;
-    none where they are too few. Numbers that divide most models."""
-    sizes = [size for size in (1, 2, 4, 8) if size <= MAX_GPU_RANKS]
-    pairs = [(prefill, decode) for prefill in sizes for decode in sizes]
-    return [f"{prefill} + {decode}" for prefill, decode in pairs if 2 < prefill + decode <= gpus]
-
-
 class IslandSection(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """where workers compute; on cuda each has a GPU of its own"""

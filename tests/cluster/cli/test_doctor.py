@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cache.kernels.build.nvml import Driver, Gpu
 from tandem.cluster.cli import commands as cli
-from tandem.cluster.cli import doctor
+from tandem.cluster.cli import doctor, rank_room
 from tandem.cluster.cli.doctor import Finding, examine, verdicts
 from tandem.transfer.nvshmem.kernels import device_build
 
@@ -102,8 +102,10 @@ def verdict_of(driver: Driver, *missing: str) -> list[str]:
 
 def test_each_device_gets_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = f"on {os.cpu_count()} cores"
+    monkeypatch.setattr(rank_room.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    shapes = "each process on a core of its own while prefill_ranks and decode_ranks are 3 together"
     assert verdict_of(Driver()) == [
-        f"CPU: deploy/local.yaml runs here, {cores}",
+        f"CPU: deploy/local.yaml runs here, {cores}; {shapes}",
         "GPU: none; what a host with GPUs needs is in docs/gpu-hosts.md",
     ]
     monkeypatch.setattr(doctor, "_torch", gpus(4, apart=(2, 0)))
@@ -125,6 +127,7 @@ def test_a_verdict_says_what_a_device_lacks(monkeypatch: pytest.MonkeyPatch) -> 
     cpu, gpu = verdict_of(alone, "triton", "/dev/shm")
     assert "runs here" in cpu
     assert gpu == "GPU 0: H200, 139 GiB: cannot serve; see triton"
+    assert verdict_of(alone, "c compiler")[0].endswith("workers of one rank, for several need a C compiler")
     assert verdict_of(alone, "ray")[0] == "CPU: nothing runs here; see ray"
 
 

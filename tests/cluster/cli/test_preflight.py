@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.cache.kernels.build.nvml import Driver, Gpu
-from tandem.cluster.cli import preflight
+from tandem.cluster.cli import preflight, rank_room
 from tandem.cluster.cli.preflight import check_host, fitting_config
 from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError, StartFailed
@@ -71,6 +71,26 @@ def test_a_good_host_has_only_warnings(model: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(preflight.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     (busy,) = check_host(config_of(model), own_ray=True)
     assert busy.startswith("this host is busy, a load of 99 on ")
+
+
+def test_ranks_that_share_cores_are_warned_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, "", 0)
+    monkeypatch.setattr(preflight.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(rank_room.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    several = config_of(model, "local.yaml", **{"island.prefill_ranks": 2, "island.decode_ranks": 2})
+    (warning,) = check_host(several, own_ray=True)
+    assert "the workers are 4 processes, and this host has 3 cores" in warning
+    assert not check_host(several, own_ray=False)
+    assert not check_host(config_of(model, "local.yaml", **{"island.decode_ranks": 2}), own_ray=True)
+
+
+def test_ranks_on_a_host_without_a_compiler_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_room.shutil, "which", lambda name: None)
+    found = refused(config_of(model, "local.yaml", **{"island.decode_ranks": 2}), StartFailed)
+    assert found == (
+        "island.prefill_ranks is 1, decode_ranks 2; this host has no C compiler, which several ranks on CPUs need: "
+        "install gcc, or set both to 1"
+    )
 
 
 @pytest.mark.parametrize("key", ["gateway.host", "metrics.host"])

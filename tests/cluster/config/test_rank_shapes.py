@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.config.island import MAX_GPU_RANKS, IslandSection, gpu_shapes
+from tandem.cluster.cli.rank_room import gpu_shapes
+from tandem.cluster.config.island import MAX_GPU_RANKS, IslandSection
 from tandem.cluster.config.rank_shapes import check_ranks
 from tandem.cluster.errors import ConfigError
 from tandem.workers.models.registry import load_config

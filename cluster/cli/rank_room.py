@@ -1,0 +1,47 @@
+"""Which workers of several ranks suit this host's processors and GPUs."""
+
+import os
+import shutil
+from collections.abc import Iterator
+
+from tandem.cache.kernels.build.native_build import COMPILERS
+from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.config.island import MAX_GPU_RANKS
+
+
+def cpu_shapes(*, compiler: bool) -> str:
+    """Which ranks the workers of a small island may have here. compiler: whether there is one for C."""
+    if not compiler:
+        return "workers of one rank, for several need a C compiler"
+    return f"each process on a core of its own while prefill_ranks and decode_ranks are {_cores()} together"
+
+
+def gpu_shapes(gpus: int) -> list[str]:
+    """`P + D`, the ranks of one prefill and of one decode worker that so many GPUs serve and of which one has several;
+    none where they are too few. Numbers that divide most models."""
+    sizes = [size for size in (1, 2, 4, 8) if size <= MAX_GPU_RANKS]
+    pairs = [(prefill, decode) for prefill in sizes for decode in sizes]
+    return [f"{prefill} + {decode}" for prefill, decode in pairs if 2 < prefill + decode <= gpus]
+
+
+def lacking_for_ranks(config: ClusterConfig) -> Iterator[str]:
+    """What this host lacks for the ranks of its workers on CPUs."""
+    if _are_several(config) and not any(map(shutil.which, COMPILERS)):
+        ranks = f"island.prefill_ranks is {config.island.prefill_ranks}, decode_ranks {config.island.decode_ranks}"
+        yield f"{ranks}; this host has no C compiler, which several ranks on CPUs need: install gcc, or set both to 1"
+
+
+def warn_of_ranks(config: ClusterConfig) -> Iterator[str]:
+    if _are_several(config) and config.processes > _cores():
+        yield (
+            f"the workers are {config.processes} processes, and this host has {_cores()} cores: ranks wait for each "
+            f"other in every layer, so with more than {_cores()} each token takes longer"
+        )
+
+
+def _are_several(config: ClusterConfig) -> bool:
+    return config.island.device == "cpu" and config.island.ranks.has_several
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

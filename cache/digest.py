@@ -1,5 +1,6 @@
 """A digest of stored KV by which sender and receiver compare what one wrote into the other's pages."""
 
+from collections.abc import Callable
 from itertools import count
 
 import torch
@@ -13,17 +14,29 @@ POSITIONS_AT_A_TIME = 1024  # bounds the copies of a long sequence
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
-def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: tuple[int, int] | None = None) -> int:
+def digest_kv(
+    cache: PagedKVCache,
+    sequence: int,
+    begin: int,
+    end: int,
+    slides: tuple[int, int] | None = None,
+    add_up: Callable[[int], int] = int,
+) -> int:
     """31 bits of the KV of positions begin … end - 1 in all layers, bit for bit, but for pages that a window no longer
     shows to position `end`; runs on the pages' device. slides: the window and sink of a sequence that begins to slide
-    at `end`, at the receiver.
+    at `end`, at the receiver. add_up: the sum of what all ranks of the worker give it, modulo 2⁶⁴.
 
     Σ word · weight(column) · weight(position) modulo 2⁶⁴, of which the upper half is taken: as quick as a sum, in any
     order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
+    Columns are those of all ranks' heads. Of ranks with the same heads the first weighs them.
     """
     total: Tensor | int = 0
     layout, numbers, border = cache.layout, _group_numbers(cache.layout), cache.sequence(sequence).border
     for index, (group, paging) in enumerate(zip(layout.groups, layout.paging, strict=True)):
+        replicas = layout.shard.size if group.kind.whole_on_ranks else group.kind.replicas
+        if layout.shard.rank % replicas:
+            continue
+        first_head = layout.shard.rank // replicas * group.num_kv_heads
         seen = max(paging.num_entries(begin), layout.first_page_index(index, end) * paging.entries)
         stop = paging.num_entries(end)
         if group.keeps.given:
@@ -41,8 +54,8 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int, slides: 
             beside = layout.num_layers * numbers[index]
             for layer, (k, v) in zip(group.layers, gathered, strict=True):
                 salt = 2 * (beside + layer)
-                total = total + _weigh(k, first, salt) + _weigh(v, first, salt + 1)
-    return int(total) >> 32 & (1 << DIGEST_BITS) - 1
+                total = total + _weigh(k, first, salt, first_head) + _weigh(v, first, salt + 1, first_head)
+    return add_up(int(total) & (1 << 64) - 1) >> 32 & (1 << DIGEST_BITS) - 1
 
 
 def _group_numbers(layout: KVLayout) -> list[int]:
@@ -51,10 +64,10 @@ def _group_numbers(layout: KVLayout) -> list[int]:
     return [0 if group.kind.attended else next(more) for group in layout.groups]
 
 
-def _weigh(entries: Tensor, position: int, salt: int) -> Tensor:
-    """int64 []: of entries [n, heads, dim] that stand at `position` … ."""
+def _weigh(entries: Tensor, position: int, salt: int, first_head: int) -> Tensor:
+    """int64 []: of entries [n, heads, dim] that stand at `position` … . first_head: theirs among all ranks'."""
     words = entries.reshape(entries.shape[0], -1).view(WORDS[entries.element_size()]).long()
-    columns = _weights(salt << 32, words.shape[1], words.device)
+    columns = _weights((salt << 32) + first_head * entries.shape[-1], words.shape[1], words.device)
     positions = _weights(position, words.shape[0], words.device)
     return ((words * columns).sum(1) * positions).sum()
 

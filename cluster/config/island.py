@@ -58,13 +58,6 @@ class IslandSection(Section):
             raise ValueError(f"must be at most {MAX_GPU_RANKS} where island.device is cuda")
         return ranks
 
-    @field_validator("verify_kv")
-    @classmethod
-    def _fit_ranks(cls, verify_kv: bool, info: ValidationInfo) -> bool:
-        if verify_kv and _has_several(info):
-            raise ValueError("must be false where a worker has several ranks: each has a part of the KV alone")
-        return verify_kv
-
     @field_validator("transport")
     @classmethod
     def _fit_device(cls, transport: str, info: ValidationInfo) -> str:

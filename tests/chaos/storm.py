@@ -68,7 +68,6 @@ RANKS: dict[str, Any] = {
     "num_islands": 1,
     "island.prefill_ranks": 2,
     "island.decode_ranks": 2,
-    "island.verify_kv": False,
 }
 """Both workers of one island have two."""
 ON_GPUS: dict[str, Any] = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CHUNK, OUTPUT = 48, 12
 LENGTHS = (1, 9, CHUNK + 1, 2 * CHUNK + 5)
 PLAIN: dict[str, Any] = {"kv_cache_dtype": "auto", "k_scale": None}
-RANKS: dict[str, Any] = {"island.prefill_ranks": 2, "island.decode_ranks": 2, "island.verify_kv": False}
+RANKS: dict[str, Any] = {"island.prefill_ranks": 2, "island.decode_ranks": 2}
 NAMES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{0}_proj.{0}_scale")
 
 

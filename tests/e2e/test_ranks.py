@@ -6,12 +6,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.cluster.cli.output import print_cluster
 from tandem.cluster.client import Client
 from tandem.cluster.metrics.cluster_series import worker_families
 from tandem.proto import inference_pb2
+from tandem.transfer.rank_transport import RankTransport
 from tests.support.checkpoints import CASES, save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.encoder_models import greedy_behind, save_t5gemma
@@ -29,7 +31,7 @@ GATE = ("llama-1+2", "qwen3-2+1", "gemma3-2+2", "deepseek_v3-2+1", "deepseek_v3-
 
 
 def shape_of(prefill: int, decode: int) -> dict[str, Any]:
-    ranks = {"island.prefill_ranks": prefill, "island.decode_ranks": decode, "island.verify_kv": False}
+    ranks = {"island.prefill_ranks": prefill, "island.decode_ranks": decode}
     return {**ranks, "scheduler.max_batch_tokens": CHUNK}
 
 
@@ -111,6 +113,25 @@ def test_rules_on_logits_and_what_they_tell(tmp_path: Path) -> None:
             assert tokens_of(found) == tokens_of(due)
             chances = [[one.logprob for update in updates for one in update.logprobs] for updates in (found, due)]
             assert chances[0] == pytest.approx(chances[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_pushes_wrongly_is_noticed(rank: int, small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, wrong = RankTransport.write_slots, [True]
+
+    def write_one_elsewhere(self: RankTransport, pe: int, group: int, source: Any, target: Any, *rest: Any) -> None:
+        if self.rank == rank and wrong and wrong.pop():
+            source = np.roll(source, 1)
+        write(self, pe, group, source, target, *rest)
+
+    prompt = random_prompt(40, 3, 512)
+    with running_island(small_model, shape_of(2, 2)) as island, island.client() as client:
+        due = tokens_of(complete(island.address, random_prompt(30, 4, 512), max_tokens=OUTPUT, **GREEDY))
+        assert len(due) == OUTPUT
+        monkeypatch.setattr(RankTransport, "write_slots", write_one_elsewhere)
+        complete(island.address, prompt, max_tokens=OUTPUT, **GREEDY)  # it is placed again
+        (found,) = client.cluster_info().islands
+        assert [worker.counters.corrupt for worker in found.workers] == [0, 1]
 
 
 def test_a_rank_that_stalls_is_named(small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

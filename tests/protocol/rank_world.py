@@ -27,6 +27,7 @@ from tandem.workers.following.calls import MARK
 from tandem.workers.following.follower import Follower
 from tandem.workers.following.leader import Leader, LeadingEngine
 from tandem.workers.ranks.rank_memory import create_memory
+from tandem.workers.ranks.ranks import ALONE
 from tandem.workers.runner.batch_buckets import GraphSizes
 from tandem.workers.runner.model_runner import ModelRunner
 from tests.protocol.explorer import Explored, Finding
@@ -104,7 +105,7 @@ class RankWorld:
         self.ranks = [Rank(number) for number in range(RANKS)]
         self.leader = Leader(self.memory)
         lead, *rest = self.ranks
-        self.engine = LeadingEngine(*lead.parts, self.leader, LAYOUT.token_bytes)
+        self.engine = LeadingEngine(*lead.parts, self.leader, ALONE, LAYOUT.token_bytes)
         self.followers = [
             Follower(Engine(*rank.parts), rank.transport, self.memory, number) for number, rank in enumerate(rest, 1)
         ]

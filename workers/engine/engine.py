@@ -1,6 +1,7 @@
 """All that a worker does on its device and towards its peers, as calls of three sorts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar, cast
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from tandem.workers.engine.captures import Captures
 from tandem.workers.engine.peers import Peers
 from tandem.workers.engine.rank_progress import RankProgress
 from tandem.workers.engine.step import DraftsFailed, Launched, Step, StepDrafts
+from tandem.workers.ranks.ranks import ALONE, Ranks, sum_words
 from tandem.workers.requests.post import Post
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.step_inputs import StepInputs
@@ -48,8 +50,10 @@ class Engine:
     Loops, handoff and service decide, and see nothing else of a worker's device. The ids of sequences are theirs.
     """
 
-    def __init__(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport) -> None:
+    def __init__(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, shared: Ranks = ALONE) -> None:
+        """shared: in what the ranks of its worker meet."""
         self._cache = cache
+        self._shared = shared
         self._runner = runner
         self._transport = transport
         self._recalls = RecallDesk(transport)
@@ -266,8 +270,9 @@ class Engine:
         return self._cache.sequence(sequence)
 
     def digest(self, sequence: int, begin: int, end: int, sliding: tuple[int, int] | None = None) -> int:
-        """See digest_kv. Waits for the device."""
-        return digest_kv(self._cache, sequence, begin, end, sliding)
+        """See digest_kv. Waits for the device. All ranks of a worker call it, and get the same."""
+        add_up = partial(sum_words, self._shared, device=self._transport.pools[0].device)
+        return digest_kv(self._cache, sequence, begin, end, sliding, add_up)
 
     @property
     def pages(self) -> PageCounts:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.transfer.transport import Transport
 from tandem.workers.engine.engine import ACTIONS, Engine
+from tandem.workers.ranks.ranks import ALONE, Ranks
 from tandem.workers.runner.model_runner import ModelRunner
 
 
@@ -22,8 +23,10 @@ class Watcher(Protocol):
 class WatchedEngine(Engine):
     """Questions and polls are as they were."""
 
-    def __init__(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, watcher: Watcher) -> None:
-        super().__init__(cache, runner, transport)
+    def __init__(
+        self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, watcher: Watcher, shared: Ranks = ALONE
+    ) -> None:
+        super().__init__(cache, runner, transport, shared)
         self._watcher = watcher
 
 

@@ -101,6 +101,8 @@ class Follower:
                 (pe,) = call.arguments
                 self._num_fences[pe] += 1
                 self._fences[pe].append((self._num_fences[pe], self._engine.fence(pe).is_quiet))
+            case calls.DIGEST:
+                self._engine.digest(*call.arguments)
             case calls.END:
                 self._ended = True
             case name:

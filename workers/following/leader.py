@@ -20,6 +20,7 @@ from tandem.workers.errors import RankLost
 from tandem.workers.following.calls import (
     AGREE_SECONDS,
     ALONE,
+    DIGEST,
     END,
     FENCE,
     MARK,
@@ -30,6 +31,7 @@ from tandem.workers.following.calls import (
 )
 from tandem.workers.ranks.rank_memory import DONE, LOST, PID, CallWriter, RankMemory, RankState, wait_until
 from tandem.workers.ranks.rank_memory import MARK as MARKS
+from tandem.workers.ranks.ranks import Ranks
 from tandem.workers.ranks.shared_ranks import end_waits, num_entered
 from tandem.workers.replay.codec import Encoder
 from tandem.workers.runner.model_runner import ModelRunner
@@ -47,16 +49,16 @@ class Leader:
         memory.states[0].set(PID, os.getpid())
         self._writer = CallWriter(memory, WAIT_SECONDS)
         self._encoder = Encoder(call_types(), secrets=True)
-        self._acting = False
+        self.acting = False
         self._messages = 0
         self._has_raised = False  # the last action, here
 
     def act(self, engine: Engine, name: str, arguments: tuple[Any, ...], action: Callable[..., Any]) -> Any:
         """See Watcher. Raises RankLost, too."""
-        if self._acting or name in ALONE:
+        if self.acting or name in ALONE:
             return action(engine, *arguments)
         self.tell(name, arguments)
-        self._acting, made, raised = True, (), ""
+        self.acting, made, raised = True, (), ""
         try:
             result = action(engine, *arguments)
             made = tuple(map(self._encoder.number, handles_in(result)))
@@ -71,7 +73,7 @@ class Leader:
             raised = type(error).__name__
             raise
         finally:
-            self._acting, self._has_raised = False, bool(raised)
+            self.acting, self._has_raised = False, bool(raised)
             if not self.lost:
                 self._write(Ended(made, raised, engine.pages.free), name)
 
@@ -126,10 +128,16 @@ class LeadingEngine(WatchedEngine):
     """A poll counts once it is so on each rank."""
 
     def __init__(
-        self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, leader: Leader, token_bytes: int
+        self,
+        cache: PagedKVCache,
+        runner: ModelRunner,
+        transport: Transport,
+        leader: Leader,
+        shared: Ranks,
+        token_bytes: int,
     ) -> None:
         """token_bytes: of a token's entries in the whole model."""
-        super().__init__(cache, runner, transport, leader)
+        super().__init__(cache, runner, transport, leader, shared)
         self._leader = leader
         self._token_bytes = token_bytes
         self._followers = leader.memory.states[1:]
@@ -146,6 +154,12 @@ class LeadingEngine(WatchedEngine):
         """With what all ranks have sent of it."""
         found = super().sequence(sequence)
         return found._replace(bytes_sent=found.bytes_sent * self._token_bytes // self.layout.token_bytes)
+
+    def digest(self, sequence: int, begin: int, end: int, sliding: tuple[int, int] | None = None) -> int:
+        """Within an action the followers do it, too."""
+        if not self._leader.acting:
+            self._leader.tell(DIGEST, (sequence, begin, end, sliding))
+        return super().digest(sequence, begin, end, sliding)
 
     def mark(self) -> Callable[[], bool]:
         own = self._runner.mark()

@@ -117,8 +117,9 @@ class WorkerRanks:
             self._shared.attach(self._memory.sums, self._areas(self._joining), WAIT_SECONDS)
         if not self.follows:
             self.leader = Leader(self._memory)
-            return LeadingEngine(cache, runner, transport, self.leader, self._parts(WHOLE)[2].token_bytes)
-        engine = Engine(cache, runner, transport)
+            token_bytes = self._parts(WHOLE)[2].token_bytes
+            return LeadingEngine(cache, runner, transport, self.leader, self.ranks, token_bytes)
+        engine = Engine(cache, runner, transport, self.ranks)
         self.follower = Follower(engine, transport, self._memory, self.shard.rank)
         return engine
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
 from tandem.workers.weights.weight import Projection, Weight
 
+SHIFTS = (0, 16, 32, 48)
+
 
 class Ranks(Protocol):
     """A worker's ranks, as one of them sees them. All ranks make the same calls in the same order, with like shapes."""
@@ -44,6 +46,15 @@ class Alone:
 
 
 ALONE: Ranks = Alone()
+
+
+def sum_words(ranks: Ranks, word: int, device: torch.device) -> int:
+    """The sum of all ranks' words of 64 bits, modulo 2⁶⁴, by digits of 16 bits, which float32 adds up exactly."""
+    if ranks.size == 1:
+        return word
+    digits = torch.tensor([[word >> shift & 0xFFFF for shift in SHIFTS]], dtype=torch.float32, device=device)
+    summed = ranks.sum(digits)[0].tolist()
+    return sum(int(digit) << shift for digit, shift in zip(summed, SHIFTS, strict=True)) & (1 << 64) - 1
 
 
 class SummedProjection:

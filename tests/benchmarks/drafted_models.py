@@ -25,6 +25,7 @@ from tandem.workers.models.drafters.mtp import MtpParameters, mtp_config
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weight_names import is_norm, layer_weights, named_weights
+from tandem.workers.weights.allocator import ALL_DENSE
 from tests.benchmarks.model_shapes import COMMON, SHAPES, add_tokenizer
 
 FIRST_LIVE = 100  # token id
@@ -120,7 +121,7 @@ def write_eagle3_head(target: Path, folder: Path, holds: float) -> Path:
     drafts = min(32_000, wanted.vocab_size)
     _write_json(folder, head | {"num_hidden_layers": 1, "draft_vocab_size": drafts, "tie_word_embeddings": False})
     config, ring = eagle3_config(folder, wanted), Ring.of(wanted, holds)
-    parameters, dtype = Eagle3Parameters(config, META), wanted.dtype
+    parameters, dtype = Eagle3Parameters(config, META, ALL_DENSE), wanted.dtype
     hidden, dim, live = config.hidden_size, config.head_dim, torch.arange(ring.size)
     entry = sqrt(hidden / 2)  # what the embedding has of a token, once it is normed
     q, k = torch.zeros((2, config.num_heads * dim, 2 * hidden), dtype=dtype)
@@ -166,7 +167,7 @@ def _mtp(target: ModelConfig, ring: Ring, more: float) -> tuple[Tensors, Tensors
     """The layer for multi-token prediction: all its weights, and those that are not random. more: times the target's
     logits."""
     config = mtp_config(target)
-    parameters, prefix = MtpParameters(config, META), f"model.layers.{target.num_layers}"
+    parameters, prefix = MtpParameters(config, META, ALL_DENSE), f"model.layers.{target.num_layers}"
     hidden = config.hidden_size
     join = torch.zeros(hidden, 2 * hidden, dtype=config.dtype)
     live = torch.arange(ring.size)

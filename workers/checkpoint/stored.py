@@ -4,7 +4,7 @@ A quantized weight is dequantized part by part, straight into the parameters. Be
 MAX_PART_BYTES for each thread that reads, however large a tensor is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -41,7 +41,12 @@ class StoredWeight(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def parts(self, one: Slice) -> Sequence[WeightPart]:
-        """Those that fill the target of a slice. Raises InvalidWeights."""
+        """Those that fill the target of a slice, dequantized. Raises InvalidWeights."""
+        ...
+
+    def kept(self) -> Mapping[str, "StoredWeight"]:
+        """What fills the tensors of a weight that memory holds in the form of its format: by kind, see Weight.tensors.
+        Empty: memory holds it dense."""
         ...
 
 
@@ -62,6 +67,9 @@ class Plain:
 
     def parts(self, one: Slice) -> Sequence[WeightPart]:
         return self.file.parts(self.name, one)
+
+    def kept(self) -> Mapping[str, StoredWeight]:
+        return {}
 
 
 def read_bytes(file: SafetensorsFile, offset: int, count: int) -> Tensor:

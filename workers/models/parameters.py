@@ -17,8 +17,7 @@ from tandem.workers.models.config import ModelConfig, PerLayerConfig
 from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
-from tandem.workers.weights.allocator import Allocator
-from tandem.workers.weights.formats.registry import allocator_of
+from tandem.workers.weights.allocator import ALL_DENSE, Allocator, Forms
 from tandem.workers.weights.weight import Weight, WeightStack
 
 
@@ -158,9 +157,9 @@ class DecoderParameters:
     encoder: "DecoderParameters | None" = None  # whose lm_head is its embedding
 
 
-def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderParameters:
-    """Uninitialised tensors of config.dtype on `device`."""
-    new, new_norm = allocators(config, device)
+def allocate_parameters(config: ModelConfig, device: torch.device, forms: Forms = ALL_DENSE) -> DecoderParameters:
+    """Uninitialised tensors on `device`, of config.dtype where they are dense."""
+    new, new_norm = allocators(config, device, forms)
     embedding = new.dense(config.vocab_size, config.hidden_size)
     return DecoderParameters(
         embedding=embedding,
@@ -169,13 +168,13 @@ def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderPar
         lm_head=embedding if config.tie_word_embeddings else new.dense(len(config.head_part), config.hidden_size),
         per_layer=None if config.per_layer is None else _allocate_tables(config, config.per_layer, new, new_norm),
         hyper_head=None if config.hyper is None else allocate_head(config.hyper, config.hidden_size, device),
-        encoder=None if config.encoder is None else allocate_parameters(config.encoder, device),
+        encoder=None if config.encoder is None else allocate_parameters(config.encoder, device, forms),
     )
 
 
-def allocators(config: ModelConfig, device: torch.device) -> tuple[Allocator, Allocator]:
+def allocators(config: ModelConfig, device: torch.device, forms: Forms) -> tuple[Allocator, Allocator]:
     """Of weights, and of norms'."""
-    new = allocator_of(config.quantization)(config.dtype, device)
+    new = Allocator(config.dtype, device, forms)
     return new, Allocator(torch.float32, device) if config.float32_norms else new
 
 

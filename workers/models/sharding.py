@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from tandem.cache.plan.shard import Shard
-from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.safetensors_file import Slice
 from tandem.workers.models.config import ModelConfig
 
@@ -60,7 +59,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int, ...]) -> list[Slice]:
     """The slices of the stored tensor `name`, of shape `stored`, that fill `weight`, which the shard holds of it.
 
-    Raises InvalidWeights where ranks would divide columns that share a scale.
+    Scales of columns are divided like the columns: Format.form has seen to it that no group of them is.
     """
     if config.shard.size == 1:
         return [Slice(weight)]
@@ -83,7 +82,7 @@ def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int,
     dim = DIVIDED.get(last)
     if dim is None or dim >= weight.dim():
         return [Slice(weight)]
-    if dim == 1 and not name.endswith(".weight") and not _divides_groups(name, weight, config.shard, stored):
+    if dim == 1 and weight.shape[1] == stored[1]:  # a scale for all columns of a row
         return [Slice(weight)]
     extent, shard = weight.shape[dim], config.shard
     replicas = replicas if last in ("k_proj", "v_proj") else 1
@@ -96,20 +95,6 @@ def _replicas(name: str, config: ModelConfig) -> int:
     if layer is None or config.full_heads is None or "cross_attn" in name:
         return config.kv_replicas
     return config.heads_of(int(layer[1])).replicas
-
-
-def _divides_groups(name: str, scales: Tensor, shard: Shard, stored: tuple[int, ...]) -> bool:
-    """Whether each rank has groups of columns of its own; else one group has them all. scales: [rows, groups]."""
-    groups, held = stored[-1], scales.shape[1]
-    if groups == held == 1:
-        return False
-    if groups != shard.size * held:
-        fit = ", ".join(str(size) for size in range(1, groups + 1) if groups % size == 0)
-        raise InvalidWeights(
-            f"tensor {name} has a number for each of {groups} groups of columns, which {shard.size} ranks cannot "
-            f"divide; {fit} can"
-        )
-    return True
 
 
 def _extents(last: str, config: ModelConfig) -> tuple[int, ...]:

@@ -2,11 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,22 +24,28 @@ from tandem.workers.checkpoint.stored import Plain, StoredWeight, WeightPart
 from tandem.workers.models.compressed.decoder import HyperDecoder
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.dummy_weights import fill_randomly
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
 from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.models.sharding import slices_of
-from tandem.workers.models.weight_names import is_factor, is_norm, named_weights
+from tandem.workers.models.weight_names import named_weights
 from tandem.workers.ranks.ranks import ALONE, Ranks
-from tandem.workers.weights.formats.registry import stored_weights
+from tandem.workers.weights.allocator import DENSE, Form, Forms, Sketch
+from tandem.workers.weights.formats.format import Quantization
+from tandem.workers.weights.formats.registry import dummy_form_of, form_of, stored_weights
+from tandem.workers.weights.weight import tensor_name
 
 INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")
-DUMMY_STD = 0.02
 LISTED = 5  # names in an error
 MAX_FILES = 4096
 KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
 
+META = torch.device("meta")
+
+T = TypeVar("T")
 ReportBytes = Callable[[int, int], None]
 """(bytes read, bytes in all)"""
 
@@ -66,21 +76,11 @@ def load_parameters(
     """Allocates and fills the parameters of `config` on `device`.
 
     load_format: "safetensors" reads the folder; "dummy" draws random weights, the same each time, and opens no file.
-    Quantized weights become those of the model's dtype part by part: beside the parameters, each of the READERS threads
-    takes at most stored.MAX_PART_BYTES.
+    Quantized weights stay so where there is a form for them, see Format.form. Others become those of the model's dtype
+    part by part: beside the parameters, each of the READERS threads takes at most stored.MAX_PART_BYTES.
     Raises CheckpointMissing, InvalidConfig and InvalidWeights.
     """
-    if load_format not in LOAD_FORMATS:
-        raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
-    if load_format == "dummy":
-        parameters = allocate_parameters(config, torch.device(device))
-        fill_randomly(config, named_weights(config, parameters))
-        return parameters
-    with ExitStack() as stack:
-        stored = _stored(stack, folder, config)
-        _allocate(stored, config, torch.device("meta"))  # before any memory is taken
-        parameters, weights = _allocate(stored, config, torch.device(device))
-        _fill(stored, weights, config, torch.device(device), report)
+    parameters = load(folder, config, _whole_model(config), torch.device(device), load_format, report)
     if config.tie_word_embeddings and parameters.lm_head is not parameters.embedding:
         tied = parameters.embedding.slice(config.head_part.start, config.head_part.stop)
         if torch.equal(parameters.lm_head.tensor(), tied.tensor()):
@@ -133,33 +133,85 @@ def stored_dtype(folder: Path) -> str | None:
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raises what load_parameters would raise for these files as they are, from their headers and sizes alone."""
-    with ExitStack() as stack:
-        _allocate(_stored(stack, folder, config), config, torch.device("meta"))
+    load(folder, config, _whole_model(config), META)
 
 
-def load_named(
+@dataclass(frozen=True)
+class Blueprint(Generic[T]):
+    """How parameters of one kind are allocated and named. Both are given the names of the tensors that are stored of
+    them."""
+
+    allocate: Callable[[Collection[str], torch.device, Forms], T]
+    named: Callable[[T, Collection[str]], dict[str, Tensor]]
+    """See named_weights."""
+    owns: Callable[[str], bool] = lambda name: True
+    """Whether a tensor of the checkpoint is one of theirs."""
+
+
+def load(
     folder: Path,
     config: ModelConfig,
-    weights_of: Callable[[Collection[str]], dict[str, Tensor]],
-    is_ours: Callable[[str], bool],
-    *,
+    blueprint: Blueprint[T],
+    device: torch.device,
     load_format: str = "safetensors",
     report: ReportBytes | None = None,
-) -> None:
-    """Fills weights that are not all of a checkpoint: those named by weights_of(), given the names of the tensors that
-    are ours. On the meta device they are only checked. Raises as load_parameters."""
-    if load_format == "dummy":
-        fill_randomly(config, weights_of(()))
-        return
+) -> T:
+    """The filled parameters of a blueprint. On the meta device they are only checked. Raises as load_parameters."""
     if load_format not in LOAD_FORMATS:
         raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
     with ExitStack() as stack:
-        stored = {name: one for name, one in _stored(stack, folder, config).items() if is_ours(name)}
-        weights = weights_of(stored)
-        check_tensors(stored, weights, config)
-        device = next(iter(weights.values())).device
-        if device.type != "meta":
-            _fill(stored, weights, config, device, report)
+        dummy, stored = load_format == "dummy", dict[str, StoredWeight]()
+        if not dummy:
+            stored = {name: one for name, one in _stored(stack, folder, config).items() if blueprint.owns(name)}
+        sketch = Sketch()  # before any memory is taken
+        weights = blueprint.named(_allocate(blueprint, stored, META, repeat(sketch)), stored)
+        if not dummy:
+            check_tensors(stored, weights, config)
+        forms, kept = _choose_forms(sketch.matrices(weights), stored, config.quantization, dummy=dummy)
+        parameters = _allocate(blueprint, stored, device, iter(forms))
+        weights = blueprint.named(parameters, stored)
+        if dummy:
+            fill_randomly(config, weights)
+        else:
+            check_tensors(kept, weights, config)
+            if device != META:
+                _fill(kept, weights, config, device, report)
+    return parameters
+
+
+def _choose_forms(
+    matrices: Iterable[tuple[Sequence[str], int]],
+    stored: Mapping[str, StoredWeight],
+    quantization: Quantization,
+    *,
+    dummy: bool,
+) -> tuple[list[Form], dict[str, StoredWeight]]:
+    """The form of each matrix, and what is stored for the tensors of matrices in these forms. matrices: see
+    Sketch.matrices."""
+    forms, kept = list[Form](), dict(stored)
+    for names, columns in matrices:
+        if dummy:
+            forms.append(dummy_form_of(quantization, names))
+            continue
+        forms.append(form_of(quantization, [stored[name] for name in names], columns))
+        if forms[-1] is not DENSE:
+            for name in names:
+                parts = kept.pop(name).kept()
+                kept |= {tensor_name(name, kind): part for kind, part in parts.items()}
+    return forms, kept
+
+
+def _whole_model(config: ModelConfig) -> Blueprint[DecoderParameters]:
+    """A head that is stored gets a weight of its own even where embeddings are to be tied: it may be another, and
+    transformers then serves it."""
+
+    def allocate(stored: Collection[str], device: torch.device, forms: Forms) -> DecoderParameters:
+        _check_number(stored, config)
+        own_head = config.lm_head_name in stored
+        asked = dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
+        return allocate_parameters(asked, device, forms)
+
+    return Blueprint(allocate, partial(named_weights, config))
 
 
 def _fill(
@@ -218,33 +270,20 @@ def _renamed(name: str, config: ModelConfig) -> str:
     return name
 
 
-def _allocate(
-    stored: Mapping[str, StoredWeight], config: ModelConfig, device: torch.device
-) -> tuple[DecoderParameters, dict[str, Tensor]]:
-    """Parameters, and the views of them that the stored weights fill, by name; both checked.
-
-    InvalidWeights names what is missing, unknown or misshapen. A head that is stored gets a weight of its own even
-    where embeddings are to be tied: it may be another, and transformers then serves it.
-    """
-    if config.lm_head_name in stored:
-        config = dataclasses.replace(config, tie_word_embeddings=False)
-    _check_number(stored, config)
+def _allocate(blueprint: Blueprint[T], stored: Collection[str], device: torch.device, forms: Forms) -> T:
     try:
-        parameters = allocate_parameters(config, device)
+        return blueprint.allocate(stored, device, forms)
     except RuntimeError as error:
         raise InvalidWeights(f"config.json asks for tensors that are too large: {error!s:.200}") from None
-    weights = named_weights(config, parameters, stored)
-    check_tensors(stored, weights, config)
-    return parameters, weights
 
 
-def _check_number(stored: Mapping[str, StoredWeight], config: ModelConfig) -> None:
+def _check_number(stored: Collection[str], config: ModelConfig) -> None:
     """A config may ask for more tensors than there is memory for their names. InvalidWeights where the files have fewer
-    than one for each layer and expert."""
+    than one for each layer and expert. Dummy weights have none."""
     experts = 0
     if config.moe is not None and not any(".experts.gate_up_proj" in name for name in stored):
         experts = len(config.moe.layers) * len(config.experts)
-    if len(stored) < config.num_layers + experts:
+    if 0 < len(stored) < config.num_layers + experts:
         raise InvalidWeights(
             f"the checkpoint has {len(stored)} tensors; config.json asks for {config.num_layers} layers"
             + (f" with {experts} experts in all" if experts else "")
@@ -271,23 +310,6 @@ def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tens
     unknown = [name for name in stored if name not in weights and not _is_ignored(name, config)]
     if unknown:
         raise InvalidWeights(f"the checkpoint has {_listing(unknown)}, which {config.architecture} does not use")
-
-
-def fill_randomly(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """Norms and factors 1, biases 0, integers any expert, the rest normal by DUMMY_STD; the same on the same device."""
-    for index, (name, weight) in enumerate(weights.items()):
-        if is_norm(name):
-            weight.fill_(1 - config.norm_offset)
-        elif is_factor(name):
-            weight.fill_(1)
-        elif name.endswith(".bias"):
-            weight.zero_()
-        elif weight.dtype == torch.int64 and config.moe is not None:
-            generator = torch.Generator(weight.device).manual_seed(index)
-            weight.random_(0, config.moe.num_experts, generator=generator)
-        else:
-            generator = torch.Generator(weight.device).manual_seed(index)
-            weight.normal_(0, DUMMY_STD, generator=generator)
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:

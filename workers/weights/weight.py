@@ -97,3 +97,10 @@ class WeightStack(Protocol):
     def grouped(self, x: Tensor, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
         """See GroupedLinear."""
         ...
+
+
+def tensor_name(name: str, kind: str) -> str:
+    """Of another tensor of the weight whose matrix is called `name`: `X.weight`, or `X` for the experts of a layer in
+    one tensor."""
+    module = name.removesuffix(".weight")
+    return name if kind == "weight" else f"{module}_{kind}" if module == name else f"{module}.{kind}"

@@ -24,6 +24,7 @@ from tandem.workers.weights.formats.format import Quantization
 from tandem.workers.weights.formats.registry import stored_weights
 from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.client_requests import GREEDY, complete_all
+from tests.support.dense_parameters import in_dense
 from tests.support.island import running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.quantized_checkpoints import (
@@ -90,7 +91,7 @@ def test_weights_are_dequantized_into_the_models_dtype(
     meant = save_quantized(case, tmp_path)
     config = load_config(tmp_path, dtype)
     check_weights(tmp_path, config)
-    loaded = named_weights(config, load_parameters(tmp_path, config), meant)
+    loaded = named_weights(config, in_dense(load_parameters(tmp_path, config)), meant)
     assert loaded.keys() == meant.keys()
     for name, tensor in loaded.items():
         assert torch.equal(tensor, meant[name].to(tensor.dtype)), name
@@ -128,7 +129,7 @@ def test_weights_are_those_that_transformers_dequantizes(case: str, how: str, tm
     )
     theirs = dict(model.state_dict())
     config = load_config(tmp_path, "bfloat16")
-    ours = named_weights(config, load_parameters(tmp_path, config), theirs)
+    ours = named_weights(config, in_dense(load_parameters(tmp_path, config)), theirs)
     for name, tensor in ours.items():
         assert torch.equal(tensor.bfloat16(), theirs[name]), name  # ours keeps norms in float32
 
@@ -154,7 +155,7 @@ def test_blocks_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
     save_quantized("qwen3-blocks", tmp_path)
     stored_tensors = load_file(tmp_path / SINGLE)
     config = load_config(tmp_path, "bfloat16")
-    ours = named_weights(config, load_parameters(tmp_path, config))
+    ours = named_weights(config, in_dense(load_parameters(tmp_path, config)))
     compared = 0
     for name, tensor in ours.items():
         scales = stored_tensors.get(f"{name}_scale_inv")
@@ -231,9 +232,11 @@ def test_scales_that_do_not_fit_are_named(
 
 @pytest.mark.parametrize("case", ["qwen3-blocks", "llama-channel", "deepseek_v3-blocks", "gpt_oss-mxfp4"])
 def test_each_rank_loads_its_part_of_every_weight(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts begin within blocks, too."""
+    """Parts begin within blocks of rows, too."""
     monkeypatch.setattr("tandem.workers.weights.formats.fp8.PART_NUMBERS", 300)
     family, how, quantize = CASES[case]
+    if how is DEEPSEEK:  # blocks of columns that ranks can divide
+        how, quantize = DEEPSEEK | {"weight_block_size": [32, 4]}, blocks_of((32, 4))
     experts = {"num_local_experts": 6} if family == "gpt_oss" else {}
     model = make_model(family, **experts)
     model.save_pretrained(tmp_path / "model")
@@ -244,7 +247,7 @@ def test_each_rank_loads_its_part_of_every_weight(case: str, tmp_path: Path, mon
         loaded = list[dict[str, Tensor]]()
         for name in ("model", "plain"):
             config = shard_config(load_config(tmp_path / name, "float32"), Shard(rank, 2))
-            loaded.append(named_weights(config, load_parameters(tmp_path / name, config), meant))
+            loaded.append(named_weights(config, in_dense(load_parameters(tmp_path / name, config)), meant))
         ours, expected = loaded
         assert ours.keys() == expected.keys()
         for name, tensor in ours.items():
@@ -259,9 +262,9 @@ def test_weights_and_kv_may_both_be_in_8_bits(tmp_path: Path) -> None:
     scales = {f"{module}.{which}_scale": torch.tensor([0.5]) for module in modules for which in "kv"}
     save_file(load_file(tmp_path / SINGLE) | scales, tmp_path / SINGLE)
     config = load_config(tmp_path, "float32")
-    assert config.quantization == Quantization("fp8", None, fp8_kv=True)
+    assert config.quantization == Quantization("fp8", None, ("lm_head",), fp8_kv=True)
     assert read_scales([tmp_path / SINGLE], config) == KVScales.uniform(2, 0.5, 0.5)
-    loaded = named_weights(config, load_parameters(tmp_path, config), meant)
+    loaded = named_weights(config, in_dense(load_parameters(tmp_path, config)), meant)
     assert torch.equal(loaded[Q], meant[Q])
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,8 @@ from tandem.workers.models.parameters import AttentionParameters, MoeParameters,
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weight_names import named_weights
 from tandem.workers.models.weights import load_parameters
-from tandem.workers.weights.allocator import Allocator
+from tandem.workers.weights.allocator import Allocator, Form
 from tandem.workers.weights.dense import Dense, DenseStack
-from tandem.workers.weights.formats.format import Quantization
-from tandem.workers.weights.formats.fp4 import FP4
-from tandem.workers.weights.formats.fp8 import FP8
-from tandem.workers.weights.formats.registry import FORMATS
 from tandem.workers.weights.weight import Weight, WeightStack
 from tests.support.checkpoints import save_checkpoint
 from tests.support.fused_gemms import TorchFusedGemms
@@ -147,22 +144,19 @@ def test_a_checkpoint_fills_whatever_a_weight_holds(tmp_path: Path) -> None:
     assert not [name for name in names if name.endswith("_proj.weight")]
 
 
-class WideAllocator(Allocator):
-    def linear(self, rows: int, columns: int, *, biased: bool = False) -> Wide:
-        return Wide(self(rows, columns).double(), self.when(biased, rows))
+class WideForm(Form):
+    def weight(self, new: Allocator, rows: int, columns: int, bias: Tensor | None) -> Wide:
+        return Wide(new(rows, columns).double(), bias)
 
     def stack(
-        self, count: int, rows: int, columns: int, *, biased: bool = False, transposed: bool = False
+        self, new: Allocator, count: int, rows: int, columns: int, bias: Tensor | None, *, transposed: bool
     ) -> WideStack:
-        return WideStack(tuple(self.linear(rows, columns, biased=biased) for _ in range(count)))
+        return WideStack(tuple(self.weight(new, rows, columns, bias) for _ in range(count)))
 
 
-def test_a_format_decides_how_memory_holds_layers_and_experts_but_not_embeddings_heads_and_routers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(FORMATS, "fp8", (dataclasses.replace(FP8, allocator=WideAllocator), FP4))
+def test_forms_are_of_layers_and_experts_but_not_of_embeddings_heads_and_routers(tmp_path: Path) -> None:
     config = load_config(save_checkpoint("mixtral", tmp_path), "float32")
-    parameters = allocate_parameters(dataclasses.replace(config, quantization=Quantization("fp8")), torch.device("cpu"))
+    parameters = allocate_parameters(config, torch.device("cpu"), repeat(WideForm()))
     layer = parameters.layers[0]
     assert isinstance(layer.attention, AttentionParameters)
     assert isinstance(layer.feed_forward, MoeParameters)

@@ -1,103 +1,59 @@
 """Weights that memory keeps quantized: each rank reads its numbers and their scales."""
 
-import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.cache.plan.shard import WHOLE, Shard
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.parameters import GatedParameters, LayerParameters
+from tandem.workers.models.parameters import AttentionParameters, GatedParameters, LayerParameters
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.sharding import shard_config
-from tandem.workers.models.weights import load_parameters
-from tandem.workers.weights.allocator import Allocator
-from tandem.workers.weights.formats.format import Format, Quantization
-from tandem.workers.weights.formats.registry import FORMATS
-from tandem.workers.weights.weight import Weight
+from tandem.workers.models.weights import check_weights, load_parameters
+from tandem.workers.weights.fp8 import Fp8
+from tests.support.quantized_checkpoints import (
+    CHANNEL,
+    DEEPSEEK,
+    TENSOR,
+    Quantize,
+    blocks_of,
+    by_rows,
+    by_tensor,
+    quantize_folder,
+)
 
-PER_ROW = 1 << 20  # columns of a group, so that a row has one
 INTERMEDIATE = 176  # of the checkpoint
+SCHEMES: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "blocks": (DEEPSEEK | {"weight_block_size": [32, 8]}, blocks_of((32, 8))),
+    "row": (CHANNEL, by_rows),
+    "tensor": (TENSOR, by_tensor),
+}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Scaled(Weight):
-    """Integers, and a scale for each `group` columns of a row."""
-
-    numbers: Tensor  # int32 [rows, columns]
-    scales: Tensor  # float32 [rows, groups]
-    group: int
-
-    @property
-    def rows(self) -> int:
-        return self.numbers.shape[0]
-
-    @property
-    def columns(self) -> int:
-        return self.numbers.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
-    def device(self) -> torch.device:
-        return self.numbers.device
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"numbers": self.numbers, "scales": self.scales}
-
-    def slice(self, begin: int, end: int) -> "Scaled":
-        return Scaled(self.numbers[begin:end], self.scales[begin:end], self.group)
-
-    def tensor(self) -> Tensor:
-        return self.numbers * self.scales[:, torch.arange(self.columns) // self.group]
-
-    def linear(self, x: Tensor) -> Tensor:
-        return x @ self.tensor().T
-
-
-def use_groups(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class ScaledAllocator(Allocator):
-        def linear(self, rows: int, columns: int, *, biased: bool = False) -> Scaled:
-            numbers = torch.empty(rows, columns, dtype=torch.int32, device=self.device)
-            return Scaled(numbers, self(rows, -(-columns // group)), group)
-
-    monkeypatch.setitem(FORMATS, "fp8", (Format(lambda plain, quantization: ({}, set()), ScaledAllocator),))
-
-
-def save(folder: Path, group: int, *, fused: bool = False) -> ModelConfig:
-    """A checkpoint whose products are integers with scales."""
+def save(folder: Path, scheme: str, *, fused: bool = False) -> ModelConfig:
     make_checkpoint(folder, "phi3" if fused else "llama")
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if "_proj.weight" in name]:
-        rows, columns = tensors.pop(name).shape
-        generator = torch.Generator().manual_seed(len(tensors))
-        tensors[name.replace("weight", "numbers")] = torch.randint(-9, 9, (rows, columns), generator=generator).int()
-        tensors[name.replace("weight", "scales")] = torch.rand(rows, -(-columns // group), generator=generator)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return dataclasses.replace(load_config(folder, "float32"), quantization=Quantization("fp8"))
+    quantize_folder(folder, *SCHEMES[scheme])
+    return load_config(folder, "float32")
 
 
 def matrices(layer: LayerParameters) -> list[Tensor]:
     """q, k and v; o; gate and up; down: dequantized."""
+    assert isinstance(layer.attention, AttentionParameters)
     assert isinstance(layer.feed_forward, GatedParameters)
-    weights = layer.attention.qkv, layer.attention.o, layer.feed_forward.gate_up, layer.feed_forward.down  # type: ignore[union-attr]
+    weights = layer.attention.qkv, layer.attention.o, layer.feed_forward.gate_up, layer.feed_forward.down
+    assert {type(weight) for weight in weights} == {Fp8}
     return [weight.tensor() for weight in weights]
 
 
-@pytest.mark.parametrize("group", [8, 1, PER_ROW], ids=["groups of 8", "groups of 1", "a row"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-def test_ranks_hold_the_parts_of_the_whole(
-    group: int, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_groups(group, monkeypatch)
-    config = save(tmp_path, group, fused=fused)
+def test_ranks_hold_the_parts_of_the_whole(scheme: str, fused: bool, tmp_path: Path) -> None:
+    config = save(tmp_path, scheme, fused=fused)
     whole, *halves = [
         [matrices(layer) for layer in load_parameters(tmp_path, shard_config(config, shard)).layers]
         for shard in (WHOLE, Shard(0, 2), Shard(1, 2))
@@ -115,13 +71,21 @@ def test_ranks_hold_the_parts_of_the_whole(
                 assert torch.equal(mine, part)
 
 
+@pytest.mark.parametrize(("columns", "fit"), [(16, "1, 11"), (128, "1"), (88, "1, 2")])
 def test_ranks_that_cannot_divide_the_groups_are_refused_with_those_that_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    columns: int, fit: str, tmp_path: Path
 ) -> None:
-    """88 columns each, so that both ranks would have a part of a group of 16."""
-    use_groups(16, monkeypatch)
-    config = save(tmp_path, 16)
+    """88 columns each, so that both ranks would have a part of a group of 16, and the second one all of the cut one of
+    128."""
+    make_checkpoint(tmp_path, "llama")
+    quantize_folder(tmp_path, DEEPSEEK | {"weight_block_size": [32, columns]}, blocks_of((32, columns)))
+    config = load_config(tmp_path, "float32")
     assert config.intermediate_size == INTERMEDIATE
     load_parameters(tmp_path, config)
-    with pytest.raises(InvalidWeights, match=r"down_proj.scales has .* 11 groups .* 2 ranks cannot divide; 1, 11 can"):
+    if "2" in fit:
         load_parameters(tmp_path, shard_config(config, Shard(0, 2)))
+        return
+    refused = rf"down_proj.weight has scales of {columns} columns each, .* 88 of 176; {fit} ranks can"
+    for load in (load_parameters, check_weights):
+        with pytest.raises(InvalidWeights, match=refused):
+            load(tmp_path, shard_config(config, Shard(1, 2)))

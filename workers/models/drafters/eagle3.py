@@ -18,7 +18,8 @@ from tandem.workers.models.decoder import DenseDecoder, prepare_layer
 from tandem.workers.models.families.llama import read_llama
 from tandem.workers.models.parameters import AttentionParameters, LayerParameters, allocate_layer, allocators
 from tandem.workers.models.weight_names import layer_weights
-from tandem.workers.models.weights import ReportBytes, load_named, weight_files
+from tandem.workers.models.weights import Blueprint, ReportBytes, load, weight_files
+from tandem.workers.weights.allocator import Forms
 from tandem.workers.weights.weight import Weight
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -58,8 +59,8 @@ def taps_of(target: ModelConfig) -> tuple[int, ...]:
 class Eagle3Parameters:
     """The tensors of a head. embedding: None where it takes the target's."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        new, new_norm = allocators(config, device)
+    def __init__(self, config: ModelConfig, device: torch.device, forms: Forms) -> None:
+        new, new_norm = allocators(config, device, forms)
         hidden = config.hidden_size
         layer = allocate_layer(config, 0, new, new_norm)
         assert isinstance(layer.attention, AttentionParameters)
@@ -73,31 +74,40 @@ class Eagle3Parameters:
         self.ids = torch.arange(config.vocab_size)  # of the target, for each of the head's
         self._new = new
 
-    def load(
-        self, folder: Path, config: ModelConfig, target: ModelConfig, load_format: str, report: ReportBytes | None
-    ) -> None:
-        """Raises as load_parameters."""
+    def named(self, config: ModelConfig, target: ModelConfig, stored: Collection[str]) -> dict[str, Tensor]:
+        """Makes the embedding where one is stored."""
+        weights = layer_weights(config, 0, self.layer, LAYER, joined=False) | {
+            f"{LAYER}.hidden_norm.weight": self.hidden_norm,
+            **self.join.named("fc"),
+            "norm.weight": self.out_norm,
+            **self.lm_head.named("lm_head"),
+        }
+        if EMBEDDING in stored:
+            self.embedding = self._new.dense(target.vocab_size, config.hidden_size)
+            weights |= self.embedding.named(EMBEDDING.removesuffix(".weight"))
+        return weights
 
-        def weights_of(stored: Collection[str]) -> dict[str, Tensor]:
-            weights = layer_weights(config, 0, self.layer, LAYER, joined=False) | {
-                f"{LAYER}.hidden_norm.weight": self.hidden_norm,
-                **self.join.named("fc"),
-                "norm.weight": self.out_norm,
-                **self.lm_head.named("lm_head"),
-            }
-            if EMBEDDING in stored:
-                self.embedding = self._new.dense(target.vocab_size, config.hidden_size)
-                weights |= self.embedding.named(EMBEDDING.removesuffix(".weight"))
-            return weights
 
-        def is_ours(name: str) -> bool:
-            return name not in (OFFSETS, *UNUSED)
-
-        load_named(folder, config, weights_of, is_ours, load_format=load_format, report=report)
-        if load_format != "dummy" and config.vocab_size < target.vocab_size:
-            self.ids = self.ids + _read_offsets(folder, config.vocab_size)
-            if not 0 <= int(self.ids.min()) <= int(self.ids.max()) < target.vocab_size:
-                raise InvalidWeights(f"{folder}: {OFFSETS} leads beyond the target's {target.vocab_size} tokens")
+def load_eagle3(
+    folder: Path,
+    config: ModelConfig,
+    target: ModelConfig,
+    device: torch.device,
+    load_format: str = "safetensors",
+    report: ReportBytes | None = None,
+) -> Eagle3Parameters:
+    """On the meta device they are only checked. Raises as load_parameters."""
+    blueprint = Blueprint(
+        lambda stored, device, forms: Eagle3Parameters(config, device, forms),
+        lambda head, stored: head.named(config, target, stored),
+        lambda name: name not in (OFFSETS, *UNUSED),
+    )
+    head = load(folder, config, blueprint, device, load_format, report)
+    if load_format != "dummy" and config.vocab_size < target.vocab_size:
+        head.ids = head.ids + _read_offsets(folder, config.vocab_size)
+        if not 0 <= int(head.ids.min()) <= int(head.ids.max()) < target.vocab_size:
+            raise InvalidWeights(f"{folder}: {OFFSETS} leads beyond the target's {target.vocab_size} tokens")
+    return head
 
 
 def _read_offsets(folder: Path, count: int) -> Tensor:

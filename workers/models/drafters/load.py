@@ -2,18 +2,15 @@
 
 from pathlib import Path
 
-import torch
-
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.drafters.drafted_decoder import DraftedDecoder
-from tandem.workers.models.drafters.eagle3 import Eagle3Head, Eagle3Parameters
+from tandem.workers.models.drafters.eagle3 import Eagle3Head, load_eagle3
 from tandem.workers.models.drafters.head import HeadedDecoder
-from tandem.workers.models.drafters.mtp import MtpHead, MtpParameters
-from tandem.workers.models.weights import ReportBytes, check_weights, load_decoder
+from tandem.workers.models.drafters.mtp import MtpHead, load_mtp
+from tandem.workers.models.weights import META, ReportBytes, check_weights, load_decoder
 
-META = torch.device("meta")
 Model = DenseDecoder | DraftedDecoder | HeadedDecoder  # what a worker computes
 
 
@@ -32,11 +29,9 @@ def load_drafter(
         own = load_decoder(draft, drafter, load_format=load_format, device=device, report=report, ranks=target.ranks)
         return DraftedDecoder(target, own)
     if speculation.method == "mtp":
-        mtp = MtpParameters(drafter, device)
-        mtp.load(folder, drafter, model.num_layers, load_format, report)
+        mtp = load_mtp(folder, drafter, model.num_layers, device, load_format, report)
         return HeadedDecoder(target, MtpHead(drafter, mtp, target))
-    eagle3 = Eagle3Parameters(drafter, device)
-    eagle3.load(draft, drafter, model, load_format, report)
+    eagle3 = load_eagle3(draft, drafter, model, device, load_format, report)
     return HeadedDecoder(target, Eagle3Head(drafter, eagle3, target))
 
 
@@ -48,6 +43,6 @@ def check_drafter_weights(
     if speculation.method == "draft_model":
         check_weights(draft, drafter)
     elif speculation.method == "mtp":
-        MtpParameters(drafter, META).load(folder, drafter, target.num_layers, "safetensors", None)
+        load_mtp(folder, drafter, target.num_layers, META)
     else:
-        Eagle3Parameters(drafter, META).load(draft, drafter, target, "safetensors", None)
+        load_eagle3(draft, drafter, target, META)

@@ -14,7 +14,8 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder, prepare_layer
 from tandem.workers.models.parameters import LayerParameters, allocate_layer, allocators
 from tandem.workers.models.weight_names import layer_weights
-from tandem.workers.models.weights import ReportBytes, load_named
+from tandem.workers.models.weights import Blueprint, ReportBytes, load
+from tandem.workers.weights.allocator import Forms
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
@@ -36,31 +37,40 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
 class MtpParameters:
     """What a checkpoint stores under model.layers.N, N the number of the target's layers."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        new, new_norm = allocators(config, device)
+    def __init__(self, config: ModelConfig, device: torch.device, forms: Forms) -> None:
+        new, new_norm = allocators(config, device, forms)
         hidden = config.hidden_size
         self.layer: LayerParameters = allocate_layer(config, 0, new, new_norm)
         self.embedding_norm, self.hidden_norm, self.out_norm = (new_norm(hidden) for _ in range(3))
         self.join = new.linear(hidden, 2 * hidden)  # of the embedding, then the hidden state
 
-    def load(self, folder: Path, config: ModelConfig, index: int, load_format: str, report: ReportBytes | None) -> None:
-        """index: of the layer in the checkpoint. Raises as load_parameters."""
-        prefix = f"model.layers.{index}"
-        shared = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")  # copies of the target's
+    def named(self, config: ModelConfig, prefix: str, stored: Collection[str]) -> dict[str, Tensor]:
+        joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
+        return layer_weights(config, 0, self.layer, prefix, joined) | {
+            f"{prefix}.enorm.weight": self.embedding_norm,
+            f"{prefix}.hnorm.weight": self.hidden_norm,
+            **self.join.named(f"{prefix}.eh_proj"),
+            f"{prefix}.shared_head.norm.weight": self.out_norm,
+        }
 
-        def weights_of(stored: Collection[str]) -> dict[str, Tensor]:
-            joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
-            return layer_weights(config, 0, self.layer, prefix, joined) | {
-                f"{prefix}.enorm.weight": self.embedding_norm,
-                f"{prefix}.hnorm.weight": self.hidden_norm,
-                **self.join.named(f"{prefix}.eh_proj"),
-                f"{prefix}.shared_head.norm.weight": self.out_norm,
-            }
 
-        def is_ours(name: str) -> bool:
-            return name.startswith(f"{prefix}.") and name not in shared
-
-        load_named(folder, config, weights_of, is_ours, load_format=load_format, report=report)
+def load_mtp(
+    folder: Path,
+    config: ModelConfig,
+    index: int,
+    device: torch.device,
+    load_format: str = "safetensors",
+    report: ReportBytes | None = None,
+) -> MtpParameters:
+    """index: of the layer in the checkpoint. On the meta device they are only checked. Raises as load_parameters."""
+    prefix = f"model.layers.{index}"
+    shared = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")  # copies of the target's
+    blueprint = Blueprint(
+        lambda stored, device, forms: MtpParameters(config, device, forms),
+        lambda mtp, stored: mtp.named(config, prefix, stored),
+        lambda name: name.startswith(f"{prefix}.") and name not in shared,
+    )
+    return load(folder, config, blueprint, device, load_format, report)
 
 
 class MtpHead:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.weights.formats.format import BLOCK_SIZES, Method, Quantization, accept, read_block
+from tandem.workers.weights.formats.format import BLOCK_SIZES, Method, Quantization, accept, read_block, read_modules
 
 ACCEPTED_FORMATS = (None, "float-quantized", "naive-quantized", "dense")
 STRATEGIES = ("tensor", "channel", "block")
@@ -29,7 +29,8 @@ def _read(section: Fields, served: str) -> Quantization:
             blocks.add(read_block(weights, "block_structure"))
     if len(blocks) > 1:
         raise UnsupportedFeature(f"{section.source}: config_groups have unlike block_structures; one is served")
-    return Quantization("fp8" if groups else None, next(iter(blocks), None), fp8_kv=bool(scheme.names()))
+    unquantized = read_modules(section, "ignore")
+    return Quantization("fp8" if groups else None, next(iter(blocks), None), unquantized, bool(scheme.names()))
 
 
 def _groups(section: Fields) -> Iterator[Fields]:

@@ -1,12 +1,13 @@
 """A format of weights in checkpoints, and how a config asks for it."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.checkpoint.stored import Plain, StoredWeight
-from tandem.workers.weights.allocator import Allocator
+from tandem.workers.weights.allocator import DENSE, Form
 
 MAX_BLOCK = 1 << 16
 BLOCK_SIZES = f"two integers from 1 to {MAX_BLOCK}"
@@ -18,7 +19,19 @@ class Quantization:
 
     weights: str | None = None  # a key of FORMATS; None: they are stored as they are computed with
     block: tuple[int, int] | None = None  # rows and columns that share a scale, where a scale is of a block
+    unquantized: tuple[str, ...] = ()  # modules that are stored as they are computed with, as the config names them
     fp8_kv: bool = False  # K and V are asked for in 8 bits
+
+    def leaves(self, name: str) -> bool:
+        """Whether a weight belongs to one of `unquantized`: to the module, to one within it, or to one that an entry
+        after `re:` matches."""
+        module = name.removesuffix(".weight")
+        return any(
+            re.match(one.removeprefix("re:"), module) is not None
+            if one.startswith("re:")
+            else f".{one.replace('*', '')}." in f".{module}."
+            for one in self.unquantized
+        )
 
 
 AS_COMPUTED = Quantization()
@@ -31,8 +44,12 @@ class Format:
     find: Callable[[Mapping[str, Plain], Quantization], tuple[Mapping[str, StoredWeight], set[str]]]
     """The weights among the tensors, by the names that they have in `allocator`'s weights, and the names of the tensors
     that they are made of. Raises InvalidWeights."""
-    allocator: type[Allocator] = Allocator
-    """Makes the weights that reading fills. Allocator itself makes them dense, so that reading dequantizes."""
+    form: Callable[[Sequence[StoredWeight], int], Form] = lambda parts, columns: DENSE
+    """(the weights that fill a matrix, of its format or of another; its columns, of which each weight may have more
+    where ranks divide them) -> the form in which memory holds it. DENSE: reading dequantizes. Raises InvalidWeights
+    where ranks would divide what belongs together."""
+    dummy: Callable[[Quantization], Form] = lambda quantization: DENSE
+    """The form of random weights."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,16 @@ def accept(section: Fields, name: str, accepted: tuple[object, ...], reason: str
 
 def either(accepted: tuple[object, ...]) -> str:
     return " or ".join(repr(one) for one in accepted if one is not None)
+
+
+def read_modules(section: Fields, name: str) -> tuple[str, ...]:
+    """Names of modules, or patterns. Raises InvalidConfig."""
+    value = section.raw(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise section.invalid(name, "a list of names of modules")
+    return tuple(value)
 
 
 def read_block(section: Fields, name: str) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import InvalidWeights
-from tandem.workers.checkpoint.stored import Plain
+from tandem.workers.checkpoint.stored import Plain, StoredWeight
 from tandem.workers.weights.formats.format import Format, Quantization
 from tandem.workers.weights.formats.fp8 import Fp8Weight
 from tandem.workers.weights.formats.mxfp4 import WORDS
@@ -45,6 +45,9 @@ class Fp4Weight(Fp8Weight):
     @property
     def row_bytes(self) -> int:
         return self.shape[1] // 2
+
+    def kept(self) -> Mapping[str, StoredWeight]:
+        return {}
 
     def numbers(self, first: int, count: int) -> Tensor:
         pairs = self.stored_rows(first, count)

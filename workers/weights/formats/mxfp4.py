@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.safetensors_file import Slice
-from tandem.workers.checkpoint.stored import PART_NUMBERS, Plain, WeightPart, fill, read_bytes
+from tandem.workers.checkpoint.stored import PART_NUMBERS, Plain, StoredWeight, WeightPart, fill, read_bytes
 from tandem.workers.weights.formats.format import Format, Method, Quantization
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
@@ -50,6 +50,9 @@ class Mxfp4Weight:
     def shape(self) -> tuple[int, ...]:
         experts, rows, groups, _ = self.blocks.shape
         return experts, groups * 32, rows
+
+    def kept(self) -> Mapping[str, StoredWeight]:
+        return {}
 
     def parts(self, one: Slice) -> Sequence[WeightPart]:
         count = max(1, PART_NUMBERS // max(1, self.shape[1]))

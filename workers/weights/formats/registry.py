@@ -1,12 +1,12 @@
 """All formats of weights: which config asks for which, and the weights that a checkpoint's files have in them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tandem.workers.checkpoint.errors import InvalidWeights, UnsupportedFeature
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
 from tandem.workers.checkpoint.stored import Plain, StoredWeight
-from tandem.workers.weights.allocator import Allocator
+from tandem.workers.weights.allocator import DENSE, Form
 from tandem.workers.weights.formats.compressed_tensors import COMPRESSED_TENSORS
 from tandem.workers.weights.formats.format import AS_COMPUTED, Quantization, either
 from tandem.workers.weights.formats.fp4 import FP4
@@ -35,8 +35,18 @@ def read_quantization(fields: Fields) -> Quantization:
     return METHODS[method].read(section, served)
 
 
-def allocator_of(quantization: Quantization) -> type[Allocator]:
-    return Allocator if quantization.weights is None else FORMATS[quantization.weights][0].allocator
+def form_of(quantization: Quantization, parts: Sequence[StoredWeight], columns: int) -> Form:
+    """See Format.form."""
+    formats = () if quantization.weights is None else FORMATS[quantization.weights]
+    chosen = (one.form(parts, columns) for one in formats)
+    return next((form for form in chosen if form is not DENSE), DENSE)
+
+
+def dummy_form_of(quantization: Quantization, names: Sequence[str]) -> Form:
+    """names: of the tensors that would fill the matrix."""
+    if quantization.weights is None or any(quantization.leaves(name) for name in names):
+        return DENSE
+    return FORMATS[quantization.weights][0].dummy(quantization)
 
 
 def stored_weights(files: Iterable[SafetensorsFile], quantization: Quantization) -> dict[str, StoredWeight]:

@@ -1,0 +1,31 @@
+"""Parameters whose quantized weights are dequantized, for comparisons by the names of tensors."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import torch
+
+from tandem.workers.weights.dense import Dense, DenseStack
+
+T = TypeVar("T")
+
+
+def in_dense(value: T) -> T:
+    """The same parameters with dense weights. What is dense already, or shared, stays as it is."""
+    return _in_dense(value)
+
+
+def _in_dense(value: Any) -> Any:
+    if isinstance(value, Dense | DenseStack | torch.Tensor):
+        return value
+    if hasattr(value, "tensor"):
+        return Dense(value.tensor(), value.tensors().get("bias"))
+    if hasattr(value, "one"):
+        weights = [value.one(index).tensor() for index in range(value.count)]
+        return DenseStack(torch.stack(weights), value.tensors().get("bias"))
+    if isinstance(value, list | tuple):
+        return type(value)(_in_dense(one) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _in_dense(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value

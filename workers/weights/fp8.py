@@ -1,0 +1,144 @@
+"""Weights in 8 bits: numbers E4M3, and a float32 scale for each row, or for each group of a row's columns.
+
+Whatever shares a scale in a checkpoint, here each row has its own. So fused weights may have unlike parts, rows may be
+put into another order, and ranks divide rows anywhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.workers.kernels.base import Linear
+from tandem.workers.kernels.choice import choose_grouped_linear
+from tandem.workers.kernels.expert_blocks import ExpertBlocks
+from tandem.workers.weights.allocator import Allocator, Form
+from tandem.workers.weights.weight import Weight, WeightStack
+
+NUMBERS = torch.float8_e4m3fn
+AT_ONCE = 1 << 19  # numbers that a CPU dequantizes for a product
+
+
+@dataclass(frozen=True)
+class Fp8Form(Form):
+    """group: columns that share a scale of a row; None: all."""
+
+    group: int | None
+
+    def weight(self, new: Allocator, rows: int, columns: int, bias: Tensor | None) -> "Fp8":
+        group, groups = self._groups(columns)
+        scales = new(rows, groups, dtype=torch.float32)
+        return Fp8(new(rows, columns, dtype=NUMBERS), scales, bias, group, new.dtype)
+
+    def stack(
+        self, new: Allocator, count: int, rows: int, columns: int, bias: Tensor | None, *, transposed: bool
+    ) -> "Fp8Stack":
+        """Not transposed: no checkpoint has the experts of a layer in one tensor of FP8."""
+        group, groups = self._groups(columns)
+        scales = new(count, rows, groups, dtype=torch.float32)
+        return Fp8Stack(new(count, rows, columns, dtype=NUMBERS), scales, bias, group, new.dtype)
+
+    def _groups(self, columns: int) -> tuple[int, int]:
+        """Columns of a group, and groups of a row."""
+        group = columns if self.group is None else self.group
+        return group, -(-columns // max(1, group))
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8(Weight):
+    """See Weight. weight[r, c] = numbers[r, c] · scales[r, c // group]."""
+
+    numbers: Tensor  # float8_e4m3fn [rows, columns]
+    scales: Tensor  # float32 [rows, groups]
+    bias: Tensor | None  # [rows], of dtype
+    group: int  # columns; the last group of a row may have fewer
+    computed_in: torch.dtype  # of x and of the product
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.computed_in
+
+    @property
+    def rows(self) -> int:
+        return self.numbers.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.numbers.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = {"weight": self.numbers, "weight_scale": self.scales}
+        return tensors if self.bias is None else tensors | {"bias": self.bias}
+
+    def slice(self, begin: int, end: int) -> "Fp8":
+        bias = None if self.bias is None else self.bias[begin:end]
+        return Fp8(self.numbers[begin:end], self.scales[begin:end], bias, self.group, self.computed_in)
+
+    def tensor(self) -> Tensor:
+        whole = torch.empty(self.rows, self.columns, dtype=self.dtype, device=self.device)
+        for begin, end in self._row_blocks():
+            whole[begin:end] = self._dequantized(begin, end)
+        return whole
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        return Fp8(self.numbers[rows], self.scales[rows], None, self.group, self.computed_in).tensor()
+
+    def linear(self, x: Tensor) -> Tensor:
+        """By blocks of rows, each dequantized: beside the product it takes AT_ONCE numbers."""
+        y = x.new_empty(x.shape[0], self.rows)
+        for begin, end in self._row_blocks():
+            bias = None if self.bias is None else self.bias[begin:end]
+            y[:, begin:end] = F.linear(x, self._dequantized(begin, end), bias)
+        return y
+
+    def _row_blocks(self) -> list[tuple[int, int]]:
+        count = max(1, AT_ONCE // max(1, self.columns))
+        return [(begin, min(begin + count, self.rows)) for begin in range(0, self.rows, count)]
+
+    def _dequantized(self, begin: int, end: int) -> Tensor:
+        values, scales = self.numbers[begin:end].float(), self.scales[begin:end]
+        whole = self.columns // self.group if self.columns else 0  # groups that are not cut off
+        values[:, : whole * self.group].unflatten(1, (whole, self.group)).mul_(scales[:, :whole, None])
+        values[:, whole * self.group :].mul_(scales[:, whole:])
+        return values.to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Stack(WeightStack):
+    """See WeightStack and Fp8; each tensor has another dimension before."""
+
+    numbers: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    group: int
+    computed_in: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return self.numbers.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = {"weight": self.numbers, "weight_scale": self.scales}
+        return tensors if self.bias is None else tensors | {"bias": self.bias}
+
+    def one(self, index: int) -> Fp8:
+        bias = None if self.bias is None else self.bias[index]
+        return Fp8(self.numbers[index], self.scales[index], bias, self.group, self.computed_in)
+
+    def prepare(self) -> Callable[[Tensor], Tensor]:
+        ones = [self.one(index).slice(0, self.numbers.shape[1]) for index in range(self.count)]
+        return lambda x: torch.stack([one.linear(rows) for one, rows in zip(ones, x, strict=True)])
+
+    def grouped(self, x: Tensor, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
+        weights = torch.stack([self.one(index).tensor() for index in range(self.count)])
+        return choose_grouped_linear(self.device)(x, Linear(weights, self.bias), blocks, scale, fan_out)

@@ -2,7 +2,7 @@
 samplers, and drafts by prompt lookup."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -51,10 +51,20 @@ class Linear:
     bias: Tensor | None = None  # [out]; [E, out]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledLinear(Linear):
+    """A linear layer whose weight is in 8 bits, E4M3. Each number counts times the scale of its rows and columns."""
+
+    scales: Tensor = field(kw_only=True)  # float32 [out / row_block, in / group]; [E, …]; rounded up
+    row_block: int = field(kw_only=True)  # rows that share scales
+    group: int = field(kw_only=True)  # columns that share a scale
+
+
 class FusedGemms(Protocol):
     """GEMMs of few rows with the operations around them in a layer: the norm before, silu or the residual behind.
 
     x [T, in]; weights contiguous and in the dtype of x; norm: of x, before. They accumulate in float32.
+    Those of one row also take a ScaledLinear.
     """
 
     def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:

@@ -1,9 +1,10 @@
 """The choice of the kernels that serve a device."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from tandem.workers.kernels.base import (
     DraftKernels,
@@ -13,6 +14,7 @@ from tandem.workers.kernels.base import (
     Linear,
     LogitsKernels,
     Sampler,
+    ScaledLinear,
 )
 from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
 from tandem.workers.kernels.expert_blocks import GroupedLinear
@@ -57,6 +59,19 @@ def choose_streamed_gemm(weights: Linear | None, *, gated: bool = False) -> Stre
         return None
     gemms = load_streamed_gemms(weights.weight.device, weights.weight.dtype)
     return None if gemms is None else gemms.prepare(weights.weight, gated=gated)
+
+
+def choose_scaled_linear(weights: ScaledLinear) -> Callable[[Tensor], Tensor]:
+    """x [T, in] in 16 bits → x · weightᵀ + bias, where multiplies_fp8()."""
+    from tandem.workers.kernels.triton.fp8 import Fp8Gemms  # triton may be missing elsewhere
+
+    return Fp8Gemms(weights)
+
+
+@cache
+def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels of the device multiply x of dtype by a ScaledLinear: 16 bits on a GPU that has such numbers."""
+    return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @cache

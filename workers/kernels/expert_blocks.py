@@ -26,6 +26,7 @@ GroupedLinear = Callable[[Tensor, Linear, ExpertBlocks, Tensor | None, int], Ten
 
 y [num_pairs, N], of x's dtype: y[p] = scale[p] · (weight[e] · x[p // fan_out] + bias[e]), e being the expert of pair p.
 It is accumulated and scaled in float32, the dtype of scale. The strides of weight may be any.
+Triton's also takes a ScaledLinear.
 """
 
 

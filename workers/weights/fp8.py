@@ -6,19 +6,22 @@ put into another order, and ranks divide rows anywhere.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.base import Linear
-from tandem.workers.kernels.choice import choose_grouped_linear
+from tandem.workers.kernels.base import Linear, ScaledLinear
+from tandem.workers.kernels.choice import choose_grouped_linear, choose_scaled_linear, multiplies_fp8
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.weights.allocator import Allocator, Form
-from tandem.workers.weights.weight import Weight, WeightStack
+from tandem.workers.weights.weight import Projection, Weight, WeightStack
 
 NUMBERS = torch.float8_e4m3fn
 AT_ONCE = 1 << 19  # numbers that a CPU dequantizes for a product
+ROW_BLOCK = 128  # rows that share scales in nearly all checkpoints that have blocks
+LEAST_GROUP, MOST_GROUP = 16, 128
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,16 @@ class Fp8(Weight):
     def look_up(self, rows: Tensor) -> Tensor:
         return Fp8(self.numbers[rows], self.scales[rows], None, self.group, self.computed_in).tensor()
 
+    def plain(self) -> ScaledLinear | None:
+        if not multiplies_fp8(self.device, self.dtype) or not _suits(self.scales, self.group):
+            return None
+        scales, row_block = _compact(self.scales)
+        return ScaledLinear(self.numbers, self.bias, scales=scales, row_block=row_block, group=self.group)
+
+    def prepare(self, *, shared: bool = False) -> Projection:
+        scaled = self.plain()
+        return self if scaled is None else Fp8Projection(choose_scaled_linear(scaled))
+
     def linear(self, x: Tensor) -> Tensor:
         """By blocks of rows, each dequantized: beside the product it takes AT_ONCE numbers."""
         y = x.new_empty(x.shape[0], self.rows)
@@ -107,6 +120,30 @@ class Fp8(Weight):
         values[:, : whole * self.group].unflatten(1, (whole, self.group)).mul_(scales[:, :whole, None])
         values[:, whole * self.group :].mul_(scales[:, whole:])
         return values.to(self.dtype)
+
+
+class Fp8Projection(Projection):
+    """Of a weight that kernels multiply by as it is."""
+
+    def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
+        self._multiply = multiply
+
+    def linear(self, x: Tensor) -> Tensor:
+        return self._multiply(x)
+
+
+def _suits(scales: Tensor, group: int) -> bool:
+    """Whether kernels multiply groups of so many columns."""
+    return scales.shape[-1] == 1 or (LEAST_GROUP <= group <= MOST_GROUP and group & (group - 1) == 0)
+
+
+def _compact(scales: Tensor) -> tuple[Tensor, int]:
+    """The scales [..., rows, groups] of each ROW_BLOCK rows and ROW_BLOCK, where these share them; else all, and 1."""
+    rows, groups = scales.shape[-2:]
+    first = scales[..., ::ROW_BLOCK, :]
+    if groups > 1 and torch.equal(first.repeat_interleave(ROW_BLOCK, -2)[..., :rows, :], scales):
+        return first.contiguous(), ROW_BLOCK
+    return scales, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,5 +177,12 @@ class Fp8Stack(WeightStack):
         return lambda x: torch.stack([one.linear(rows) for one, rows in zip(ones, x, strict=True)])
 
     def grouped(self, x: Tensor, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
-        weights = torch.stack([self.one(index).tensor() for index in range(self.count)])
-        return choose_grouped_linear(self.device)(x, Linear(weights, self.bias), blocks, scale, fan_out)
+        return choose_grouped_linear(self.device)(x, self._linear, blocks, scale, fan_out)
+
+    @cached_property
+    def _linear(self) -> Linear:
+        """For grouped kernels: made once, and dense where its groups are none of theirs."""
+        if not multiplies_fp8(self.device, self.computed_in) or not _suits(self.scales, self.group):
+            return Linear(torch.stack([self.one(index).tensor() for index in range(self.count)]), self.bias)
+        scales, row_block = _compact(self.scales)
+        return ScaledLinear(self.numbers, self.bias, scales=scales, row_block=row_block, group=self.group)

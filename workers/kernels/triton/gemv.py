@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.triton.dependent_launch import launch_options
-from tandem.workers.kernels.base import Linear, RmsNorm
+from tandem.workers.kernels.base import Linear, RmsNorm, ScaledLinear
 
 WHOLE_ROW = 4096  # columns that a program multiplies at once, at most
 
@@ -36,14 +36,22 @@ def _launch(
     weight, bias = weights.weight, weights.bias
     rows, columns = output.shape[1], weight.shape[1]
     per_program, block, warps, stages = _tiling(columns, gated)
+    scaled = weights if isinstance(weights, ScaledLinear) else None
+    grouped = scaled is not None and scaled.scales.shape[1] > 1
+    if scaled is not None:
+        per_program, block = scaled_tiling(columns, gated)
+        if grouped and (scaled.row_block % per_program or rows % per_program):
+            per_program = 1  # whose rows would not share scales
     kernel: Any = _gemv[(triton.cdiv(rows, per_program),)]
     kernel(
         x=x,
         weight=weight,
         bias=x if bias is None else bias,
         gain=x if norm is None else norm.weight,
+        scales=x if scaled is None else scaled.scales,
         output=output,
         num_rows=rows,
+        groups=0 if scaled is None else scaled.scales.shape[1],
         eps=0.0 if norm is None else norm.eps,
         COLUMNS=columns,
         ROWS=per_program,
@@ -53,6 +61,9 @@ def _launch(
         NORM=norm is not None,
         GATED=gated,
         ADD=add,
+        SCALED=scaled is not None,
+        GROUP=scaled.group if scaled is not None and grouped else 0,
+        ROW_BLOCK=1 if scaled is None else scaled.row_block,
         num_warps=warps,
         num_stages=stages,
         **launch_options(x.device),
@@ -71,11 +82,19 @@ def _tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
     return (2 if gated or block > 1024 else 4), block, 4, 1
 
 
+def scaled_tiling(columns: int, gated: bool) -> tuple[int, int]:
+    """Outputs of a program and columns at once, of a weight in 8 bits."""
+    if columns > WHOLE_ROW:
+        return (2 if gated else 4), 2048
+    return (2 if gated else 4), triton.next_power_of_2(columns)
+
+
 @triton.jit
 def _gemv(
-    x, weight, bias, gain, output, num_rows, eps,
+    x, weight, bias, gain, scales, output, num_rows, groups, eps,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program makes ROWS outputs. The first tiles of the weight are fetched before x is there."""
     if PDL:
@@ -92,21 +111,29 @@ def _gemv(
     if PDL:
         gdc_wait()
     inputs, squares = _load_inputs(x, gain, column, 0, COLUMNS, EVEN, NORM)
-    sums, up_sums = tile * inputs[None, :], up_tile * inputs[None, :]
+    first = tl.program_id(0) * ROWS
+    scale_at, up_scale_at = scales + first // ROW_BLOCK * groups, scales + (first + num_rows) // ROW_BLOCK * groups
+    sums = tile * _scale(inputs, scale_at, column, 0, COLUMNS, GROUP)[None, :]
+    up_sums = up_tile * _scale(inputs, up_scale_at, column, 0, COLUMNS, GROUP)[None, :] if GATED else sums
     for begin in range(BLOCK, COLUMNS, BLOCK):
         inputs, more = _load_inputs(x, gain, column, begin, COLUMNS, EVEN, NORM)
-        sums += _load_tile(lines, there, column, begin, COLUMNS, EVEN) * inputs[None, :]
+        scaled = _scale(inputs, scale_at, column, begin, COLUMNS, GROUP)
+        sums += _load_tile(lines, there, column, begin, COLUMNS, EVEN) * scaled[None, :]
         if GATED:
-            up_sums += _load_tile(up_lines, there, column, begin, COLUMNS, EVEN) * inputs[None, :]
+            scaled = _scale(inputs, up_scale_at, column, begin, COLUMNS, GROUP)
+            up_sums += _load_tile(up_lines, there, column, begin, COLUMNS, EVEN) * scaled[None, :]
         squares += more
     factor = 1.0
     if NORM:
         factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / COLUMNS + eps)
     dtype = output.dtype.element_ty
-    result = _finish(tl.sum(sums, 1) * factor, bias + row, there, BIAS)
+    row_scales = scales + row // ROW_BLOCK * groups
+    result = _finish(tl.sum(sums, 1) * factor, bias + row, row_scales, there, BIAS, SCALED and GROUP == 0)
     if GATED:
         gate = result.to(dtype).to(tl.float32)
-        up = _finish(tl.sum(up_sums, 1) * factor, bias + num_rows + row, there, BIAS).to(dtype).to(tl.float32)
+        row_scales = scales + (row + num_rows) // ROW_BLOCK * groups
+        up = _finish(tl.sum(up_sums, 1) * factor, bias + num_rows + row, row_scales, there, BIAS, SCALED and GROUP == 0)
+        up = up.to(dtype).to(tl.float32)
         result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
     if ADD:
         result = result.to(dtype).to(tl.float32) + tl.load(output + row, mask=there, other=0.0).to(tl.float32)
@@ -114,10 +141,20 @@ def _gemv(
 
 
 @triton.jit
-def _finish(sums, biases, there, BIAS: tl.constexpr):
+def _finish(sums, biases, row_scales, there, BIAS: tl.constexpr, SCALED: tl.constexpr):
+    if SCALED:
+        sums *= tl.load(row_scales, mask=there, other=0.0)
     if BIAS:
         sums += tl.load(biases, mask=there, other=0.0).to(tl.float32)
     return sums
+
+
+@triton.jit
+def _scale(inputs, scales, column, begin, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The inputs, each times the scale of its column's group: a program's rows share them."""
+    if GROUP > 0:
+        inputs *= tl.load(scales + (begin + column) // GROUP, mask=begin + column < COLUMNS, other=0.0)
+    return inputs
 
 
 @triton.jit

@@ -1,0 +1,228 @@
+"""Products with weights in 8 bits: of few rows by the numbers as they are, of many by activations in 8 bits."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.kernels.triton.dependent_launch import launch_options
+from tandem.workers.kernels.base import ScaledLinear
+from tandem.workers.kernels.triton.gemv import TritonGemv
+
+FP8_MAX = 448.0
+LEAST_SCALE = 1e-12  # of a group of zeros
+GROUPS_AT_ONCE = 8
+TILE = (128, 128)  # rows and columns of the weight
+LEAST_TILE = 64  # rows
+PROGRAMS = 264  # that fill a GPU of 132 multiprocessors
+BLOCK_1, BLOCK_2 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+FEW_ROWS = 64  # at once; more take turns
+
+
+class Fp8Gemms:
+    """x [T, in] in 16 bits → x · weightᵀ + bias [T, out]. CUDA graphs can capture it, on one stream at a time."""
+
+    def __init__(self, weights: ScaledLinear) -> None:
+        self._weights = weights
+        count = triton.cdiv(weights.weight.shape[0], LEAST_TILE)
+        self._counters = torch.zeros(count, dtype=torch.int32, device=weights.weight.device)
+        self._most = FEW_ROWS if takes_many_rows(weights) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            return TritonGemv().linear(x, self._weights)
+        if self._most is None or x.shape[0] <= self._most:
+            return few_rows_linear(x, self._weights, self._counters)
+        return many_rows_linear(x, self._weights)
+
+
+def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """E4M3 [T, K] and float32 scales [T, K / group], whose columns are contiguous. A scale is of `group` columns of a
+    row, by their largest number. x: [T, K], its rows contiguous; K a multiple of group, which is K or a power of 2."""
+    rows, columns = x.shape
+    numbers = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    groups = columns // group
+    scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device).T
+    at_once = min(GROUPS_AT_ONCE, triton.next_power_of_2(groups))
+    kernel: Any = _quantize_rows[(rows, triton.cdiv(groups, at_once))]
+    kernel(
+        x=x,
+        numbers=numbers,
+        scales=scales,
+        num_rows=rows,
+        x_row=x.stride(0),
+        GROUPS=groups,
+        GROUP=group,
+        AT_ONCE=at_once,
+        WIDTH=triton.next_power_of_2(group),
+        LEAST=LEAST_SCALE,
+        num_warps=4 if group <= 1024 else 8,
+        **launch_options(x.device),
+    )
+    return numbers, scales
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_rows(
+    x, numbers, scales, num_rows, x_row,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, LEAST: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = tl.arange(0, WIDTH)
+    at = group[:, None] * GROUP + column[None, :]
+    there = (group < GROUPS)[:, None] & (column < GROUP)[None, :]
+    values = tl.load(x + row * x_row + at, mask=there, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, LEAST)
+    scaled = tl.minimum(tl.maximum(values / scale[:, None], -448.0), 448.0)
+    tl.store(numbers + row * GROUPS * GROUP + at, scaled.to(numbers.dtype.element_ty), mask=there)
+    tl.store(scales + group.to(tl.int64) * num_rows + row, scale, mask=group < GROUPS)
+
+
+def few_rows_linear(x: Tensor, weights: ScaledLinear, counters: Tensor) -> Tensor:
+    """x · weightᵀ + bias [T, out] of x [T, in] in 16 bits, by float32 sums of 16-bit products.
+
+    counters: int32 zeros, one for each LEAST_TILE rows of the weight; they are zeros again behind it.
+    """
+    rows, columns = weights.weight.shape
+    tokens = x.shape[0]
+    token_block = min(FEW_ROWS, max(16, triton.next_power_of_2(tokens)))
+    tile_rows, splits, warps, stages = tiling(rows, columns, token_block)
+    return launch_few_rows(x, weights, counters, token_block, tile_rows, splits, warps, stages)
+
+
+def tiling(rows: int, columns: int, token_block: int) -> tuple[int, int, int, int]:
+    """Rows of a tile, splits of the sum, warps and stages."""
+    tile_rows = 128 if rows >= 16384 and token_block > 16 else 64
+    tiles, steps = triton.cdiv(rows, tile_rows), triton.cdiv(columns, TILE[1])
+    splits = max(1, min(steps // 4, PROGRAMS // tiles, 8))
+    return tile_rows, splits, 4, 5 if token_block <= 32 else 4
+
+
+def launch_few_rows(
+    x: Tensor, weights: ScaledLinear, counters: Tensor, token_block: int, tile_rows: int, splits: int, warps: int,
+    stages: int,
+) -> Tensor:  # fmt: skip
+    rows, columns = weights.weight.shape
+    tokens = x.shape[0]
+    y = x.new_empty((tokens, rows))
+    turns = triton.cdiv(tokens, token_block)
+    splits = 1 if turns > 1 else splits
+    parts = y if splits == 1 else torch.empty((splits, rows, token_block), dtype=torch.float32, device=x.device)
+    grouped = weights.scales.shape[1] > 1
+    tiles, depth = triton.cdiv(rows, tile_rows), TILE[1] if not grouped else min(TILE[1], weights.group)
+    steps = triton.cdiv(columns, depth)
+    kernel: Any = _few_rows[(tiles * splits, turns)]
+    kernel(
+        x=x,
+        weight=weights.weight,
+        scales=weights.scales,
+        bias=x if weights.bias is None else weights.bias,
+        y=y,
+        parts=parts,
+        counters=counters,
+        num_tokens=tokens,
+        num_rows=rows,
+        columns=columns,
+        groups=weights.scales.shape[1],
+        x_row=x.stride(0),
+        TOKENS=token_block,
+        ROWS=tile_rows,
+        DEPTH=depth,
+        STEPS=triton.cdiv(steps, splits),
+        SPLITS=splits,
+        GROUP=weights.group if grouped else 0,
+        ROW_BLOCK=weights.row_block,
+        ONE_SCALE=grouped and weights.row_block % tile_rows == 0,
+        EVEN=rows % tile_rows == 0 and columns % depth == 0,
+        BIAS=weights.bias is not None,
+        num_warps=warps,
+        num_stages=stages,
+        **launch_options(x.device),
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _few_rows(
+    x, weight, scales, bias, y, parts, counters, num_tokens, num_rows, columns, groups, x_row,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS outputs of TOKENS tokens, or a part of their sums. The last program of a tile adds its parts up in order."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    row = tile * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    step = tl.arange(0, DEPTH)
+    in_rows, there = row < num_rows, token < num_tokens
+    weight_at = weight + row[:, None].to(tl.int64) * columns + step[None, :]
+    x_at = x + token[None, :].to(tl.int64) * x_row + step[:, None]
+    scale_at = scales + (row // ROW_BLOCK) * groups
+    if ONE_SCALE:
+        scale_at = scales + (tile * ROWS // ROW_BLOCK) * groups
+    acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    for index in range(split * STEPS, min((split + 1) * STEPS, tl.cdiv(columns, DEPTH))):
+        begin = index * DEPTH
+        if EVEN:
+            numbers = tl.load(weight_at + begin, eviction_policy="evict_first")
+            inputs = tl.load(x_at + begin, mask=there[None, :], other=0.0)
+        else:
+            inside = step < columns - begin
+            numbers = tl.load(weight_at + begin, mask=in_rows[:, None] & inside[None, :], other=0.0)
+            inputs = tl.load(x_at + begin, mask=inside[:, None] & there[None, :], other=0.0)
+        if GROUP == 0:
+            acc = tl.dot(numbers.to(tl.float16).to(x.dtype.element_ty), inputs, acc)
+        elif ONE_SCALE:
+            acc += tl.dot(numbers.to(tl.float16).to(x.dtype.element_ty), inputs) * tl.load(scale_at + begin // GROUP)
+        else:
+            scale = tl.load(scale_at + begin // GROUP, mask=in_rows, other=0.0)
+            acc += tl.dot(numbers.to(tl.float16).to(x.dtype.element_ty), inputs) * scale[:, None]
+    if SPLITS > 1:
+        part = row[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        tl.store(parts + split * num_rows * TOKENS + part, acc, mask=in_rows[:, None])
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile, 1) < SPLITS - 1:
+            return
+        tl.store(counters + tile, 0)
+        acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+        for one in range(SPLITS):
+            acc += tl.load(parts + one * num_rows * TOKENS + part, mask=in_rows[:, None], cache_modifier=".cg")
+    if GROUP == 0:
+        acc *= tl.load(scale_at, mask=in_rows, other=0.0)[:, None]
+    if BIAS:
+        acc += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+    y_at = y + token[None, :].to(tl.int64) * num_rows + row[:, None]
+    tl.store(y_at, acc.to(y.dtype.element_ty), mask=in_rows[:, None] & there[None, :])
+
+
+def many_rows_linear(x: Tensor, weights: ScaledLinear) -> Tensor:
+    """few_rows_linear() with activations in 8 bits, too, by cuBLASLt. weights: those that takes_many_rows() takes."""
+    rows, columns = weights.weight.shape
+    grouped = weights.scales.shape[1] > 1
+    numbers, scales = quantize_rows(x, weights.group if grouped else columns)
+    of_x, of_weight = (BLOCK_1, BLOCK_2) if grouped else (ScalingType.RowWise, ScalingType.RowWise)
+    of_rows = weights.scales.T if grouped else weights.scales.view(1, rows)
+    y = scaled_mm(numbers, weights.weight.T, scales, of_x, of_rows, of_weight, output_dtype=x.dtype)
+    return y if weights.bias is None else y.add_(weights.bias)
+
+
+def takes_many_rows(weights: ScaledLinear) -> bool:
+    """Whether cuBLASLt multiplies by them: on Hopper a scale for each row, or for blocks of 128 x 128."""
+    rows, columns = weights.weight.shape
+    groups = weights.scales.shape[1]
+    blocks = (weights.row_block, weights.group) == TILE and groups % 4 == 0 and columns % TILE[1] == 0
+    device = weights.weight.device
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return hopper and rows % 16 == 0 and columns % 16 == 0 and (blocks or groups == 1)

@@ -1,6 +1,6 @@
 """Products with weights in 8 bits: of few rows by the numbers as they are, of many by activations in 8 bits."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,10 @@ from tandem.workers.kernels.triton.gemv import TritonGemv
 
 FP8_MAX = 448.0
 LEAST_SCALE = 1e-12  # of a group of zeros
-GROUPS_AT_ONCE = 8
+GROUPS_AT_ONCE = 32
 TILE = (128, 128)  # rows and columns of the weight
 LEAST_TILE = 64  # rows
-PROGRAMS = 264  # that fill a GPU of 132 multiprocessors
+PROGRAMS, MOST_SPLITS = 576, 8  # by measurement
 BLOCK_1, BLOCK_2 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 FEW_ROWS = 64  # at once; more take turns
 
@@ -60,7 +60,7 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         AT_ONCE=at_once,
         WIDTH=triton.next_power_of_2(group),
         LEAST=LEAST_SCALE,
-        num_warps=4 if group <= 1024 else 8,
+        num_warps=4 if at_once * group <= 1024 else 8,
         **launch_options(x.device),
     )
     return numbers, scales
@@ -88,41 +88,44 @@ def _quantize_rows(
 
 
 def few_rows_linear(x: Tensor, weights: ScaledLinear, counters: Tensor) -> Tensor:
-    """x · weightᵀ + bias [T, out] of x [T, in] in 16 bits, by float32 sums of 16-bit products.
+    """x · weightᵀ + bias [T, out] of x [T, in] in 16 bits, by sums in float32.
 
     counters: int32 zeros, one for each LEAST_TILE rows of the weight; they are zeros again behind it.
     """
     rows, columns = weights.weight.shape
-    tokens = x.shape[0]
-    token_block = min(FEW_ROWS, max(16, triton.next_power_of_2(tokens)))
-    tile_rows, splits, warps, stages = tiling(rows, columns, token_block)
-    return launch_few_rows(x, weights, counters, token_block, tile_rows, splits, warps, stages)
+    token_block = min(FEW_ROWS, max(16, triton.next_power_of_2(x.shape[0])))
+    tiles = triton.cdiv(rows, LEAST_TILE)
+    splits = max(1, min(triton.cdiv(columns, TILE[1]) // 4, PROGRAMS // tiles, MOST_SPLITS))
+    return launch_few_rows(x, weights, counters, token_block, Tiling(LEAST_TILE, splits, 4, 3))
 
 
-def tiling(rows: int, columns: int, token_block: int) -> tuple[int, int, int, int]:
-    """Rows of a tile, splits of the sum, warps and stages."""
-    tile_rows = 128 if rows >= 16384 and token_block > 16 else 64
-    tiles, steps = triton.cdiv(rows, tile_rows), triton.cdiv(columns, TILE[1])
-    splits = max(1, min(steps // 4, PROGRAMS // tiles, 8))
-    return tile_rows, splits, 4, 5 if token_block <= 32 else 4
+class Tiling(NamedTuple):
+    """How programs share a product."""
+
+    rows: int  # of a tile of the weight
+    splits: int  # of the sum
+    warps: int
+    stages: int
 
 
 def launch_few_rows(
-    x: Tensor, weights: ScaledLinear, counters: Tensor, token_block: int, tile_rows: int, splits: int, warps: int,
-    stages: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weights: ScaledLinear, counters: Tensor, token_block: int, tiling: Tiling, *, quantized: bool = False
+) -> Tensor:
+    """quantized: with activations in 8 bits, too; only where the weight's groups divide its columns."""
     rows, columns = weights.weight.shape
-    tokens = x.shape[0]
-    y = x.new_empty((tokens, rows))
+    tokens, y = x.shape[0], x.new_empty((x.shape[0], rows))
     turns = triton.cdiv(tokens, token_block)
-    splits = 1 if turns > 1 else splits
+    splits = 1 if turns > 1 else tiling.splits
     parts = y if splits == 1 else torch.empty((splits, rows, token_block), dtype=torch.float32, device=x.device)
     grouped = weights.scales.shape[1] > 1
-    tiles, depth = triton.cdiv(rows, tile_rows), TILE[1] if not grouped else min(TILE[1], weights.group)
-    steps = triton.cdiv(columns, depth)
-    kernel: Any = _few_rows[(tiles * splits, turns)]
+    depth = weights.group if grouped else TILE[1]
+    x_scales = x
+    if quantized:
+        x, x_scales = quantize_rows(x, weights.group if grouped else columns)
+    kernel: Any = _few_rows[(triton.cdiv(rows, tiling.rows) * splits, turns)]
     kernel(
         x=x,
+        x_scales=x_scales,
         weight=weights.weight,
         scales=weights.scales,
         bias=x if weights.bias is None else weights.bias,
@@ -135,17 +138,18 @@ def launch_few_rows(
         groups=weights.scales.shape[1],
         x_row=x.stride(0),
         TOKENS=token_block,
-        ROWS=tile_rows,
+        ROWS=tiling.rows,
         DEPTH=depth,
-        STEPS=triton.cdiv(steps, splits),
+        STEPS=triton.cdiv(triton.cdiv(columns, depth), splits),
         SPLITS=splits,
-        GROUP=weights.group if grouped else 0,
+        GROUPED=grouped,
         ROW_BLOCK=weights.row_block,
-        ONE_SCALE=grouped and weights.row_block % tile_rows == 0,
-        EVEN=rows % tile_rows == 0 and columns % depth == 0,
+        ONE_SCALE=grouped and weights.row_block % tiling.rows == 0,
+        EVEN=rows % tiling.rows == 0 and columns % depth == 0,
         BIAS=weights.bias is not None,
-        num_warps=warps,
-        num_stages=stages,
+        QUANTIZED=quantized,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
         **launch_options(x.device),
     )
     return y
@@ -153,12 +157,15 @@ def launch_few_rows(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _few_rows(
-    x, weight, scales, bias, y, parts, counters, num_tokens, num_rows, columns, groups, x_row,
+    x, x_scales, weight, scales, bias, y, parts, counters, num_tokens, num_rows, columns, groups, x_row,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPED: tl.constexpr, ROW_BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    QUANTIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs of TOKENS tokens, or a part of their sums. The last program of a tile adds its parts up in order."""
+    """ROWS outputs of TOKENS tokens, or a part of their sums. The last program of a tile adds its parts up in order.
+
+    GROUPED: a turn of the loop is one group of columns, else the scales are of rows. ONE_SCALE: a tile's rows share it.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -170,8 +177,6 @@ def _few_rows(
     weight_at = weight + row[:, None].to(tl.int64) * columns + step[None, :]
     x_at = x + token[None, :].to(tl.int64) * x_row + step[:, None]
     scale_at = scales + (row // ROW_BLOCK) * groups
-    if ONE_SCALE:
-        scale_at = scales + (tile * ROWS // ROW_BLOCK) * groups
     acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     for index in range(split * STEPS, min((split + 1) * STEPS, tl.cdiv(columns, DEPTH))):
         begin = index * DEPTH
@@ -182,25 +187,32 @@ def _few_rows(
             inside = step < columns - begin
             numbers = tl.load(weight_at + begin, mask=in_rows[:, None] & inside[None, :], other=0.0)
             inputs = tl.load(x_at + begin, mask=inside[:, None] & there[None, :], other=0.0)
-        if GROUP == 0:
-            acc = tl.dot(numbers.to(tl.float16).to(x.dtype.element_ty), inputs, acc)
-        elif ONE_SCALE:
-            acc += tl.dot(numbers.to(tl.float16).to(x.dtype.element_ty), inputs) * tl.load(scale_at + begin // GROUP)
+        if not QUANTIZED:
+            numbers = numbers.to(tl.float16).to(x.dtype.element_ty)
+        if GROUPED:
+            part = tl.dot(numbers, inputs)
+            if QUANTIZED:
+                part *= tl.load(x_scales + index * num_tokens + token, mask=there, other=0.0)[None, :]
+            if ONE_SCALE:
+                acc += part * tl.load(scales + (tile * ROWS // ROW_BLOCK) * groups + index)
+            else:
+                acc += part * tl.load(scale_at + index, mask=in_rows, other=0.0)[:, None]
         else:
-            scale = tl.load(scale_at + begin // GROUP, mask=in_rows, other=0.0)
-            acc += tl.dot(numbers.to(tl.float16).to(x.dtype.element_ty), inputs) * scale[:, None]
+            acc = tl.dot(numbers, inputs, acc)
     if SPLITS > 1:
-        part = row[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        tl.store(parts + split * num_rows * TOKENS + part, acc, mask=in_rows[:, None])
+        part_at = parts + row[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        tl.store(part_at + split * num_rows * TOKENS, acc, mask=in_rows[:, None])
         tl.debug_barrier()
         if tl.atomic_add(counters + tile, 1) < SPLITS - 1:
             return
         tl.store(counters + tile, 0)
         acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
         for one in range(SPLITS):
-            acc += tl.load(parts + one * num_rows * TOKENS + part, mask=in_rows[:, None], cache_modifier=".cg")
-    if GROUP == 0:
+            acc += tl.load(part_at + one * num_rows * TOKENS, mask=in_rows[:, None], cache_modifier=".cg")
+    if not GROUPED:
         acc *= tl.load(scale_at, mask=in_rows, other=0.0)[:, None]
+        if QUANTIZED:
+            acc *= tl.load(x_scales + token, mask=there, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[:, None]
     y_at = y + token[None, :].to(tl.int64) * num_rows + row[:, None]

@@ -11,9 +11,10 @@ from tandem.workers.weights.formats.compressed_tensors import COMPRESSED_TENSORS
 from tandem.workers.weights.formats.format import AS_COMPUTED, Quantization, either
 from tandem.workers.weights.formats.fp4 import FP4
 from tandem.workers.weights.formats.fp8 import FP8, FP8_METHOD
+from tandem.workers.weights.formats.modelopt import MODELOPT
 from tandem.workers.weights.formats.mxfp4 import MXFP4, MXFP4_METHOD
 
-METHODS = {"fp8": FP8_METHOD, "mxfp4": MXFP4_METHOD, "compressed-tensors": COMPRESSED_TENSORS}
+METHODS = {"fp8": FP8_METHOD, "mxfp4": MXFP4_METHOD, "compressed-tensors": COMPRESSED_TENSORS, "modelopt": MODELOPT}
 # By Quantization.weights, the formats that one checkpoint may mix: see decision 0106. The first has most weights.
 FORMATS = {"fp8": (FP8, FP4), "mxfp4": (MXFP4,)}
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")  # activations are not rounded here

@@ -56,6 +56,27 @@ SHAPES = {
 }
 
 
+SHAPES["qwen3-30b-a3b"] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_SUFFIX = "-fp8"
+SHAPES |= {f"{name}{FP8_SUFFIX}": SHAPES[name] | {"quantization_config": FP8} for name in ("qwen3-8b", "qwen3-30b-a3b")}
+
+
 def shape_name(name: str) -> str:
     """The name in SHAPES that is meant: 8b is qwen3-8b."""
     return name if name in SHAPES else f"qwen3-{name}"

@@ -57,8 +57,10 @@ class Bench:
             model = write_shape(shape, Path(folder))
             self.config = load_config(model, "bfloat16")
             decoder: DenseDecoder | DraftedDecoder | HeadedDecoder
+            before = torch.cuda.memory_allocated()
             decoder = load_decoder(model, self.config, load_format="dummy", device="cuda")
             self.target = decoder
+            self.weight_bytes = torch.cuda.memory_allocated() - before
             speculation = replace(speculation, draft=str(write_eagle3(shape, Path(folder))))
             drafter = load_drafter_config(speculation, self.config)
             if drafter is not None:

@@ -18,6 +18,7 @@ KEPT = ("embed_tokens", "lm_head", "norm", ".gate.weight", "router")  # never qu
 BLOCK = (32, 16)
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
 MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [

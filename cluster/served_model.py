@@ -17,6 +17,7 @@ class ServedModel:
     kv_bytes_per_token: int  # of all layers, the drafter's too
     eos_token_ids: tuple[int, ...]
     limits: ModelLimits
+    quantization: str = ""  # of weights; empty: they have none
 
     @property
     def num_pages(self) -> int:
@@ -54,4 +55,5 @@ class ServedModel:
             kv_layout(model, cache.page_size, scales, drafter).token_bytes,
             end_tokens(folder, model.eos_token_ids, model.vocab_size),
             limits,
+            model.quantization.weights or "",
         )

@@ -305,7 +305,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "dtype", "vocab_size", "max_model_len", "num_layers", "page_size", "kv_bytes_per_token", "eos_token_ids", "has_tokenizer", "has_chat_template", "max_encoder_tokens")
+    __slots__ = ("name", "architecture", "dtype", "vocab_size", "max_model_len", "num_layers", "page_size", "kv_bytes_per_token", "eos_token_ids", "has_tokenizer", "has_chat_template", "max_encoder_tokens", "quantization")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +318,7 @@ class ModelInfo(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     MAX_ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     dtype: str
@@ -330,7 +331,8 @@ class ModelInfo(_message.Message):
     has_tokenizer: bool
     has_chat_template: bool
     max_encoder_tokens: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., max_encoder_tokens: _Optional[int] = ...) -> None: ...
+    quantization: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., max_encoder_tokens: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class GetClusterInfoRequest(_message.Message):
     __slots__ = ()

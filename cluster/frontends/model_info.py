@@ -23,4 +23,5 @@ def model_info(names: Sequence[str], model: ServedModel, tokenizer: Tokenizer | 
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         max_encoder_tokens=limits.max_encoder_tokens,
+        quantization=model.quantization,
     )

@@ -59,16 +59,18 @@ def api_routes(
     names: Sequence[str],
     root: str,
     max_model_len: int,
+    quantization: str,
     max_bytes: int,
     bodies: BodyBudget,
     readers: Readers,
     beside: Routes | None = None,
 ) -> Routes:
     """Both APIs. formats: of the checkpoint's answers. names: of the model; all are accepted, answers have the first.
-    root: where the checkpoint is. max_bytes: of one body. bodies: counts them. readers: read long ones. beside: routes
-    that /openapi.json describes, too."""
+    root: where the checkpoint is. quantization: see ServedModel. max_bytes: of one body. bodies: counts them. readers:
+    read long ones. beside: routes that /openapi.json describes, too."""
     about = {"object": "model", "created": int(time.time()), "owned_by": "tandem"}
     served = {"root": root, "parent": None, "max_model_len": max_model_len}  # as in vLLM
+    served["quantization"] = quantization or None
     cards = [{"id": name, **about, **served} for name in names]
     model, *aliases = names
     turns = FairTurns(REQUESTS_A_ROUND)

@@ -270,6 +270,7 @@ class Gateway:
                 names=self._names,
                 root=settings.config.model.root,
                 max_model_len=self._model.limits.longest,
+                quantization=self._model.quantization,
                 max_bytes=self._max_bytes,
                 bodies=self._bodies,
                 readers=self._readers,

@@ -59,7 +59,8 @@ def test_prefixes_that_are_found_again_and_requests_that_move(
     move_back_and_forth(2, monkeypatch)
     folder, due = save(scheme, tmp_path, 24)
     settings = {"model.dtype": "float32", "scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02}
-    with running_island(folder, settings) as island:
+    with running_island(folder, settings) as island, island.client() as client:
+        assert client.model_info().quantization == "fp8"
         for _ in range(2):
             assert complete_all(island.address, PROMPTS, max_tokens=24, **GREEDY) == due
 

@@ -14,7 +14,7 @@ from tandem.workers.kernels.base import RmsNorm, ScaledLinear
 from tandem.workers.kernels.expert_blocks import expert_blocks
 from tandem.workers.kernels.torch.layer import grouped_linear as reference
 from tandem.workers.kernels.triton import grouped
-from tandem.workers.kernels.triton.fp8 import Fp8Gemms, Tiling, launch_few_rows, quantize_rows
+from tandem.workers.kernels.triton.fp8 import Fp8Gemms, Tiling, few_rows_linear, quantize_rows
 from tandem.workers.kernels.triton.gemv import TritonGemv
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_fp8_weights.py runs there")
@@ -74,18 +74,8 @@ def test_few_rows_are_multiplied_by_the_dequantized_weight(
     bias = None if weights.bias is None else weights.bias.float()
     expected = F.linear(x.float(), meant, bias)
     for _ in range(2):  # the counters are zeros again
-        y = launch_few_rows(x, weights, counters, 16 if tokens <= 16 else 32, Tiling(64, splits, 4, 3))
+        y = few_rows_linear(x, weights, counters, Tiling(16 if tokens <= 16 else 32, 64, splits, 3))
         torch.testing.assert_close(y.float(), expected, **ROUNDING)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("splits", [1, 2])
-def test_few_rows_in_8_bits_are_multiplied_by_the_dequantized_weight(form: str, splits: int) -> None:
-    weights, meant = scaled(form, 192, 512, biased=True)
-    assert weights.bias is not None
-    x, counters = exact_inputs(20, 512), torch.zeros(4, dtype=torch.int32)
-    y = launch_few_rows(x, weights, counters, 32, Tiling(64, splits, 4, 3), quantized=True)
-    torch.testing.assert_close(y.float(), F.linear(x.float(), meant, weights.bias.float()), **ROUNDING)
 
 
 @pytest.mark.parametrize("form", FORMS)

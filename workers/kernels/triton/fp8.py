@@ -3,24 +3,24 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import ScalingType, scaled_mm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.workers.kernels.base import ScaledLinear
 from tandem.workers.kernels.triton.gemv import TritonGemv
 
-FP8_MAX = 448.0
 LEAST_SCALE = 1e-12  # of a group of zeros
 GROUPS_AT_ONCE = 32
-TILE = (128, 128)  # rows and columns of the weight
+TILE = (128, 128)  # rows and columns of a block as cuBLASLt takes them
 LEAST_TILE = 64  # rows
-PROGRAMS, MOST_SPLITS = 576, 8  # by measurement
-BLOCK_1, BLOCK_2 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-FEW_ROWS = 64  # at once; more take turns
+MOST_SPLITS, STEP = 8, 128  # of the sum; columns of a turn where no group says how many
+BLOCKS_SINCE = (12, 9)  # the version of CUDA whose cuBLASLt has scales of blocks
+LEAST_TOKENS, FEW_ROWS = 16, 64  # at once; more take turns
+FULL_ROWS = 6144  # of a weight, from which cuBLASLt fills a GPU without splits of the sum
 
 
 class Fp8Gemms:
@@ -28,9 +28,11 @@ class Fp8Gemms:
 
     def __init__(self, weights: ScaledLinear) -> None:
         self._weights = weights
-        count = triton.cdiv(weights.weight.shape[0], LEAST_TILE)
-        self._counters = torch.zeros(count, dtype=torch.int32, device=weights.weight.device)
-        self._most = FEW_ROWS if takes_many_rows(weights) else None
+        rows = weights.weight.shape[0]
+        self._counters = torch.zeros(triton.cdiv(rows, LEAST_TILE), dtype=torch.int32, device=weights.weight.device)
+        self._most: int | None = None  # rows of x that are not rounded to 8 bits
+        if takes_many_rows(weights):
+            self._most = LEAST_TOKENS if rows >= FULL_ROWS else FEW_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1:
@@ -87,45 +89,41 @@ def _quantize_rows(
     tl.store(scales + group.to(tl.int64) * num_rows + row, scale, mask=group < GROUPS)
 
 
-def few_rows_linear(x: Tensor, weights: ScaledLinear, counters: Tensor) -> Tensor:
+class Tiling(NamedTuple):
+    """How programs share a product of few rows."""
+
+    tokens: int  # of a tile
+    rows: int  # of the weight
+    splits: int  # of the sum
+    stages: int
+
+
+def few_rows_tiling(weights: ScaledLinear, tokens: int) -> Tiling:
+    """By measurement, see decision 0144: programs that read memory fast, with few sums of parts."""
+    rows, columns = weights.weight.shape
+    token_block = min(FEW_ROWS, max(LEAST_TOKENS, triton.next_power_of_2(tokens)))
+    programs, stages = (576, 3) if token_block == LEAST_TOKENS else (256, 4)
+    turns, tiles, steps = triton.cdiv(tokens, token_block), triton.cdiv(rows, LEAST_TILE), columns // STEP
+    splits = max(1, min(programs // tiles, steps // 4, MOST_SPLITS)) if turns == 1 else 1
+    return Tiling(token_block, LEAST_TILE, splits, stages)
+
+
+def few_rows_linear(x: Tensor, weights: ScaledLinear, counters: Tensor, tiling: Tiling | None = None) -> Tensor:
     """x · weightᵀ + bias [T, out] of x [T, in] in 16 bits, by sums in float32.
 
     counters: int32 zeros, one for each LEAST_TILE rows of the weight; they are zeros again behind it.
     """
-    rows, columns = weights.weight.shape
-    token_block = min(FEW_ROWS, max(16, triton.next_power_of_2(x.shape[0])))
-    tiles = triton.cdiv(rows, LEAST_TILE)
-    splits = max(1, min(triton.cdiv(columns, TILE[1]) // 4, PROGRAMS // tiles, MOST_SPLITS))
-    return launch_few_rows(x, weights, counters, token_block, Tiling(LEAST_TILE, splits, 4, 3))
-
-
-class Tiling(NamedTuple):
-    """How programs share a product."""
-
-    rows: int  # of a tile of the weight
-    splits: int  # of the sum
-    warps: int
-    stages: int
-
-
-def launch_few_rows(
-    x: Tensor, weights: ScaledLinear, counters: Tensor, token_block: int, tiling: Tiling, *, quantized: bool = False
-) -> Tensor:
-    """quantized: with activations in 8 bits, too; only where the weight's groups divide its columns."""
-    rows, columns = weights.weight.shape
-    tokens, y = x.shape[0], x.new_empty((x.shape[0], rows))
-    turns = triton.cdiv(tokens, token_block)
-    splits = 1 if turns > 1 else tiling.splits
-    parts = y if splits == 1 else torch.empty((splits, rows, token_block), dtype=torch.float32, device=x.device)
-    grouped = weights.scales.shape[1] > 1
-    depth = weights.group if grouped else TILE[1]
-    x_scales = x
-    if quantized:
-        x, x_scales = quantize_rows(x, weights.group if grouped else columns)
-    kernel: Any = _few_rows[(triton.cdiv(rows, tiling.rows) * splits, turns)]
+    (rows, columns), tokens = weights.weight.shape, x.shape[0]
+    tiling = tiling or few_rows_tiling(weights, tokens)
+    y, turns = x.new_empty((tokens, rows)), triton.cdiv(tokens, tiling.tokens)
+    parts = y
+    if tiling.splits > 1:
+        parts = torch.empty((tiling.splits, rows, tiling.tokens), dtype=torch.float32, device=x.device)
+    groups = weights.scales.shape[1]
+    depth = weights.group if groups > 1 else STEP
+    kernel: Any = _few_rows[(triton.cdiv(rows, tiling.rows) * tiling.splits, turns)]
     kernel(
         x=x,
-        x_scales=x_scales,
         weight=weights.weight,
         scales=weights.scales,
         bias=x if weights.bias is None else weights.bias,
@@ -135,20 +133,19 @@ def launch_few_rows(
         num_tokens=tokens,
         num_rows=rows,
         columns=columns,
-        groups=weights.scales.shape[1],
+        groups=groups,
         x_row=x.stride(0),
-        TOKENS=token_block,
+        TOKENS=tiling.tokens,
         ROWS=tiling.rows,
         DEPTH=depth,
-        STEPS=triton.cdiv(triton.cdiv(columns, depth), splits),
-        SPLITS=splits,
-        GROUPED=grouped,
+        STEPS=triton.cdiv(triton.cdiv(columns, depth), tiling.splits),
+        SPLITS=tiling.splits,
+        GROUPED=groups > 1,
         ROW_BLOCK=weights.row_block,
-        ONE_SCALE=grouped and weights.row_block % tiling.rows == 0,
+        ONE_SCALE=groups > 1 and weights.row_block % tiling.rows == 0,
         EVEN=rows % tiling.rows == 0 and columns % depth == 0,
         BIAS=weights.bias is not None,
-        QUANTIZED=quantized,
-        num_warps=tiling.warps,
+        num_warps=4,
         num_stages=tiling.stages,
         **launch_options(x.device),
     )
@@ -157,10 +154,10 @@ def launch_few_rows(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _few_rows(
-    x, x_scales, weight, scales, bias, y, parts, counters, num_tokens, num_rows, columns, groups, x_row,
+    x, weight, scales, bias, y, parts, counters, num_tokens, num_rows, columns, groups, x_row,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
     GROUPED: tl.constexpr, ROW_BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS outputs of TOKENS tokens, or a part of their sums. The last program of a tile adds its parts up in order.
 
@@ -187,12 +184,9 @@ def _few_rows(
             inside = step < columns - begin
             numbers = tl.load(weight_at + begin, mask=in_rows[:, None] & inside[None, :], other=0.0)
             inputs = tl.load(x_at + begin, mask=inside[:, None] & there[None, :], other=0.0)
-        if not QUANTIZED:
-            numbers = numbers.to(tl.float16).to(x.dtype.element_ty)
+        numbers = numbers.to(tl.float16).to(x.dtype.element_ty)
         if GROUPED:
             part = tl.dot(numbers, inputs)
-            if QUANTIZED:
-                part *= tl.load(x_scales + index * num_tokens + token, mask=there, other=0.0)[None, :]
             if ONE_SCALE:
                 acc += part * tl.load(scales + (tile * ROWS // ROW_BLOCK) * groups + index)
             else:
@@ -211,8 +205,6 @@ def _few_rows(
             acc += tl.load(part_at + one * num_rows * TOKENS, mask=in_rows[:, None], cache_modifier=".cg")
     if not GROUPED:
         acc *= tl.load(scale_at, mask=in_rows, other=0.0)[:, None]
-        if QUANTIZED:
-            acc *= tl.load(x_scales + token, mask=there, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[:, None]
     y_at = y + token[None, :].to(tl.int64) * num_rows + row[:, None]
@@ -224,17 +216,19 @@ def many_rows_linear(x: Tensor, weights: ScaledLinear) -> Tensor:
     rows, columns = weights.weight.shape
     grouped = weights.scales.shape[1] > 1
     numbers, scales = quantize_rows(x, weights.group if grouped else columns)
-    of_x, of_weight = (BLOCK_1, BLOCK_2) if grouped else (ScalingType.RowWise, ScalingType.RowWise)
+    kinds = F.ScalingType
+    of_x, of_weight = (kinds.BlockWise1x128, kinds.BlockWise128x128) if grouped else (kinds.RowWise, kinds.RowWise)
     of_rows = weights.scales.T if grouped else weights.scales.view(1, rows)
-    y = scaled_mm(numbers, weights.weight.T, scales, of_x, of_rows, of_weight, output_dtype=x.dtype)
+    y = F.scaled_mm(numbers, weights.weight.T, scales, of_x, of_rows, of_weight, output_dtype=x.dtype)
     return y if weights.bias is None else y.add_(weights.bias)
 
 
 def takes_many_rows(weights: ScaledLinear) -> bool:
-    """Whether cuBLASLt multiplies by them: on Hopper a scale for each row, or for blocks of 128 x 128."""
-    rows, columns = weights.weight.shape
-    groups = weights.scales.shape[1]
-    blocks = (weights.row_block, weights.group) == TILE and groups % 4 == 0 and columns % TILE[1] == 0
-    device = weights.weight.device
+    """Whether cuBLASLt multiplies by them: on Hopper, from torch 2.10 on, scales of rows or of blocks of 128 x 128."""
+    (rows, columns), groups, device = weights.weight.shape, weights.scales.shape[1], weights.weight.device
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return hopper and rows % 16 == 0 and columns % 16 == 0 and (blocks or groups == 1)
+    if not hopper or not hasattr(F, "scaled_mm") or rows % 16 or columns % 16:
+        return False
+    blocks = (weights.row_block, weights.group) == TILE and groups % 4 == 0 and columns % TILE[1] == 0
+    has_blocks = tuple(map(int, (torch.version.cuda or "0").split("."))) >= BLOCKS_SINCE
+    return groups == 1 or (blocks and has_blocks)

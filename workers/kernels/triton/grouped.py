@@ -107,6 +107,8 @@ def _grouped_linear(
                 if QUANTIZED:
                     part *= tl.load(x_scale_at + begin // DEPTH * x_group, mask=there, other=0.0)[:, None]
                 acc += part
+            elif QUANTIZED:
+                acc += tl.dot(a, b)  # tensor cores add numbers of 8 bits up with few bits
             else:
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
             x_at += DEPTH

@@ -1,0 +1,86 @@
+"""Products with weights in FP8 on a GPU, alone and in models, against the same weights dequantized."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.workers.kernels.expert_blocks import block_rows, expert_blocks
+from tandem.workers.kernels.torch.layer import grouped_linear
+from tandem.workers.weights.dense import DenseStack
+from tandem.workers.weights.fp8 import Fp8, Fp8Stack
+from tests.support.cached_model import CachedModel
+from tests.support.checkpoints import make_model
+from tests.support.oracle import random_prompt
+from tests.support.quantized_checkpoints import CHANNEL, DEEPSEEK, Quantize, blocks_of, by_rows, quantize_folder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+BLOCK = (128, 128)
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+SCHEMES: dict[str, tuple[dict[str, object], Quantize]] = {
+    "blocks": (DEEPSEEK | {"weight_block_size": list(BLOCK)}, blocks_of(BLOCK)),
+    "small blocks": (DEEPSEEK, blocks_of((32, 16))),
+    "rows": (CHANNEL, by_rows),
+}
+MOST_OF_LOGITS = 0.15
+FEW, MANY = 0.01, 0.05  # errors of products, to their largest number: with activations in 16 bits, and in 8
+
+
+def random_fp8(rows: int, columns: int, grouped: bool, *lead: int) -> tuple[Tensor, Tensor, int]:
+    numbers = torch.randn(*lead, rows, columns, device="cuda").mul_(64).to(torch.float8_e4m3fn)
+    group = 128 if grouped else columns
+    scales = torch.rand(*lead, -(-rows // 128) if grouped else rows, columns // group, device="cuda").add_(0.5)
+    scales = scales.repeat_interleave(128, -2)[..., :rows, :] if grouped else scales
+    return numbers, (scales / 64 / columns**0.5).contiguous(), group
+
+
+def error(y: Tensor, expected: Tensor) -> float:
+    return float((y.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["blocks", "rows"])
+@pytest.mark.parametrize(("rows", "columns"), [(6144, 4096), (1040, 512), (200, 384)])
+def test_products_of_any_number_of_rows(grouped: bool, rows: int, columns: int) -> None:
+    """200 rows are none of cuBLASLt's."""
+    numbers, scales, group = random_fp8(rows, columns, grouped)
+    bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+    weight = Fp8(numbers, scales, bias, group, torch.bfloat16)
+    product, meant = weight.prepare(), weight.tensor().float()
+    for tokens in (1, 2, 16, 17, 40, 64, 65, 300):
+        x = torch.randn(tokens, columns, device="cuda").bfloat16()
+        expected = F.linear(x.float(), meant, bias.float())
+        assert error(product.linear(x), expected) < (FEW if tokens <= 16 else MANY), tokens
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["blocks", "rows"])
+@pytest.mark.parametrize("tokens", [1, 20, 600])
+def test_products_with_experts(grouped: bool, tokens: int) -> None:
+    numbers, scales, group = random_fp8(768, 512, grouped, 16)
+    stack = Fp8Stack(numbers, scales, None, group, torch.bfloat16)
+    meant = DenseStack(torch.stack([stack.one(index).tensor() for index in range(16)]))
+    experts = torch.rand(tokens, 16, device="cuda").topk(4).indices
+    blocks = expert_blocks(experts, 16, block_rows(experts.numel(), 16))
+    x, scale = torch.randn(tokens, 512, device="cuda").bfloat16(), torch.rand(4 * tokens, device="cuda")
+    expected = grouped_linear(x.float(), meant, blocks, scale, 4)
+    assert error(stack.grouped(x, blocks, scale, 4), expected) < (FEW if tokens < 100 else MANY)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_logits_are_those_of_the_dequantized_model(family: str, scheme: str, tmp_path: Path) -> None:
+    """Of a prompt and of steps, in 16 bits, beside float32, which dequantizes weights for each product."""
+    make_model(family, **SIZES, **({"moe_intermediate_size": 128} if family == "qwen3_moe" else {})).save_pretrained(
+        tmp_path
+    )
+    quantize_folder(tmp_path, *SCHEMES[scheme])
+    ours, exact = (CachedModel(tmp_path, dtype, "cuda") for dtype in ("bfloat16", "float32"))
+    for model in (ours, exact):
+        model.cache.add_sequence(0)
+    for tokens in (random_prompt(90, seed=1), *([token] for token in random_prompt(3, seed=2))):
+        assert error(ours.step({0: tokens}), exact.step({0: tokens})) < MOST_OF_LOGITS

@@ -51,7 +51,7 @@ def save(scheme: str, folder: Path, output: int) -> tuple[Path, Sequence[Sequenc
     return quantized, greedy_all(load_oracle(folder / "plain"), PROMPTS, output)
 
 
-@pytest.mark.gate("blocks", "modelopt")
+@pytest.mark.gate("blocks")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_prefixes_that_are_found_again_and_requests_that_move(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

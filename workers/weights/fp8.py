@@ -6,15 +6,21 @@ put into another order, and ranks divide rows anywhere.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.kernels.base import Linear, ScaledLinear
-from tandem.workers.kernels.choice import choose_grouped_linear, choose_scaled_linear, multiplies_fp8
+from tandem.workers.kernels.choice import (
+    choose_grouped_linear,
+    choose_scaled_linear,
+    multiplies_fp8,
+    native_layer_kernels,
+)
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
+from tandem.workers.kernels.native.layer import pack
 from tandem.workers.weights.allocator import Allocator, Form
 from tandem.workers.weights.weight import Projection, Weight, WeightStack
 
@@ -99,8 +105,14 @@ class Fp8(Weight):
         return ScaledLinear(self.numbers, self.bias, scales=scales, row_block=row_block, group=self.group)
 
     def prepare(self, *, shared: bool = False) -> Projection:
-        scaled = self.plain()
-        return self if scaled is None else Fp8Projection(choose_scaled_linear(scaled))
+        scaled, native = self.plain(), native_layer_kernels(self.device, self.dtype)
+        if scaled is not None:
+            return Fp8Projection(choose_scaled_linear(scaled))
+        if native is None:
+            return self
+        numbers, scales = pack(self.numbers.view(torch.uint8)), pack(self.scales)
+        packed = ScaledLinear(numbers, self.bias, scales=scales, row_block=1, group=self.group)
+        return Fp8Projection(partial(native.scaled_linear, packed=packed, outputs=self.rows))
 
     def linear(self, x: Tensor) -> Tensor:
         """By blocks of rows, each dequantized: beside the product it takes AT_ONCE numbers."""
@@ -123,7 +135,7 @@ class Fp8(Weight):
 
 
 class Fp8Projection(Projection):
-    """Of a weight that kernels multiply by as it is."""
+    """Of a weight that kernels multiply by in 8 bits."""
 
     def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
         self._multiply = multiply

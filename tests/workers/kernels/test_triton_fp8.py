@@ -61,6 +61,7 @@ def test_rows_are_quantized_by_the_largest_number_of_each_group(group: int) -> N
     torch.testing.assert_close(meant.flatten(1), x.float())
 
 
+@pytest.mark.gate("*-blocks")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns", "splits", "biased"),
@@ -78,6 +79,7 @@ def test_few_rows_are_multiplied_by_the_dequantized_weight(
         torch.testing.assert_close(y.float(), expected, **ROUNDING)
 
 
+@pytest.mark.gate("*-blocks")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("rows", "columns", "biased"), [(256, 512, False), (52, 5000, True), (128, 8192, False)])
 def test_one_row_is_multiplied_by_the_dequantized_weight(form: str, rows: int, columns: int, biased: bool) -> None:
@@ -91,6 +93,7 @@ def test_one_row_is_multiplied_by_the_dequantized_weight(form: str, rows: int, c
     torch.testing.assert_close(gated.float(), F.silu(gate).half().float() * up, **ROUNDING)
 
 
+@pytest.mark.gate("*-blocks")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("tokens", "in_8_bits"), [(9, False), (9, True)])
 def test_experts_multiply_by_dequantized_weights(

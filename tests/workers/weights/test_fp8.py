@@ -9,19 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
+from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.models.parameters import AttentionParameters, DecoderParameters, GatedParameters
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
 from tandem.workers.weights import fp8
 from tandem.workers.weights.dense import Dense
+from tandem.workers.weights.formats.format import Quantization
 from tandem.workers.weights.fp8 import Fp8, Fp8Stack
 from tests.support.quantized_checkpoints import (
     CHANNEL,
     DEEPSEEK,
+    MODELOPT,
     Quantize,
     all_but,
     blocks_of,
     by_rows,
+    by_tensor,
     quantize_folder,
 )
 
@@ -71,6 +75,17 @@ def test_rows_of_a_block_keep_one_scale_and_others_their_own() -> None:
     scales[5, 1] += 1
     assert fp8._compact(scales)[1] == 1
     assert fp8._compact(torch.ones(300, 1))[1] == 1
+
+
+def test_modelopts_config_is_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    quantize_folder(tmp_path, MODELOPT | {"kv_cache_quant_algo": "FP8"}, by_tensor)
+    assert load_config(tmp_path).quantization == Quantization("fp8", None, ("lm_head",), fp8_kv=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] = MODELOPT | {"quant_algo": "NVFP4"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedFeature, match="quant_algo is 'NVFP4'; it must be 'FP8' or 'FP8_PER_CHANNEL"):
+        load_config(tmp_path)
 
 
 def load(folder: Path, config: dict[str, object], quantize: Quantize) -> DecoderParameters:

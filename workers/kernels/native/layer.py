@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.native.crew import Crew, load_crew
-from tandem.workers.kernels.base import Linear
+from tandem.workers.kernels.base import Linear, ScaledLinear
 
 SOURCE = Path(__file__).with_name("native_layer.c")
 PANEL = 16  # outputs that native_layer.c multiplies at once; checked when it is loaded
@@ -20,6 +20,10 @@ POINTER, INT32, INT64, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, 
 LINEAR = {
     **{"crew": POINTER, "x": POINTER, "x_stride": INT64, "rows": INT32, "inputs": INT32, "packed": POINTER},
     **{"outputs": INT32, "bias": POINTER, "y": POINTER},
+}
+SCALED_LINEAR = {
+    **{"crew": POINTER, "x": POINTER, "x_stride": INT64, "rows": INT32, "inputs": INT32, "numbers": POINTER},
+    **{"scales": POINTER, "group": INT32, "groups": INT32, "outputs": INT32, "bias": POINTER, "y": POINTER},
 }
 RMS_NORM = {
     **{"crew": POINTER, "x": POINTER, "stride": INT64, "delta": POINTER, "weight": POINTER, "weight_stride": INT64},
@@ -34,6 +38,7 @@ class NativeLayerKernels:
     def __init__(self, library: ctypes.CDLL, crew: Crew) -> None:
         self._crew = crew.address
         self._linear = _function(library, "linear", LINEAR)
+        self._scaled_linear = _function(library, "scaled_linear", SCALED_LINEAR)
         self._rms_norm = _function(library, "rms_norm", RMS_NORM)
         self._silu_mul = _function(library, "silu_mul", SILU_MUL)
 
@@ -97,6 +102,26 @@ class NativeLayerKernels:
         )
         return y
 
+    def scaled_linear(self, x: Tensor, packed: ScaledLinear, outputs: int) -> Tensor:
+        """linear() by a weight in 8 bits: packed has pack() of the numbers, as uint8, and of the scales of all rows."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y = torch.empty((x.shape[0], outputs))
+        self._scaled_linear(
+            crew=self._crew,
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            rows=x.shape[0],
+            inputs=x.shape[1],
+            numbers=packed.weight.data_ptr(),
+            scales=packed.scales.data_ptr(),
+            group=packed.group,
+            groups=packed.scales.shape[1],
+            outputs=outputs,
+            bias=None if packed.bias is None else packed.bias.data_ptr(),
+            y=y.data_ptr(),
+        )
+        return y
+
 
 def _function(library: ctypes.CDLL, name: str, parameters: Mapping[str, Any]) -> Callable[..., None]:
     """A function of the library that takes its arguments by name."""
@@ -105,7 +130,7 @@ def _function(library: ctypes.CDLL, name: str, parameters: Mapping[str, Any]) ->
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[ceil(out / PANEL), in, PANEL] of weight [out, in], float32; outputs that are not there are zeros."""
+    """[ceil(out / PANEL), in, PANEL] of weight [out, in]; outputs that are not there are zeros."""
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
     if outputs % PANEL:

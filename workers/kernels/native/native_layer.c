@@ -10,9 +10,11 @@
 #include "vectors.h"
 
 #include <math.h>
+#include <string.h>
 
 enum { PANEL = 2 * LANES, MAX_ROWS = 6, ROW_BLOCK = 16 * MAX_ROWS, DEPTH = 1024 };
 const int32_t panel = PANEL; /* native/layer.py reads it when it loads this */
+enum { WIDENED = 256 }; /* inputs of a weight in 8 bits that are floats at once */
 enum { AHEAD = 16 }; /* inputs, whose weights are fetched before they are needed */
 /* A piece of a crew's work takes some 10 µs; the products of one row of a small model are less. */
 enum { PRODUCTS_APIECE = 400000 };
@@ -33,13 +35,23 @@ INLINE void store(Vector low, Vector high, const float *bias, int first, int cou
     for (int i = 0; i < count; i++) y[i] = sums[i] + (first ? (bias ? bias[i] : 0) : y[i]);
 }
 
+/* What a panel has for the inputs from `begin` on, and how far the next panel is. */
+typedef struct {
+    const float *w;
+    int64_t next_panel;
+} Panels;
+
+INLINE Panels packed_panels(const Product *p, int panel, int begin) {
+    return (Panels){p->packed + ((int64_t)panel * p->inputs + begin) * PANEL, (int64_t)p->inputs * PANEL};
+}
+
 /* `rows` rows times `panels` neighbouring panels, inputs begin … begin + depth - 1. Each output is one running sum over
  * the inputs in their order, so that it does not depend on how many rows or panels go together. */
-INLINE void multiply(const Product *p, int row, const int rows, int panel, const int panels, int begin, int depth) {
+INLINE void multiply(const Product *p, Panels at, int row, const int rows, int panel, const int panels, int begin,
+                     int depth) {
     Vector sums[MAX_ROWS][8] = {};
-    const float *const x = p->x + row * p->x_stride + begin;
-    const float *const w = p->packed + ((int64_t)panel * p->inputs + begin) * PANEL;
-    const int64_t next_panel = (int64_t)p->inputs * PANEL;
+    const float *const x = p->x + row * p->x_stride + begin, *const w = at.w;
+    const int64_t next_panel = at.next_panel;
     for (int k = 0; k < depth; k++) {
 #pragma GCC unroll 8
         for (int i = 0; i < panels; i++) {
@@ -62,22 +74,22 @@ INLINE void multiply(const Product *p, int row, const int rows, int panel, const
         }
 }
 
-static void multiply_rows(const Product *p, int row, int rows, int panel, int begin, int depth) {
+static void multiply_rows(const Product *p, Panels at, int row, int rows, int panel, int begin, int depth) {
     switch (rows) {
-    case 1: multiply(p, row, 1, panel, 1, begin, depth); break;
-    case 2: multiply(p, row, 2, panel, 1, begin, depth); break;
-    case 3: multiply(p, row, 3, panel, 1, begin, depth); break;
-    case 4: multiply(p, row, 4, panel, 1, begin, depth); break;
-    case 5: multiply(p, row, 5, panel, 1, begin, depth); break;
-    default: multiply(p, row, 6, panel, 1, begin, depth);
+    case 1: multiply(p, at, row, 1, panel, 1, begin, depth); break;
+    case 2: multiply(p, at, row, 2, panel, 1, begin, depth); break;
+    case 3: multiply(p, at, row, 3, panel, 1, begin, depth); break;
+    case 4: multiply(p, at, row, 4, panel, 1, begin, depth); break;
+    case 5: multiply(p, at, row, 5, panel, 1, begin, depth); break;
+    default: multiply(p, at, row, 6, panel, 1, begin, depth);
     }
 }
 
 /* Rows first_row … last_row - 1 times one panel, in groups as even as can be: small ones leave the processor waiting. */
-static void multiply_panel(const Product *p, int first_row, int last_row, int panel, int begin, int depth) {
+static void multiply_panel(const Product *p, Panels at, int first_row, int last_row, int panel, int begin, int depth) {
     for (int groups = (last_row - first_row + MAX_ROWS - 1) / MAX_ROWS, row = first_row; groups; groups--) {
         const int rows = (last_row - row + groups - 1) / groups;
-        multiply_rows(p, row, rows, panel, begin, depth);
+        multiply_rows(p, at, row, rows, panel, begin, depth);
         row += rows;
     }
 }
@@ -92,21 +104,83 @@ static void multiply_piece(const void *job, int32_t index) {
             const int end = p->rows - row < ROW_BLOCK ? p->rows : row + ROW_BLOCK;
             int panel = first;
             if (p->rows == 1)
-                for (; panel + 4 <= last; panel += 4) multiply(p, 0, 1, panel, 4, begin, depth);
-            for (; panel < last; panel++) multiply_panel(p, row, end, panel, begin, depth);
+                for (; panel + 4 <= last; panel += 4)
+                    multiply(p, packed_panels(p, panel, begin), 0, 1, panel, 4, begin, depth);
+            for (; panel < last; panel++)
+                multiply_panel(p, packed_panels(p, panel, begin), row, end, panel, begin, depth);
         }
     }
+}
+
+static int panels_apiece(int32_t rows, int32_t inputs, int all) {
+    const int64_t of_panel = (int64_t)inputs * PANEL * (rows ? rows : 1);
+    const int64_t wanted = (PRODUCTS_APIECE / of_panel + 4) / 4 * 4; /* one row takes four panels at a time */
+    return wanted < all ? (int)wanted : all;
 }
 
 /* y [rows, outputs] = x [rows, inputs] · weightᵀ + bias (NULL: none). */
 void linear(Crew *crew, const float *x, int64_t x_stride, int32_t rows, int32_t inputs, const float *packed,
             int32_t outputs, const float *bias, float *y) {
-    const int all = (outputs + PANEL - 1) / PANEL;
-    const int64_t of_panel = (int64_t)inputs * PANEL * (rows ? rows : 1);
-    const int64_t wanted = (PRODUCTS_APIECE / of_panel + 4) / 4 * 4; /* one row takes four panels at a time */
-    const int apiece = wanted < all ? (int)wanted : all;
+    const int all = (outputs + PANEL - 1) / PANEL, apiece = panels_apiece(rows, inputs, all);
     const Product product = {x, packed, bias, y, x_stride, rows, inputs, outputs, apiece};
     RUN(crew, multiply_piece, &product, (all + apiece - 1) / apiece);
+}
+
+/* A weight in 8 bits, E4M3: packed numbers, and packed scales [panels, groups, PANEL] of `group` inputs each. */
+typedef struct {
+    Product product;
+    const uint8_t *numbers;
+    const float *scales;
+    int32_t group, groups;
+} Scaled;
+
+/* `panels` panels from inputs begin … begin + depth - 1 as floats, WIDENED inputs apart. */
+INLINE void widen(const Scaled *s, int panel, int panels, int begin, int depth, float *wide) {
+    for (int i = 0; i < panels; i++) {
+        const uint8_t *from = s->numbers + ((int64_t)(panel + i) * s->product.inputs + begin) * PANEL;
+        float *to = wide + (int64_t)i * WIDENED * PANEL;
+        for (int k = 0, end; k < depth; k = end) {
+            const int group = (begin + k) / s->group, next = (group + 1) * s->group - begin;
+            const float *const scale = s->scales + ((int64_t)(panel + i) * s->groups + group) * PANEL;
+            end = next < depth ? next : depth;
+            for (int j = k; j < end; j++)
+                for (int one = 0; one < PANEL; one++) {
+                    const uint32_t number = from[j * PANEL + one], size = number & 127;
+                    /* Exponents are 120 less than a float's; 127 is not a number. */
+                    const uint32_t bits = (number & 128) << 24 | size << 20 | (size == 127 ? 0x7fc00000u : 0u);
+                    float value;
+                    memcpy(&value, &bits, sizeof value);
+                    to[j * PANEL + one] = value * 0x1p120f * scale[one];
+                }
+        }
+    }
+}
+
+static void scaled_piece(const void *job, int32_t index) {
+    const Scaled *const s = job;
+    const Product *const p = &s->product;
+    const int all = (p->outputs + PANEL - 1) / PANEL, first = index * p->panels_apiece;
+    const int last = first + p->panels_apiece < all ? first + p->panels_apiece : all;
+    float wide[4 * WIDENED * PANEL];
+    const Panels at = {wide, (int64_t)WIDENED * PANEL};
+    for (int panel = first, panels; panel < last; panel += panels) {
+        panels = p->rows == 1 && panel + 4 <= last ? 4 : 1;
+        for (int begin = 0; begin < p->inputs; begin += WIDENED) {
+            const int depth = p->inputs - begin < WIDENED ? p->inputs - begin : WIDENED;
+            widen(s, panel, panels, begin, depth, wide);
+            if (panels == 4) multiply(p, at, 0, 1, panel, 4, begin, depth);
+            else multiply_panel(p, at, 0, p->rows, panel, begin, depth);
+        }
+    }
+}
+
+/* As linear(). */
+void scaled_linear(Crew *crew, const float *x, int64_t x_stride, int32_t rows, int32_t inputs, const uint8_t *numbers,
+                   const float *scales, int32_t group, int32_t groups, int32_t outputs, const float *bias, float *y) {
+    const int all = (outputs + PANEL - 1) / PANEL, apiece = panels_apiece(rows, inputs, all);
+    const Product product = {x, 0, bias, y, x_stride, rows, inputs, outputs, apiece};
+    const Scaled scaled = {product, numbers, scales, group, groups};
+    RUN(crew, scaled_piece, &scaled, (all + apiece - 1) / apiece);
 }
 
 typedef struct {

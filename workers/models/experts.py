@@ -57,14 +57,14 @@ class GroupedExperts:
 
     def __init__(self, parameters: MoeParameters, activate: Activate, *, alone: bool = True) -> None:
         """alone: no other rank has experts of this layer."""
-        self._gate_up, self._activate, self._down = parameters.gate_up, activate, parameters.down
-        self._alone = alone
+        self._gate_up, self._down = parameters.gate_up.prepare_grouped(), parameters.down.prepare_grouped()
+        self._activate, self._count, self._alone = activate, parameters.down.count, alone
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        top_k, held = experts.shape[1], self._down.count
+        top_k, held = experts.shape[1], self._count
         blocks = expert_blocks(experts, held + (not self._alone), block_rows(experts.numel(), held))
-        hidden = self._activate(self._gate_up.grouped(x, blocks, None, top_k))
-        y = self._down.grouped(hidden, blocks, weights.flatten(), 1).view(x.shape[0], top_k, -1)
+        hidden = self._activate(self._gate_up(x, blocks, None, top_k))
+        y = self._down(hidden, blocks, weights.flatten(), 1).view(x.shape[0], top_k, -1)
         return (y if self._alone else y.where((experts < held)[:, :, None], 0)).sum(1)
 
 

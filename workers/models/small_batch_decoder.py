@@ -153,7 +153,8 @@ def _megakernel_layer(layer: FusedLayer) -> MegakernelLayer | None:
     head_norms = None if layer.qk_norm is None else layer.qk_norm.weight
     norms = (layer.input_norm.weight, layer.post_norm.weight, head_norms)
     others = (layer.sinks, o.bias, gate_up.bias, down.bias)
-    dtypes = {one.dtype for one in (qkv.weight, *norms) if one is not None}
+    weights = (qkv.weight, o.weight, gate_up.weight, down.weight)  # some may be in 8 bits
+    dtypes = {one.dtype for one in (*weights, *norms) if one is not None}
     if any(other is not None for other in others) or len(dtypes) > 1:
         return None
     return MegakernelLayer(qkv.weight, qkv.bias, o.weight, gate_up.weight, down.weight, *norms)

@@ -5,8 +5,8 @@ put into another order, and ranks divide rows anywhere.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -185,15 +185,18 @@ class Fp8Stack(WeightStack):
         return Fp8(self.numbers[index], self.scales[index], bias, self.group, self.computed_in)
 
     def prepare(self) -> Callable[[Tensor], Tensor]:
-        ones = [self.one(index).slice(0, self.numbers.shape[1]) for index in range(self.count)]
+        ones = [replace(self.one(index), bias=None).prepare() for index in range(self.count)]
         return lambda x: torch.stack([one.linear(rows) for one, rows in zip(ones, x, strict=True)])
 
     def grouped(self, x: Tensor, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
-        return choose_grouped_linear(self.device)(x, self._linear, blocks, scale, fan_out)
+        return self.prepare_grouped()(x, blocks, scale, fan_out)
 
-    @cached_property
+    def prepare_grouped(self) -> Callable[[Tensor, ExpertBlocks, Tensor | None, int], Tensor]:
+        """Dense where no kernel multiplies by such groups."""
+        multiply, linear = choose_grouped_linear(self.device), self._linear()
+        return lambda x, blocks, scale, fan_out: multiply(x, linear, blocks, scale, fan_out)
+
     def _linear(self) -> Linear:
-        """For grouped kernels: made once, and dense where its groups are none of theirs."""
         if not multiplies_fp8(self.device, self.computed_in) or not _suits(self.scales, self.group):
             return Linear(torch.stack([self.one(index).tensor() for index in range(self.count)]), self.bias)
         scales, row_block = _compact(self.scales)

@@ -57,6 +57,10 @@ def test_rows_are_quantized_by_the_largest_number_of_each_group(group: int) -> N
     largest = x.float().unflatten(1, (-1, group)).abs().amax(2)
     torch.testing.assert_close(scales, (largest / 448).clamp(min=1e-12))
     assert scales.stride() == (1, 5)
+    padded, more = quantize_rows(x, group, 16)
+    assert (padded.shape[0], more.shape[0], more.stride()) == (16, 16, (1, 16))
+    assert torch.equal(padded[:5].float(), numbers.float())
+    assert torch.equal(more[:5], scales)
     meant = numbers.float().unflatten(1, (-1, group)) * scales[:, :, None]
     torch.testing.assert_close(meant.flatten(1), x.float())
 

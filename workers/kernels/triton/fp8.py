@@ -18,6 +18,7 @@ GROUPS_AT_ONCE = 32
 TILE = (128, 128)  # rows and columns of a block as cuBLASLt takes them
 LEAST_TILE = 64  # rows
 MOST_SPLITS, STEP = 8, 128  # of the sum; columns of a turn where no group says how many
+CUBLASLT_ROWS = 16  # a multiple of which it takes
 BLOCKS_SINCE = (12, 9)  # the version of CUDA whose cuBLASLt has scales of blocks
 LEAST_TOKENS, FEW_ROWS = 16, 64  # at once; more take turns
 FULL_ROWS = 6144  # of a weight, from which cuBLASLt fills a GPU without splits of the sum
@@ -37,25 +38,28 @@ class Fp8Gemms:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1:
             return TritonGemv().linear(x, self._weights)
-        if self._most is None or x.shape[0] <= self._most:
+        if self._most is None or x.shape[0] <= self._most or x.dtype != torch.bfloat16:
             return few_rows_linear(x, self._weights, self._counters)
         return many_rows_linear(x, self._weights)
 
 
-def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, group: int, multiple: int = 1) -> tuple[Tensor, Tensor]:
     """E4M3 [T, K] and float32 scales [T, K / group], whose columns are contiguous. A scale is of `group` columns of a
-    row, by their largest number. x: [T, K], its rows contiguous; K a multiple of group, which is K or a power of 2."""
+    row, by their largest number. x: [T, K], its rows contiguous; K a multiple of group, which is K or a power of 2.
+
+    multiple: of the number of rows. Those behind T hold anything.
+    """
     rows, columns = x.shape
-    numbers = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
-    groups = columns // group
-    scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device).T
+    groups, made = columns // group, triton.cdiv(rows, multiple) * multiple
+    numbers = torch.empty((made, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((groups, made), dtype=torch.float32, device=x.device).T
     at_once = min(GROUPS_AT_ONCE, triton.next_power_of_2(groups))
     kernel: Any = _quantize_rows[(rows, triton.cdiv(groups, at_once))]
     kernel(
         x=x,
         numbers=numbers,
         scales=scales,
-        num_rows=rows,
+        scales_column=made,
         x_row=x.stride(0),
         GROUPS=groups,
         GROUP=group,
@@ -68,9 +72,9 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["scales_column"])
 def _quantize_rows(
-    x, numbers, scales, num_rows, x_row,
+    x, numbers, scales, scales_column, x_row,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +90,7 @@ def _quantize_rows(
     scale = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, LEAST)
     scaled = tl.minimum(tl.maximum(values / scale[:, None], -448.0), 448.0)
     tl.store(numbers + row * GROUPS * GROUP + at, scaled.to(numbers.dtype.element_ty), mask=there)
-    tl.store(scales + group.to(tl.int64) * num_rows + row, scale, mask=group < GROUPS)
+    tl.store(scales + group.to(tl.int64) * scales_column + row, scale, mask=group < GROUPS)
 
 
 class Tiling(NamedTuple):
@@ -212,14 +216,15 @@ def _few_rows(
 
 
 def many_rows_linear(x: Tensor, weights: ScaledLinear) -> Tensor:
-    """few_rows_linear() with activations in 8 bits, too, by cuBLASLt. weights: those that takes_many_rows() takes."""
+    """few_rows_linear() of bfloat16 by cuBLASLt, with activations in 8 bits, too. weights: see takes_many_rows()."""
     rows, columns = weights.weight.shape
     grouped = weights.scales.shape[1] > 1
-    numbers, scales = quantize_rows(x, weights.group if grouped else columns)
+    numbers, scales = quantize_rows(x, weights.group if grouped else columns, CUBLASLT_ROWS)
     kinds = F.ScalingType
     of_x, of_weight = (kinds.BlockWise1x128, kinds.BlockWise128x128) if grouped else (kinds.RowWise, kinds.RowWise)
     of_rows = weights.scales.T if grouped else weights.scales.view(1, rows)
     y = F.scaled_mm(numbers, weights.weight.T, scales, of_x, of_rows, of_weight, output_dtype=x.dtype)
+    y = y[: x.shape[0]]
     return y if weights.bias is None else y.add_(weights.bias)
 
 

@@ -1,6 +1,7 @@
 """Products with weights in FP8 on a GPU, alone and in models, against the same weights dequantized."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ pytestmark = [
 ]
 BLOCK = (128, 128)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
-SCHEMES: dict[str, tuple[dict[str, object], Quantize]] = {
+SCHEMES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "blocks": (DEEPSEEK | {"weight_block_size": list(BLOCK)}, blocks_of(BLOCK)),
     "small blocks": (DEEPSEEK, blocks_of((32, 16))),
     "rows": (CHANNEL, by_rows),

@@ -3,6 +3,8 @@
 Activations are in float16: the interpreter multiplies no bfloat16.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from tandem.workers.kernels.triton.gemv import TritonGemv
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_fp8_weights.py runs there")
 FORMS = {"rows": (1, 1 << 20), "blocks": (128, 128), "blocks of 64 in single rows": (1, 64)}
-ROUNDING = {"rtol": 2e-2, "atol": 2e-2}  # of 16 bits
+ROUNDING: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}  # of 16 bits
 
 
 def scaled(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_modelopts_config_is_read(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def load(folder: Path, config: dict[str, object], quantize: Quantize) -> DecoderParameters:
+def load(folder: Path, config: dict[str, Any], quantize: Quantize) -> DecoderParameters:
     make_checkpoint(folder, "llama")
     quantize_folder(folder, config, quantize)
     return load_parameters(folder, load_config(folder, "float32"))

@@ -87,7 +87,7 @@ def _quantize_rows(
     at = group[:, None] * GROUP + column[None, :]
     there = (group < GROUPS)[:, None] & (column < GROUP)[None, :]
     values = tl.load(x + row * x_row + at, mask=there, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, LEAST)
+    scale = tl.maximum(tl.max(tl.abs(values), 1), LEAST * 448.0) / 448.0
     scaled = tl.minimum(tl.maximum(values / scale[:, None], -448.0), 448.0)
     tl.store(numbers + row * GROUPS * GROUP + at, scaled.to(numbers.dtype.element_ty), mask=there)
     tl.store(scales + group.to(tl.int64) * scales_column + row, scale, mask=group < GROUPS)

@@ -64,7 +64,6 @@ def _launch(
         SCALED=scaled is not None,
         GROUP=scaled.group if scaled is not None and grouped else 0,
         ROW_BLOCK=1 if scaled is None else scaled.row_block,
-        STAGES=None if scaled is None else stages,
         num_warps=warps,
         num_stages=stages,
         **launch_options(x.device),
@@ -84,10 +83,8 @@ def _tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
 
 
 def scaled_tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
-    """_tiling() of a weight in 8 bits."""
-    if columns > WHOLE_ROW:
-        return (2 if gated else 4), 4096, 4, 1
-    return (2 if gated else 4), triton.next_power_of_2(columns), 4, 1
+    """_tiling() of a weight in 8 bits; by measurement, see decision 0144."""
+    return (2 if gated else 4), triton.next_power_of_2(min(columns, WHOLE_ROW)), 4, 1
 
 
 @triton.jit
@@ -95,7 +92,7 @@ def _gemv(
     x, weight, bias, gain, scales, output, num_rows, groups, eps,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program makes ROWS outputs. The first tiles of the weight are fetched before x is there."""
     if PDL:
@@ -116,7 +113,7 @@ def _gemv(
     scale_at, up_scale_at = scales + first // ROW_BLOCK * groups, scales + (first + num_rows) // ROW_BLOCK * groups
     sums = tile * _scale(inputs, scale_at, column, 0, COLUMNS, GROUP)[None, :]
     up_sums = up_tile * _scale(inputs, up_scale_at, column, 0, COLUMNS, GROUP)[None, :] if GATED else sums
-    for begin in tl.range(BLOCK, COLUMNS, BLOCK, num_stages=STAGES):
+    for begin in range(BLOCK, COLUMNS, BLOCK):
         inputs, more = _load_inputs(x, gain, column, begin, COLUMNS, EVEN, NORM)
         scaled = _scale(inputs, scale_at, column, begin, COLUMNS, GROUP)
         sums += _load_tile(lines, there, column, begin, COLUMNS, EVEN) * scaled[None, :]

@@ -19,12 +19,14 @@ from tandem.workers.kernels.base import (
 from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
 from tandem.workers.kernels.expert_blocks import GroupedLinear
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
+from tandem.workers.kernels.packed_linear import PackedKernels
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
 from tandem.workers.kernels.torch.drafts import TorchDraftKernels
 from tandem.workers.kernels.torch.hyper import TorchHyperKernels
 from tandem.workers.kernels.torch.layer import TorchLayerKernels, grouped_linear
 from tandem.workers.kernels.torch.logits import TorchLogits
+from tandem.workers.kernels.torch.packed import TorchPacked
 from tandem.workers.kernels.torch.sampler import TorchSampler
 
 MAX_FUSED_STREAMS = 8  # a program of Triton's kernels holds all weights of a token
@@ -82,6 +84,16 @@ def choose_grouped_linear(device: torch.device) -> GroupedLinear:
     from tandem.workers.kernels.triton import grouped  # triton may be missing elsewhere
 
     return grouped.grouped_linear
+
+
+@cache
+def choose_packed_kernels(device: torch.device) -> PackedKernels:
+    """Triton's on a GPU, else torch's."""
+    if device.type != "cuda":
+        return TorchPacked()
+    from tandem.workers.kernels.triton.packed import TritonPacked  # triton may be missing elsewhere
+
+    return TritonPacked()
 
 
 def choose_megakernels(shape: MegakernelShape, device: torch.device) -> Mapping[int, Launch]:

@@ -97,6 +97,7 @@ NOT_UNIT = (
     "tests/workers/models/test_glm_config.py",
     "tests/workers/models/test_index_keys.py",
     "tests/workers/models/test_kv_scales.py",
+    "tests/workers/models/test_int4.py",
     "tests/workers/models/test_quantized.py",
     "tests/workers/models/test_sharding.py",
     "tests/workers/models/test_small_batch_decoder.py",

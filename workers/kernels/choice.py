@@ -20,6 +20,7 @@ from tandem.workers.kernels.decode_megakernel.megakernel import Launch, Megakern
 from tandem.workers.kernels.expert_blocks import GroupedLinear
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.packed_linear import PackedKernels
+from tandem.workers.kernels.skinny_gemm.packed import load_packed_gemms
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
 from tandem.workers.kernels.torch.drafts import TorchDraftKernels
@@ -87,13 +88,13 @@ def choose_grouped_linear(device: torch.device) -> GroupedLinear:
 
 
 @cache
-def choose_packed_kernels(device: torch.device) -> PackedKernels:
-    """Triton's on a GPU, else torch's."""
+def choose_packed_kernels(device: torch.device, dtype: torch.dtype) -> PackedKernels:
+    """On a GPU Triton's, and CUDA's for few rows where those can be built; else torch's. The first call may compile."""
     if device.type != "cuda":
         return TorchPacked()
     from tandem.workers.kernels.triton.packed import TritonPacked  # triton may be missing elsewhere
 
-    return TritonPacked()
+    return load_packed_gemms(device, dtype, TritonPacked())
 
 
 def choose_megakernels(shape: MegakernelShape, device: torch.device) -> Mapping[int, Launch]:

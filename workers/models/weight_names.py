@@ -197,7 +197,7 @@ def _moe_weights(
     if names.projections is None or joined:
         for name, stack in (("gate_up_proj", parameters.gate_up), ("down_proj", parameters.down)):
             for kind, tensor in stack.tensors().items():
-                stored = tensor.transpose(1, 2) if names.transposed and tensor.dim() == 3 else tensor
+                stored = tensor.transpose(1, 2) if names.transposed and kind == "weight" else tensor
                 weights[f"{experts}.{name}" + ("" if kind == "weight" else f"_{kind}")] = stored
         return weights
     gate, up, down = names.projections

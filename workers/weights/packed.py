@@ -10,7 +10,37 @@ from tandem.workers.kernels.choice import choose_packed_kernels
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.kernels.packed_linear import PackedLinear
 from tandem.workers.kernels.torch.packed import BLOCK_NUMBERS, dequantize
+from tandem.workers.weights.allocator import Allocator, Form
 from tandem.workers.weights.weight import Weight, WeightStack
+
+
+@dataclass(frozen=True, eq=False)
+class PackedForm(Form):
+    """How memory holds them."""
+
+    group: int | None  # columns that share a scale; None: all of a row
+    zeros: bool = False
+    exponents: bool = False  # scales are exponents
+    groups: Tensor | None = None  # see PackedLinear, on a CPU
+
+    def weight(self, new: Allocator, rows: int, columns: int, bias: Tensor | None) -> "Packed":
+        return Packed(*self._tensors(new, (rows,), columns), bias, new.dtype)
+
+    def stack(
+        self, new: Allocator, count: int, rows: int, columns: int, bias: Tensor | None, *, transposed: bool
+    ) -> "PackedStack":
+        """Packed numbers are never transposed."""
+        return PackedStack(*self._tensors(new, (count, rows), columns), bias, new.dtype)
+
+    def _tensors(
+        self, new: Allocator, lines: tuple[int, ...], columns: int
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        choose_packed_kernels(new.device, new.dtype)  # compiled before a graph is captured
+        grid = (*lines, 1 if self.group is None else columns // self.group)
+        numbers = new(*lines, columns // 2, dtype=torch.uint8)
+        scales = new(*grid, dtype=torch.uint8 if self.exponents else None)
+        zeros = new(*grid, dtype=torch.uint8) if self.zeros else None
+        return numbers, scales, zeros, None if self.groups is None else self.groups.to(new.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +79,7 @@ class Packed(_Packed, Weight):
         return matrix
 
     def linear(self, x: Tensor) -> Tensor:
-        return choose_packed_kernels(self.device).linear(x, self)
+        return choose_packed_kernels(self.device, self.computed).linear(x, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,4 +99,4 @@ class PackedStack(_Packed, WeightStack):
         return lambda x: torch.bmm(x, matrices.transpose(1, 2))
 
     def grouped(self, x: Tensor, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
-        return choose_packed_kernels(self.device).grouped(x, self, blocks, scale, fan_out)
+        return choose_packed_kernels(self.device, self.computed).grouped(x, self, blocks, scale, fan_out)

@@ -21,15 +21,16 @@ class Quantization:
     block: tuple[int, int] | None = None  # rows and columns that share a scale, where a scale is of a block
     unquantized: tuple[str, ...] = ()  # modules that are stored as they are computed with, as the config names them
     fp8_kv: bool = False  # K and V are asked for in 8 bits
+    zeros: bool = False  # integers have a zero of their own for each scale
 
     def leaves(self, name: str) -> bool:
         """Whether a weight belongs to one of `unquantized`: to the module, to one within it, or to one that an entry
-        after `re:` matches."""
+        after `re:` matches. A star stands for anything."""
         module = name.removesuffix(".weight")
         return any(
             re.match(one.removeprefix("re:"), module) is not None
             if one.startswith("re:")
-            else f".{one.replace('*', '')}." in f".{module}."
+            else re.search(rf"\.{re.escape(one).replace(re.escape('*'), '.*')}\.", f".{module}.") is not None
             for one in self.unquantized
         )
 

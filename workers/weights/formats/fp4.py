@@ -6,6 +6,7 @@ numbers of a row share an exponent of two, stored plus 127.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.stored import Plain, StoredWeight
 from tandem.workers.weights.formats.format import Format, Quantization
 from tandem.workers.weights.formats.fp8 import Fp8Weight
-from tandem.workers.weights.formats.mxfp4 import WORDS
+from tandem.workers.weights.formats.mxfp4 import WORDS, Bytes, mxfp4_form
 
 PACKED, EXPONENTS = "I8", "F8_E8M0"
 NUMBERS = 32  # that share an exponent
@@ -47,7 +48,9 @@ class Fp4Weight(Fp8Weight):
         return self.shape[1] // 2
 
     def kept(self) -> Mapping[str, StoredWeight]:
-        return {}
+        rows, columns = self.shape
+        numbers = Bytes(Plain(self.file, self.name), (rows, columns // 2))
+        return {"numbers": numbers, "scales": Bytes(self.scales, self.grid)}
 
     def numbers(self, first: int, count: int) -> Tensor:
         pairs = self.stored_rows(first, count)
@@ -67,4 +70,4 @@ def _find(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[
     return found, used
 
 
-FP4 = Format(_find)
+FP4 = Format(_find, partial(mxfp4_form, kind=Fp4Weight))

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import Slice
 from tandem.workers.checkpoint.stored import PART_NUMBERS, Plain, StoredWeight, WeightPart, fill, read_bytes
-from tandem.workers.weights.formats.format import Format, Method, Quantization
+from tandem.workers.weights.allocator import DENSE, Form
+from tandem.workers.weights.formats.format import Format, Method, Quantization, read_modules
+from tandem.workers.weights.packed import PackedForm
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
+GROUP = 32  # columns that share an exponent
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 PAIRS = torch.tensor([(FP4[byte & 15], FP4[byte >> 4]) for byte in range(256)])  # [256, 2]: the low bits first
 WORDS = PAIRS.view(torch.float64).flatten()  # [256]: a pair is copied at once
@@ -52,7 +56,11 @@ class Mxfp4Weight:
         return experts, groups * 32, rows
 
     def kept(self) -> Mapping[str, StoredWeight]:
-        return {}
+        experts, rows, groups, _ = self.blocks.shape
+        return {
+            "numbers": Bytes(self.blocks, (experts, rows, groups * 16)),
+            "scales": Bytes(self.exponents, (experts, rows, groups)),
+        }
 
     def parts(self, one: Slice) -> Sequence[WeightPart]:
         count = max(1, PART_NUMBERS // max(1, self.shape[1]))
@@ -61,6 +69,24 @@ class Mxfp4Weight:
             for expert, weight in enumerate(one.target)
             for index, target in enumerate(weight.split(count, dim=1))
         ]
+
+
+@dataclass(frozen=True, eq=False)
+class Bytes:
+    """A tensor as its bytes, in a shape of as many."""
+
+    stored: Plain
+    shape: tuple[int, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.stored.path
+
+    def parts(self, one: Slice) -> Sequence[WeightPart]:
+        return self.stored.file.parts(self.stored.name, one, torch.uint8)
+
+    def kept(self) -> Mapping[str, StoredWeight]:
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,5 +132,16 @@ def _find(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[
     return found, used
 
 
-MXFP4 = Format(_find)
-MXFP4_METHOD = Method("mxfp4", lambda section, served: Quantization("mxfp4"))
+def mxfp4_form(parts: Sequence[StoredWeight], columns: int, kind: type[StoredWeight] = Mxfp4Weight) -> Form:
+    """Packed, as they are stored."""
+    return PackedForm(GROUP, exponents=True) if parts and all(isinstance(part, kind) for part in parts) else DENSE
+
+
+MXFP4 = Format(_find, mxfp4_form, lambda quantization: PackedForm(GROUP, exponents=True))
+
+
+def _read(section: Fields, served: str) -> Quantization:
+    return Quantization("mxfp4", unquantized=read_modules(section, "modules_to_not_convert"))
+
+
+MXFP4_METHOD = Method("mxfp4", _read)

@@ -1,0 +1,212 @@
+// Skinny GEMMs y = x · Wᵀ of weights in 4 bits, packed as PackedLinear says, with up to 8 · OCTETS rows of x. They take as
+// long as reading W takes: numbers become x's in registers, right where a tensor core wants them.
+//
+// A block has 16 · TILES rows of W, and its warps divide the columns. Of 128 columns each of the four threads that a
+// tensor core gives a row has 32 neighbours: 16 bytes of numbers, one scale, and the same columns of x. Which column a
+// tensor core thinks a thread has does not matter, as W and x agree. Numbers i and i + 4 of a word make one register.
+// Weights do not wait for the kernels before, only x does.
+//
+// With experts, each block of 16 pairs (see ExpertBlocks) is multiplied by its expert's matrix.
+//
+// packed.py is the home of the constants that host and device share. It sets them on the compiler's command line: HALF,
+// WARPS, and KERNELS, which has a KERNEL(…) for each of its tilings.
+#include "../cuda/device.cuh"
+
+constexpr int UNIT = 32;    // columns of a thread, which share a scale
+constexpr int AHEAD = 4;    // tiles of a warp whose numbers it fetches at once
+constexpr int BLOCK = 16;   // pairs of a block of one expert
+
+struct Arguments {
+    const Number* x;                // [pairs / fan_out, columns], rows x_row apart
+    const unsigned char* numbers;   // [experts, rows, columns / 2]
+    const void* scales;             // [experts, rows, groups]
+    const unsigned char* zeros;     // the same, or null: 8
+    const Number* bias;             // [experts, rows], or null
+    const float* factors;           // [pairs], or null
+    Number* y;                      // [pairs, rows]
+    const int* pairs;               // [blocks, BLOCK], or null: all of x
+    const int* experts;             // [blocks]
+    int num_pairs, num_experts, rows, columns, groups, shift, x_row, fan_out;  // a group has UNIT << shift columns
+};
+
+__device__ inline uint4 read_weights(const unsigned char* source) {
+    uint4 words;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(source));
+    return words;
+}
+
+__device__ inline void multiply_tile(float (&acc)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                     unsigned b1) {
+#if HALF
+#define TYPES "f32.f16.f16.f32"
+#else
+#define TYPES "f32.bf16.bf16.f32"
+#endif
+    asm volatile("mma.sync.aligned.m16n8k16.row.col." TYPES
+                 " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ inline unsigned subtract_pairs(unsigned one, unsigned other) {
+#if HALF
+    __half2 both = __hsub2(*reinterpret_cast<__half2*>(&one), *reinterpret_cast<__half2*>(&other));
+#else
+    __nv_bfloat162 both = __hsub2(*reinterpret_cast<__nv_bfloat162*>(&one), *reinterpret_cast<__nv_bfloat162*>(&other));
+#endif
+    return *reinterpret_cast<unsigned*>(&both);
+}
+
+// A group's scale, and its zero, twice each.
+template <bool E2M1>
+struct Scale;
+
+template <>
+struct Scale<false> {
+    static constexpr unsigned MAGIC = HALF ? 0x64006400 : 0x43004300;  // 1024 or 128, whose last bit counts ones
+    unsigned scale, zero;
+
+    __device__ Scale(const Arguments& a, long long at) {
+        unsigned bits = static_cast<const unsigned short*>(a.scales)[at];
+        unsigned number = a.zeros ? a.zeros[at] : 8;
+        scale = bits | bits << 16, zero = MAGIC | number | number << 16;
+    }
+
+    // Numbers i and i + 4 of a word.
+    __device__ unsigned weights(unsigned word, int i) const {
+        unsigned both = (word >> 4 * i & 0x000f000f) | MAGIC;
+        return multiply_pairs(subtract_pairs(both, zero), scale);
+    }
+};
+
+#if !HALF
+template <>
+struct Scale<true> {
+    unsigned scale, more;  // a number's bits are those of a bfloat16 2^126 times too small
+
+    __device__ Scale(const Arguments& a, long long at) {
+        unsigned exponent = static_cast<const unsigned char*>(a.scales)[at], most = exponent < 128 ? exponent : 128;
+        scale = (most + 126) << 7, more = (127 + exponent - most) << 7;
+        scale |= scale << 16, more |= more << 16;
+    }
+
+    __device__ unsigned weights(unsigned word, int i) const {
+        unsigned both = word >> 4 * i;
+        unsigned number = multiply_pairs((both & 0x00080008) << 12 | (both & 0x00070007) << 6, scale);
+        return more == 0x3f803f80 ? number : multiply_pairs(number, more);
+    }
+};
+#endif
+
+template <int TILES, int OCTETS, bool E2M1>
+__device__ inline void multiply_rows(const Arguments& a) {
+    constexpr int HEIGHT = 16 * TILES, TOKENS = 8 * OCTETS, PITCH = TOKENS + 1, STEPS = TILES < AHEAD ? AHEAD / TILES : 1;
+    __shared__ float sums[WARPS][HEIGHT][PITCH];
+    int tiles = (a.rows + HEIGHT - 1) / HEIGHT, tile = blockIdx.x % tiles, block = blockIdx.x / tiles;
+    int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, part = threadIdx.x % 4, units = a.columns / UNIT;
+    launch_dependents();
+    long long expert = 0;
+    if (a.experts) {
+        await_earlier_kernels();
+        expert = a.experts[block];
+        if (expert >= a.num_experts) return;
+    }
+    long long lines[TILES][2];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) {
+        int line = tile * HEIGHT + 8 * i + row;
+        lines[i / 2][i % 2] = expert * a.rows + (line < a.rows ? line : a.rows - 1);
+    }
+    uint4 words[STEPS][TILES][2];
+    auto fetch = [&](int first) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            int unit = 4 * (first + step * WARPS) + part;
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++)
+                words[step][i / 2][i % 2] =
+                    unit < units ? read_weights(a.numbers + (lines[i / 2][i % 2] * units + unit) * (UNIT / 2)) : uint4{};
+        }
+    };
+    fetch(warp);
+    await_earlier_kernels();
+    const Number* inputs[OCTETS];
+    int octets = OCTETS;
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; octet++) {
+        int place = octet * 8 + row, pair = a.pairs ? a.pairs[block * BLOCK + place] : block * TOKENS + place;
+        inputs[octet] = pair < a.num_pairs ? a.x + (long long)(pair / a.fan_out) * a.x_row : nullptr;
+    }
+    if (OCTETS == 2 && a.pairs && a.pairs[block * BLOCK + 8] >= a.num_pairs) octets = 1;
+    float acc[TILES][OCTETS][4] = {};
+    for (int first = warp; 4 * first < units; first += STEPS * WARPS) {
+        if (first != warp) fetch(first);
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            int unit = 4 * (first + step * WARPS) + part;
+            bool there = unit < units;
+            if (4 * (first + step * WARPS) >= units) break;
+            long long group = there ? unit >> a.shift : 0;
+            uint4 numbers[OCTETS][4];
+#pragma unroll
+            for (int octet = 0; octet < OCTETS; octet++)
+#pragma unroll
+                for (int word = 0; word < 4; word++)
+                    numbers[octet][word] =
+                        there && inputs[octet] && octet < octets
+                            ? *reinterpret_cast<const uint4*>(inputs[octet] + unit * UNIT + word * 8)
+                            : uint4{};
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                Scale<E2M1> upper(a, lines[i][0] * a.groups + group), lower(a, lines[i][1] * a.groups + group);
+                const unsigned* above = reinterpret_cast<const unsigned*>(&words[step][i][0]);
+                const unsigned* below = reinterpret_cast<const unsigned*>(&words[step][i][1]);
+#pragma unroll
+                for (int word = 0; word < 4; word++) {
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        unsigned a0 = upper.weights(above[word], 2 * half), a1 = lower.weights(below[word], 2 * half);
+                        unsigned a2 = upper.weights(above[word], 2 * half + 1);
+                        unsigned a3 = lower.weights(below[word], 2 * half + 1);
+#pragma unroll
+                        for (int octet = 0; octet < OCTETS; octet++) {
+                            if (octet >= octets) continue;
+                            const uint4& x = numbers[octet][word];
+                            unsigned low = half ? x.y : x.x, high = half ? x.w : x.z;
+                            multiply_tile(acc[i][octet], a0, a1, a2, a3, __byte_perm(low, high, 0x5410),
+                                          __byte_perm(low, high, 0x7632));
+                        }
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; octet++)
+#pragma unroll
+            for (int one = 0; one < 4; one++)
+                sums[warp][16 * i + row + (one / 2) * 8][octet * 8 + 2 * part + one % 2] = acc[i][octet][one];
+    __syncthreads();
+    for (int item = threadIdx.x; item < HEIGHT * TOKENS; item += 32 * WARPS) {
+        int place = item / HEIGHT, height = item % HEIGHT, output = tile * HEIGHT + height;
+        int pair = a.pairs ? a.pairs[block * BLOCK + place] : block * TOKENS + place;
+        if (output >= a.rows || pair >= a.num_pairs) continue;
+        float sum = 0;
+#pragma unroll
+        for (int one = 0; one < WARPS; one++) sum += sums[one][height][place];
+        if (a.bias) sum += float(a.bias[expert * a.rows + output]);
+        if (a.factors) sum *= a.factors[pair];
+        a.y[(long long)pair * a.rows + output] = Number(sum);
+    }
+}
+
+#define KERNEL(tiles, octets, e2m1) \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) \
+        packed_gemm_##tiles##_##octets##_##e2m1(const __grid_constant__ Arguments arguments) { \
+        multiply_rows<tiles, octets, e2m1>(arguments); \
+    }
+KERNELS

@@ -1,0 +1,71 @@
+"""AWQ's GEMM layout: X.qweight I32 [columns, rows / 8], X.qzeros I32 [groups, rows / 8] and X.scales [groups, rows].
+
+A word has 8 rows, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its low bits.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+from torch import Tensor
+
+from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.stored import Plain
+from tandem.workers.weights.formats.format import Format, Method, Quantization, accept, read_modules
+from tandem.workers.weights.formats.int4 import (
+    WORD,
+    Int4Weight,
+    find_int4,
+    int4_dummy,
+    int4_form,
+    numbers_of,
+    pack,
+    read_group,
+    read_rows,
+)
+
+POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # of each row in its word
+
+
+class AwqWeight(Int4Weight):
+    """See Int4Weight."""
+
+    by_columns = True
+    endings = MappingProxyType({"packed": ".qweight", "scales": ".scales", "zeros": ".qzeros"})
+
+    @staticmethod
+    def size(packed: tuple[int, ...]) -> tuple[int, int]:
+        return packed[1] * WORD, packed[0]
+
+    @staticmethod
+    def shapes(rows: int, columns: int, groups: int) -> Mapping[str, tuple[int, ...]]:
+        return {"packed": (columns, rows // WORD), "scales": (groups, rows), "zeros": (groups, rows // WORD)}
+
+    def read_numbers(self, rows: range, columns: range) -> Tensor:
+        numbers = _in_order(read_rows(self.packed, columns))
+        return pack(numbers[:, rows.start : rows.stop].T)
+
+    def read_scales(self, rows: range, groups: range) -> Tensor:
+        return read_rows(self.scales, groups)[:, rows.start : rows.stop].T
+
+    def read_zeros(self, zeros: Plain, rows: range, groups: range) -> Tensor:
+        return _in_order(read_rows(zeros, groups))[:, rows.start : rows.stop].T
+
+
+def _in_order(words: Tensor) -> Tensor:
+    return numbers_of(words).unflatten(1, (-1, WORD))[:, :, POSITIONS].flatten(1)
+
+
+def _read(section: Fields, served: str) -> Quantization:
+    for name, accepted in (("bits", 4), ("zero_point", True), ("version", "gemm")):
+        accept(section, name, (accepted,), served)
+    return Quantization(
+        "awq",
+        read_group(section, "group_size"),
+        unquantized=read_modules(section, "modules_to_not_convert"),
+        zeros=True,
+    )
+
+
+AWQ = Format(partial(find_int4, kind=AwqWeight), int4_form, int4_dummy)
+AWQ_METHOD = Method("AWQ's integers of 4 bits", _read)

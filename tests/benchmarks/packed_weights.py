@@ -76,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": {**COMMON, **SHAPES["qwen3-8b"], "quantization_config": INT4},
     "gpt-oss-120b": {**GPT_OSS, "quantization_config": MXFP4},
 }
-MATRICES = ((6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288))  # of Qwen3-8B
+MATRICES = ((4096, 4096), (24_576, 4096), (4096, 12_288))  # of Qwen3-8B
 LIMITS = {
     ("qwen3-8b", 1): ("to_dense", 0.45),
     ("gpt-oss-120b", 1): ("to_floor", 1.3),

@@ -43,14 +43,15 @@ def kernels_of(name: str, dtype: torch.dtype) -> PackedKernels:
     return chosen if name == "chosen" else TritonPacked()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["chosen", "triton"])
-@pytest.mark.parametrize("case", CASES)
-def test_products_are_those_of_the_dequantized_matrix(case: str, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, torch.bfloat16) for case in CASES), ("zeros", torch.float16)], ids=str
+)
+def test_products_are_those_of_the_dequantized_matrix(case: str, dtype: torch.dtype, name: str) -> None:
     for rows in (1000, 8200):
         weights = draw(rows, case=CASES[case], dtype=dtype)
         matrix = dequantize(weights, 0, rows).to(dtype).float()
-        for tokens in (1, 3, 8, 9, 16, 17, 40, 128, 300):
+        for tokens in (1, 3, 8, 9, 16, 17, 40, 64, 300):
             x = torch.randn(tokens, weights.columns, device="cuda", dtype=dtype)
             expected = x.float() @ matrix.T + (0 if weights.bias is None else weights.bias.float())
             check(kernels_of(name, dtype).linear(x, weights), expected)
@@ -61,7 +62,7 @@ def test_products_are_those_of_the_dequantized_matrix(case: str, name: str, dtyp
 @pytest.mark.parametrize("tokens", [1, 33, 400])
 def test_experts_multiply_their_tokens(case: str, name: str, tokens: int) -> None:
     weights, dtype = draw(12, 200, case=CASES[case], dtype=torch.bfloat16), torch.bfloat16
-    chosen = torch.stack([torch.randperm(12, device="cuda")[:4] for _ in range(tokens)])
+    chosen = torch.rand(tokens, 12, device="cuda").argsort(1)[:, :4]
     width = 16 if tokens < 100 else 128
     blocks = expert_blocks(chosen, 12, width)
     x = torch.randn(tokens, weights.columns, device="cuda", dtype=dtype)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.shard import Shard
@@ -26,6 +25,7 @@ from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.client_requests import GREEDY, complete_all
 from tests.support.dense_parameters import in_dense
 from tests.support.island import running_island
+from tests.support.made_tensors import MadeTensors
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.quantized_checkpoints import (
     BLOCK,
@@ -266,25 +266,6 @@ def test_weights_and_kv_may_both_be_in_8_bits(tmp_path: Path) -> None:
     assert read_scales([tmp_path / SINGLE], config) == KVScales.uniform(2, 0.5, 0.5)
     loaded = named_weights(config, in_dense(load_parameters(tmp_path, config)), meant)
     assert torch.equal(loaded[Q], meant[Q])
-
-
-class MadeTensors(TorchDispatchMode):
-    """The memory of all tensors that operations make. They are kept, so that none takes another's address."""
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__()
-        self._given = {one.untyped_storage().data_ptr() for one in given}
-        self._made: dict[int, UntypedStorage] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and (place := result.untyped_storage().data_ptr()) not in self._given:
-            self._made[place] = result.untyped_storage()
-        return result
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._made.values())
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2048, 1), (16, 16)])

@@ -6,15 +6,18 @@
 // tensor core thinks a thread has does not matter, as W and x agree. Numbers i and i + 4 of a word make one register.
 // Weights do not wait for the kernels before, only x does.
 //
-// With experts, each block of 16 pairs (see ExpertBlocks) is multiplied by its expert's matrix.
+// Numbers and scales of a warp's next AHEAD tiles are on their way while it multiplies. Beyond the last column a thread
+// multiplies whatever it has by 0.
+//
+// With experts, each block of pairs (see ExpertBlocks) is multiplied by its expert's matrix, in parts of 8 · OCTETS.
+// Parts and blocks of the same rows of W are neighbours, so that memory is read once.
 //
 // packed.py is the home of the constants that host and device share. It sets them on the compiler's command line: HALF,
 // WARPS, and KERNELS, which has a KERNEL(…) for each of its tilings.
 #include "../cuda/device.cuh"
 
-constexpr int UNIT = 32;    // columns of a thread, which share a scale
-constexpr int AHEAD = 4;    // tiles of a warp whose numbers it fetches at once
-constexpr int BLOCK = 16;   // pairs of a block of one expert
+constexpr int UNIT = 32;  // columns of a thread, which share a scale
+constexpr int AHEAD = 4;  // tiles of a warp that are on their way
 
 struct Arguments {
     const Number* x;                // [pairs / fan_out, columns], rows x_row apart
@@ -24,9 +27,10 @@ struct Arguments {
     const Number* bias;             // [experts, rows], or null
     const float* factors;           // [pairs], or null
     Number* y;                      // [pairs, rows]
-    const int* pairs;               // [blocks, BLOCK], or null: all of x
-    const int* experts;             // [blocks]
-    int num_pairs, num_experts, rows, columns, groups, shift, x_row, fan_out;  // a group has UNIT << shift columns
+    const int* pairs;               // see ExpertBlocks; null: all of x
+    const int* experts;             // of so many pairs each: width
+    int num_pairs, num_experts, num_blocks, width, rows, columns, groups, x_row, fan_out;
+    int shift;  // a group has UNIT << shift columns
 };
 
 __device__ inline uint4 read_weights(const unsigned char* source) {
@@ -44,7 +48,7 @@ __device__ inline void multiply_tile(float (&acc)[4], unsigned a0, unsigned a1, 
 #else
 #define TYPES "f32.bf16.bf16.f32"
 #endif
-    asm volatile("mma.sync.aligned.m16n8k16.row.col." TYPES
+    asm("mma.sync.aligned.m16n8k16.row.col." TYPES
                  " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -59,7 +63,7 @@ __device__ inline unsigned subtract_pairs(unsigned one, unsigned other) {
     return *reinterpret_cast<unsigned*>(&both);
 }
 
-// A group's scale, and its zero, twice each.
+// A group's scale and zero: fetched as they are stored, and made ready, twice each, where they are used.
 template <bool E2M1>
 struct Scale;
 
@@ -68,11 +72,11 @@ struct Scale<false> {
     static constexpr unsigned MAGIC = HALF ? 0x64006400 : 0x43004300;  // 1024 or 128, whose last bit counts ones
     unsigned scale, zero;
 
-    __device__ Scale(const Arguments& a, long long at) {
-        unsigned bits = static_cast<const unsigned short*>(a.scales)[at];
-        unsigned number = a.zeros ? a.zeros[at] : 8;
-        scale = bits | bits << 16, zero = MAGIC | number | number << 16;
+    __device__ static Scale fetch(const Arguments& a, long long at) {
+        return {static_cast<const unsigned short*>(a.scales)[at], a.zeros ? a.zeros[at] : 8u};
     }
+
+    __device__ Scale ready() const { return {scale | scale << 16, MAGIC | zero | zero << 16}; }
 
     // Numbers i and i + 4 of a word.
     __device__ unsigned weights(unsigned word, int i) const {
@@ -86,10 +90,13 @@ template <>
 struct Scale<true> {
     unsigned scale, more;  // a number's bits are those of a bfloat16 2^126 times too small
 
-    __device__ Scale(const Arguments& a, long long at) {
-        unsigned exponent = static_cast<const unsigned char*>(a.scales)[at], most = exponent < 128 ? exponent : 128;
-        scale = (most + 126) << 7, more = (127 + exponent - most) << 7;
-        scale |= scale << 16, more |= more << 16;
+    __device__ static Scale fetch(const Arguments& a, long long at) {
+        return {static_cast<const unsigned char*>(a.scales)[at], 0};
+    }
+
+    __device__ Scale ready() const {
+        unsigned most = scale < 128 ? scale : 128, first = (most + 126) << 7, second = (127 + scale - most) << 7;
+        return {first | first << 16, second | second << 16};
     }
 
     __device__ unsigned weights(unsigned word, int i) const {
@@ -102,85 +109,75 @@ struct Scale<true> {
 
 template <int TILES, int OCTETS, bool E2M1>
 __device__ inline void multiply_rows(const Arguments& a) {
-    constexpr int HEIGHT = 16 * TILES, TOKENS = 8 * OCTETS, PITCH = TOKENS + 1, STEPS = TILES < AHEAD ? AHEAD / TILES : 1;
+    constexpr int HEIGHT = 16 * TILES, TOKENS = 8 * OCTETS, PITCH = TOKENS + 1, STEPS = AHEAD / TILES;
     __shared__ float sums[WARPS][HEIGHT][PITCH];
-    int tiles = (a.rows + HEIGHT - 1) / HEIGHT, tile = blockIdx.x % tiles, block = blockIdx.x / tiles;
+    int block = blockIdx.x % a.num_blocks, tile = blockIdx.x / a.num_blocks;
     int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, part = threadIdx.x % 4, units = a.columns / UNIT;
     launch_dependents();
     long long expert = 0;
     if (a.experts) {
         await_earlier_kernels();
-        expert = a.experts[block];
-        if (expert >= a.num_experts) return;
+        expert = a.experts[block * TOKENS / a.width];
+        if (expert >= a.num_experts || a.pairs[block * TOKENS] >= a.num_pairs) return;
     }
-    long long lines[TILES][2];
+    long long lines[2 * TILES];
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) {
         int line = tile * HEIGHT + 8 * i + row;
-        lines[i / 2][i % 2] = expert * a.rows + (line < a.rows ? line : a.rows - 1);
+        lines[i] = expert * a.rows + (line < a.rows ? line : a.rows - 1);
     }
-    uint4 words[STEPS][TILES][2];
-    auto fetch = [&](int first) {
+    uint4 words[STEPS][2 * TILES];
+    Scale<E2M1> scales[STEPS][2 * TILES];
+    auto fetch = [&](int step, int unit) {
+        int there = unit < units ? unit : 0;
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            int unit = 4 * (first + step * WARPS) + part;
-#pragma unroll
-            for (int i = 0; i < 2 * TILES; i++)
-                words[step][i / 2][i % 2] =
-                    unit < units ? read_weights(a.numbers + (lines[i / 2][i % 2] * units + unit) * (UNIT / 2)) : uint4{};
+        for (int i = 0; i < 2 * TILES; i++) {
+            words[step][i] = read_weights(a.numbers + (lines[i] * units + there) * (UNIT / 2));
+            scales[step][i] = Scale<E2M1>::fetch(a, lines[i] * a.groups + (there >> a.shift));
         }
     };
-    fetch(warp);
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) fetch(step, 4 * (warp + step * WARPS) + part);
     await_earlier_kernels();
-    const Number* inputs[OCTETS];
-    int octets = OCTETS;
+    const uint4* inputs[OCTETS];
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
-        int place = octet * 8 + row, pair = a.pairs ? a.pairs[block * BLOCK + place] : block * TOKENS + place;
-        inputs[octet] = pair < a.num_pairs ? a.x + (long long)(pair / a.fan_out) * a.x_row : nullptr;
+        int place = block * TOKENS + octet * 8 + row, pair = a.pairs ? a.pairs[place] : place;
+        inputs[octet] =
+            pair < a.num_pairs ? reinterpret_cast<const uint4*>(a.x + (long long)(pair / a.fan_out) * a.x_row) : nullptr;
     }
-    if (OCTETS == 2 && a.pairs && a.pairs[block * BLOCK + 8] >= a.num_pairs) octets = 1;
     float acc[TILES][OCTETS][4] = {};
-    for (int first = warp; 4 * first < units; first += STEPS * WARPS) {
-        if (first != warp) fetch(first);
+    for (int first = 4 * warp + part; first - part < units; first += 4 * STEPS * WARPS) {
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            int unit = 4 * (first + step * WARPS) + part;
-            bool there = unit < units;
-            if (4 * (first + step * WARPS) >= units) break;
-            long long group = there ? unit >> a.shift : 0;
-            uint4 numbers[OCTETS][4];
+            int unit = first + 4 * step * WARPS;
+            Scale<E2M1> ready[2 * TILES];
 #pragma unroll
-            for (int octet = 0; octet < OCTETS; octet++)
+            for (int i = 0; i < 2 * TILES; i++) ready[i] = scales[step][i].ready();
 #pragma unroll
-                for (int word = 0; word < 4; word++)
-                    numbers[octet][word] =
-                        there && inputs[octet] && octet < octets
-                            ? *reinterpret_cast<const uint4*>(inputs[octet] + unit * UNIT + word * 8)
-                            : uint4{};
+            for (int word = 0; word < 4; word++) {
+                uint4 x[OCTETS];
 #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                Scale<E2M1> upper(a, lines[i][0] * a.groups + group), lower(a, lines[i][1] * a.groups + group);
-                const unsigned* above = reinterpret_cast<const unsigned*>(&words[step][i][0]);
-                const unsigned* below = reinterpret_cast<const unsigned*>(&words[step][i][1]);
+                for (int octet = 0; octet < OCTETS; octet++)
+                    x[octet] = inputs[octet] && unit < units ? inputs[octet][unit * (UNIT / 8) + word] : uint4{};
 #pragma unroll
-                for (int word = 0; word < 4; word++) {
+                for (int half = 0; half < 2; half++)
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        unsigned a0 = upper.weights(above[word], 2 * half), a1 = lower.weights(below[word], 2 * half);
-                        unsigned a2 = upper.weights(above[word], 2 * half + 1);
-                        unsigned a3 = lower.weights(below[word], 2 * half + 1);
+                    for (int i = 0; i < TILES; i++) {
+                        unsigned above = reinterpret_cast<const unsigned*>(&words[step][2 * i])[word];
+                        unsigned below = reinterpret_cast<const unsigned*>(&words[step][2 * i + 1])[word];
+                        unsigned a0 = ready[2 * i].weights(above, 2 * half), a1 = ready[2 * i + 1].weights(below, 2 * half);
+                        unsigned a2 = ready[2 * i].weights(above, 2 * half + 1);
+                        unsigned a3 = ready[2 * i + 1].weights(below, 2 * half + 1);
 #pragma unroll
                         for (int octet = 0; octet < OCTETS; octet++) {
-                            if (octet >= octets) continue;
-                            const uint4& x = numbers[octet][word];
-                            unsigned low = half ? x.y : x.x, high = half ? x.w : x.z;
+                            unsigned low = half ? x[octet].y : x[octet].x, high = half ? x[octet].w : x[octet].z;
                             multiply_tile(acc[i][octet], a0, a1, a2, a3, __byte_perm(low, high, 0x5410),
                                           __byte_perm(low, high, 0x7632));
                         }
                     }
-                }
             }
+            if (unit - part + 4 * STEPS * WARPS < units) fetch(step, unit + 4 * STEPS * WARPS);
         }
     }
 #pragma unroll
@@ -192,12 +189,12 @@ __device__ inline void multiply_rows(const Arguments& a) {
                 sums[warp][16 * i + row + (one / 2) * 8][octet * 8 + 2 * part + one % 2] = acc[i][octet][one];
     __syncthreads();
     for (int item = threadIdx.x; item < HEIGHT * TOKENS; item += 32 * WARPS) {
-        int place = item / HEIGHT, height = item % HEIGHT, output = tile * HEIGHT + height;
-        int pair = a.pairs ? a.pairs[block * BLOCK + place] : block * TOKENS + place;
+        int place = block * TOKENS + item / HEIGHT, height = item % HEIGHT, output = tile * HEIGHT + height;
+        int pair = a.pairs ? a.pairs[place] : place;
         if (output >= a.rows || pair >= a.num_pairs) continue;
         float sum = 0;
 #pragma unroll
-        for (int one = 0; one < WARPS; one++) sum += sums[one][height][place];
+        for (int one = 0; one < WARPS; one++) sum += sums[one][height][item / HEIGHT];
         if (a.bias) sum += float(a.bias[expert * a.rows + output]);
         if (a.factors) sum *= a.factors[pair];
         a.y[(long long)pair * a.rows + output] = Number(sum);

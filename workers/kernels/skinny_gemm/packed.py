@@ -20,9 +20,10 @@ SOURCE = Path(__file__).with_name("packed.cu")
 LEAST = (9, 0)  # has all that it needs, and so have later ones
 WARPS = 8  # of a block
 UNIT = 32  # columns of a thread
-OCTETS = (1, 2)  # of tokens
-BLOCK = 16  # pairs of a block of one expert
-TALL = 8192  # rows from which a block has more of them
+OCTETS = (1, 2, 4)  # of tokens
+MAX_TOKENS = 64
+TALL = 8192  # rows of weights, times blocks of tokens, from which a block has more of them
+FEW_PAIRS = 4  # of an expert, in the mean, with which most have an octet at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "numbers", "scales", "zeros", "bias", "factors", "y")),
         *((name, ctypes.c_void_p) for name in ("pairs", "experts")),
-        *((name, ctypes.c_int) for name in ("num_pairs", "num_experts", "rows", "columns", "groups", "shift")),
-        *((name, ctypes.c_int) for name in ("x_row", "fan_out")),
+        *((name, ctypes.c_int) for name in ("num_pairs", "num_experts", "num_blocks", "width", "rows", "columns")),
+        *((name, ctypes.c_int) for name in ("groups", "x_row", "fan_out", "shift")),
     )
 
 
@@ -78,28 +79,35 @@ class PackedGemms:
 
     def linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
         tokens = x.shape[0]
-        if not 0 < tokens <= 8 * OCTETS[-1] or not self._takes(x, weights):
+        if not 0 < tokens <= MAX_TOKENS or not self._takes(x, weights):
             return self._others.linear(x, weights)
         y = torch.empty(tokens, weights.rows, dtype=x.dtype, device=x.device)
-        self._launch(x, weights, y, 1 if tokens <= 8 else 2, 1, Arguments(num_pairs=tokens, num_experts=1, fan_out=1))
+        octets = next((one for one in OCTETS if tokens <= 8 * one), OCTETS[-1])
+        num_blocks = -(-tokens // (8 * octets))
+        self._launch(
+            x, weights, y, octets, Arguments(num_pairs=tokens, num_experts=1, num_blocks=num_blocks, fan_out=1)
+        )
         return y
 
     def grouped(
         self, x: Tensor, weights: PackedLinear, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int
     ) -> Tensor:
-        num_blocks, width = blocks.pairs.shape
-        if width != BLOCK or not num_blocks or not self._takes(x, weights):
+        (num_blocks, width), num_experts = blocks.pairs.shape, weights.numbers.shape[0]
+        if width % 16 or not num_blocks or not self._takes(x, weights):
             return self._others.grouped(x, weights, blocks, scale, fan_out)
+        octets = 1 if blocks.num_pairs <= FEW_PAIRS * num_experts else 2 if width % 32 else 4
         y = torch.empty(blocks.num_pairs, weights.rows, dtype=x.dtype, device=x.device)
         arguments = Arguments(
             factors=_address(scale),
             pairs=blocks.pairs.data_ptr(),
             experts=blocks.experts.data_ptr(),
             num_pairs=blocks.num_pairs,
-            num_experts=weights.numbers.shape[0],
+            num_experts=num_experts,
+            num_blocks=num_blocks * width // (8 * octets),
+            width=width,
             fan_out=fan_out,
         )
-        self._launch(x, weights, y, 2, num_blocks, arguments)
+        self._launch(x, weights, y, octets, arguments)
         return y
 
     def _takes(self, x: Tensor, weights: PackedLinear) -> bool:
@@ -109,9 +117,8 @@ class PackedGemms:
         known = not weights.is_float or self._dtype == torch.bfloat16
         return x.dtype == self._dtype and weights.groups is None and x.stride(1) == 1 and even and aligned and known
 
-    def _launch(
-        self, x: Tensor, weights: PackedLinear, y: Tensor, octets: int, num_blocks: int, arguments: Arguments
-    ) -> None:
+    def _launch(self, x: Tensor, weights: PackedLinear, y: Tensor, octets: int, arguments: Arguments) -> None:
+        num_blocks = arguments.num_blocks
         tiling = Tiling(1 if weights.rows * num_blocks < TALL else 2, octets, weights.is_float)
         groups = weights.scales.shape[-1]
         arguments.x, arguments.y, arguments.x_row = x.data_ptr(), y.data_ptr(), x.stride(0)

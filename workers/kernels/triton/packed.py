@@ -13,10 +13,10 @@ from torch import Tensor
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.kernels.packed_linear import PackedLinear
 
-ONE, SEVERAL, LOOKED_UP = 0, 1, 2  # how many groups a tile has
+ONE, SEVERAL, LOOKED_UP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # how many groups a tile has
 LEAST_DEPTH = 16  # of a tensor core
-MANY = 256  # tokens, from which dequantizing once and torch's GEMM take less time
-SCRATCH_NUMBERS = 1 << 25  # dequantized at once
+MANY = 16  # tokens, from which dequantizing once and torch's GEMM take less time
+SCRATCH_NUMBERS = 1 << 24  # dequantized at once: in 16 bits a GPU's L2 has them
 
 
 class TritonPacked:
@@ -89,7 +89,7 @@ def _launch(
     )
 
 
-def _depth(weights: PackedLinear, depth: int) -> tuple[int, int]:
+def _depth(weights: PackedLinear, depth: int) -> tuple[int, tl.constexpr]:
     """Columns of a tile, at most `depth`, and ONE, SEVERAL or LOOKED_UP."""
     size, depth = weights.group_size, min(depth, max(LEAST_DEPTH, triton.next_power_of_2(weights.columns)))
     if weights.groups is not None:
@@ -126,8 +126,12 @@ def _by_scratch(x: Tensor, weights: PackedLinear) -> Tensor:
             DEPTH=depth,
             E2M1=weights.is_float,
         )
-        torch.mm(x, matrix.T, out=y[:, begin : begin + matrix.shape[0]])
-    return y if weights.bias is None else y.add_(weights.bias)
+        part = slice(begin, begin + matrix.shape[0])
+        if weights.bias is None:
+            torch.mm(x, matrix.T, out=y[:, part])
+        else:
+            torch.addmm(weights.bias[part], x, matrix.T, out=y[:, part])
+    return y
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # it differs from step to step
@@ -144,8 +148,8 @@ def _packed_linear(
     if EXPERTS:
         pair = tl.load(pairs + pair)
         expert = tl.load(experts + block)
+    pair = pair.to(tl.int64)
     if expert < num_experts:
-        pair = pair.to(tl.int64)
         there = pair < num_pairs
         output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         row = expert.to(tl.int64) * rows + output

@@ -113,7 +113,7 @@ class Int4Tensor:
     def parts(self, one: Slice) -> Sequence[WeightPart]:
         first, column = (0, one.begin) if one.dim == 1 else (one.begin, 0)
         dim = int(self.weight.by_columns)
-        step = max(1, PART_NUMBERS // self.shape[1 - dim])
+        step = max(1, PART_NUMBERS // 2 // self.shape[1 - dim])
         if self.weight.by_columns:
             whole = lcm(WORD, self.width) // self.width  # columns that begin with a word
             step = max(whole, step // whole * whole)
@@ -267,7 +267,7 @@ def _check_columns(weight: Int4Weight, columns: int, size: int) -> None:
         fit = [ranks for ranks in range(1, weight.columns // size + 1) if weight.columns % (ranks * size) == 0]
         raise InvalidWeights(
             f"{weight.path}: {weight.name} has groups of {size} columns, of which a rank would have {columns} of "
-            f"{weight.columns}; {', '.join(map(str, fit))} ranks can divide them"
+            f"{weight.columns}; it must have whole groups, and numbers of ranks that fit are {fit}"
         )
 
 

@@ -70,6 +70,15 @@ __device__ inline void fetch(void* target, const void* source, unsigned bytes, u
         : "memory");
 }
 
+// 16 bytes that nobody reads again.
+__device__ inline uint4 read_once(const void* source) {
+    uint4 words;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(source));
+    return words;
+}
+
 __device__ inline void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
 __device__ inline bool has_arrived(unsigned long long* barrier, unsigned parity) {
@@ -134,6 +143,10 @@ __device__ inline unsigned multiply_pairs(unsigned one, unsigned other) {
     __half2 both = __hmul2(*reinterpret_cast<__half2*>(&one), *reinterpret_cast<__half2*>(&other));
     return *reinterpret_cast<unsigned*>(&both);
 }
+__device__ inline unsigned subtract_pairs(unsigned one, unsigned other) {
+    __half2 both = __hsub2(*reinterpret_cast<__half2*>(&one), *reinterpret_cast<__half2*>(&other));
+    return *reinterpret_cast<unsigned*>(&both);
+}
 #else
 using Number = __nv_bfloat16;
 __device__ inline float2 unpack(unsigned bits) {
@@ -145,6 +158,10 @@ __device__ inline unsigned pack(float low, float high) {
 }
 __device__ inline unsigned multiply_pairs(unsigned one, unsigned other) {
     __nv_bfloat162 both = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&one), *reinterpret_cast<__nv_bfloat162*>(&other));
+    return *reinterpret_cast<unsigned*>(&both);
+}
+__device__ inline unsigned subtract_pairs(unsigned one, unsigned other) {
+    __nv_bfloat162 both = __hsub2(*reinterpret_cast<__nv_bfloat162*>(&one), *reinterpret_cast<__nv_bfloat162*>(&other));
     return *reinterpret_cast<unsigned*>(&both);
 }
 #endif

@@ -20,48 +20,18 @@ constexpr int UNIT = 32;  // columns of a thread, which share a scale
 constexpr int AHEAD = 4;  // tiles of a warp that are on their way
 
 struct Arguments {
-    const Number* x;                // [pairs / fan_out, columns], rows x_row apart
+    const unsigned short* x;        // [pairs / fan_out, columns], rows x_row apart
     const unsigned char* numbers;   // [experts, rows, columns / 2]
     const void* scales;             // [experts, rows, groups]
     const unsigned char* zeros;     // the same, or null: 8
-    const Number* bias;             // [experts, rows], or null
+    const unsigned short* bias;     // [experts, rows], or null
     const float* factors;           // [pairs], or null
-    Number* y;                      // [pairs, rows]
+    unsigned short* y;              // [pairs, rows]
     const int* pairs;               // see ExpertBlocks; null: all of x
     const int* experts;             // of so many pairs each: width
     int num_pairs, num_experts, num_blocks, width, rows, columns, groups, x_row, fan_out;
     int shift;  // a group has UNIT << shift columns
 };
-
-__device__ inline uint4 read_weights(const unsigned char* source) {
-    uint4 words;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(source));
-    return words;
-}
-
-__device__ inline void multiply_tile(float (&acc)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                     unsigned b1) {
-#if HALF
-#define TYPES "f32.f16.f16.f32"
-#else
-#define TYPES "f32.bf16.bf16.f32"
-#endif
-    asm("mma.sync.aligned.m16n8k16.row.col." TYPES
-                 " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ inline unsigned subtract_pairs(unsigned one, unsigned other) {
-#if HALF
-    __half2 both = __hsub2(*reinterpret_cast<__half2*>(&one), *reinterpret_cast<__half2*>(&other));
-#else
-    __nv_bfloat162 both = __hsub2(*reinterpret_cast<__nv_bfloat162*>(&one), *reinterpret_cast<__nv_bfloat162*>(&other));
-#endif
-    return *reinterpret_cast<unsigned*>(&both);
-}
 
 // A group's scale and zero: fetched as they are stored, and made ready, twice each, where they are used.
 template <bool E2M1>
@@ -110,7 +80,8 @@ struct Scale<true> {
 template <int TILES, int OCTETS, bool E2M1>
 __device__ inline void multiply_rows(const Arguments& a) {
     constexpr int HEIGHT = 16 * TILES, TOKENS = 8 * OCTETS, PITCH = TOKENS + 1, STEPS = AHEAD / TILES;
-    __shared__ float sums[WARPS][HEIGHT][PITCH];
+    SHARED_MEMORY(memory);
+    float* sums = reinterpret_cast<float*>(memory);  // [WARPS][HEIGHT][PITCH]
     int block = blockIdx.x % a.num_blocks, tile = blockIdx.x / a.num_blocks;
     int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, part = threadIdx.x % 4, units = a.columns / UNIT;
     launch_dependents();
@@ -132,7 +103,7 @@ __device__ inline void multiply_rows(const Arguments& a) {
         int there = unit < units ? unit : 0;
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) {
-            words[step][i] = read_weights(a.numbers + (lines[i] * units + there) * (UNIT / 2));
+            words[step][i] = read_once(a.numbers + (lines[i] * units + there) * (UNIT / 2));
             scales[step][i] = Scale<E2M1>::fetch(a, lines[i] * a.groups + (there >> a.shift));
         }
     };
@@ -166,14 +137,14 @@ __device__ inline void multiply_rows(const Arguments& a) {
                     for (int i = 0; i < TILES; i++) {
                         unsigned above = reinterpret_cast<const unsigned*>(&words[step][2 * i])[word];
                         unsigned below = reinterpret_cast<const unsigned*>(&words[step][2 * i + 1])[word];
-                        unsigned a0 = ready[2 * i].weights(above, 2 * half), a1 = ready[2 * i + 1].weights(below, 2 * half);
-                        unsigned a2 = ready[2 * i].weights(above, 2 * half + 1);
-                        unsigned a3 = ready[2 * i + 1].weights(below, 2 * half + 1);
+                        TileA tile{ready[2 * i].weights(above, 2 * half), ready[2 * i + 1].weights(below, 2 * half),
+                                   ready[2 * i].weights(above, 2 * half + 1),
+                                   ready[2 * i + 1].weights(below, 2 * half + 1)};
 #pragma unroll
                         for (int octet = 0; octet < OCTETS; octet++) {
                             unsigned low = half ? x[octet].y : x[octet].x, high = half ? x[octet].w : x[octet].z;
-                            multiply_tile(acc[i][octet], a0, a1, a2, a3, __byte_perm(low, high, 0x5410),
-                                          __byte_perm(low, high, 0x7632));
+                            multiply_tiles(acc[i][octet], tile,
+                                           TileB{__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)});
                         }
                     }
             }
@@ -186,7 +157,8 @@ __device__ inline void multiply_rows(const Arguments& a) {
         for (int octet = 0; octet < OCTETS; octet++)
 #pragma unroll
             for (int one = 0; one < 4; one++)
-                sums[warp][16 * i + row + (one / 2) * 8][octet * 8 + 2 * part + one % 2] = acc[i][octet][one];
+                sums[(warp * HEIGHT + 16 * i + row + one / 2 * 8) * PITCH + octet * 8 + 2 * part + one % 2] =
+                    acc[i][octet][one];
     __syncthreads();
     for (int item = threadIdx.x; item < HEIGHT * TOKENS; item += 32 * WARPS) {
         int place = block * TOKENS + item / HEIGHT, height = item % HEIGHT, output = tile * HEIGHT + height;
@@ -194,10 +166,10 @@ __device__ inline void multiply_rows(const Arguments& a) {
         if (output >= a.rows || pair >= a.num_pairs) continue;
         float sum = 0;
 #pragma unroll
-        for (int one = 0; one < WARPS; one++) sum += sums[one][height][item / HEIGHT];
-        if (a.bias) sum += float(a.bias[expert * a.rows + output]);
+        for (int one = 0; one < WARPS; one++) sum += sums[(one * HEIGHT + height) * PITCH + item / HEIGHT];
+        if (a.bias) sum += unpack(a.bias[expert * a.rows + output]).x;
         if (a.factors) sum *= a.factors[pair];
-        a.y[(long long)pair * a.rows + output] = Number(sum);
+        a.y[(long long)pair * a.rows + output] = pack(sum, 0);
     }
 }
 

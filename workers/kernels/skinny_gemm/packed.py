@@ -39,6 +39,11 @@ class Tiling:
         return f"packed_gemm_{self.tiles}_{self.octets}_{int(self.is_float)}"
 
     @property
+    def shared_bytes(self) -> int:
+        """Of the warps' sums."""
+        return 4 * WARPS * 16 * self.tiles * (8 * self.octets + 1)
+
+    @property
     def definition(self) -> str:
         """The kernel, for packed.cu."""
         return f"KERNEL({self.tiles}, {self.octets}, {int(self.is_float)})"
@@ -74,7 +79,8 @@ class PackedGemms:
     def __init__(self, cubin: bytes, dtype: torch.dtype, others: PackedKernels) -> None:
         self._dtype, self._others, module = dtype, others, Module(cubin)
         self._functions = {
-            one: Function(module, one.kernel, threads=32 * WARPS, shared_bytes=0) for one in tilings(dtype)
+            one: Function(module, one.kernel, threads=32 * WARPS, shared_bytes=one.shared_bytes)
+            for one in tilings(dtype)
         }
 
     def linear(self, x: Tensor, weights: PackedLinear) -> Tensor:

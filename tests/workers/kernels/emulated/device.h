@@ -130,6 +130,11 @@ inline void fetch(void* target, const void* source, unsigned bytes, unsigned lon
     expect(barrier, -(int)bytes, 0);
 }
 inline void prefetch(const void*) {}
+inline uint4 read_once(const void* source) {
+    uint4 words;
+    std::memcpy(&words, source, sizeof words);
+    return words;
+}
 inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (*barrier >> 33 & 1) != parity; }
 inline void wait_for(unsigned long long* barrier, unsigned parity) {
     while (!has_arrived(barrier, parity)) check_patience(0);
@@ -193,6 +198,10 @@ inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
 inline unsigned multiply_pairs(unsigned one, unsigned other) {
     float2 a = unpack(one), b = unpack(other);
     return pack(a.x * b.x, a.y * b.y);
+}
+inline unsigned subtract_pairs(unsigned one, unsigned other) {
+    float2 a = unpack(one), b = unpack(other);
+    return pack(a.x - b.x, a.y - b.y);
 }
 
 struct TileA { unsigned upper, lower, upper_right, lower_right; };

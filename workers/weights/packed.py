@@ -1,5 +1,6 @@
 """Weights of 4 bits in groups of columns, which memory holds packed."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,9 @@ from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.kernels.packed_linear import PackedLinear
 from tandem.workers.kernels.torch.packed import BLOCK_NUMBERS, dequantize
 from tandem.workers.weights.allocator import Allocator, Form
-from tandem.workers.weights.weight import Weight, WeightStack
+from tandem.workers.weights.weight import Projection, Weight, WeightStack
+
+ROWS = 1024  # that are put into order at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +83,30 @@ class Packed(_Packed, Weight):
 
     def linear(self, x: Tensor) -> Tensor:
         return choose_packed_kernels(self.device, self.computed).linear(x, self)
+
+    def prepare(self, *, shared: bool = False) -> Projection:
+        """On a GPU, whose fast kernels take neighbours as groups, columns are put into the order of their groups."""
+        return self if self.groups is None or self.device.type == "cpu" else InGroups(self)
+
+
+class InGroups(Projection):
+    """A weight whose columns, and then those of x, are in the order of their groups. It takes a copy."""
+
+    def __init__(self, weight: Packed) -> None:
+        """weight: with groups of one size, as checkpoints have them; others are multiplied as they are."""
+        assert weight.groups is not None  # else there is nothing to put into order
+        self._order = weight.groups.argsort(stable=True)
+        neighbours = torch.arange(weight.columns, device=weight.device) // weight.group_size
+        self._weight, self._moves = weight, torch.equal(weight.groups[self._order], neighbours.int())
+        if self._moves:
+            numbers = torch.empty_like(weight.numbers)
+            for some, moved in zip(weight.numbers.split(ROWS), numbers.split(ROWS), strict=True):
+                halves = torch.stack((some & 15, some >> 4), -1).flatten(1).index_select(1, self._order)
+                torch.bitwise_or(halves[:, 0::2], halves[:, 1::2] << 4, out=moved)
+            self._weight = dataclasses.replace(weight, numbers=numbers, groups=None)
+
+    def linear(self, x: Tensor) -> Tensor:
+        return self._weight.linear(x.index_select(1, self._order) if self._moves else x)
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,6 +72,7 @@ def check(y: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y.float(), expected.float(), rtol=2 * rounding, atol=rounding)
 
 
+@pytest.mark.gate("*-bfloat16", "8-zeros*")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tokens", [1, 8, 13, 40])

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 KERNELS = {"torch": TorchPacked(), "triton": TritonPacked()}
 
 
+@pytest.mark.gate("21-torch-*", "21-triton-several*", "21-triton-order*", "21-triton-floats", "1-triton-groups as*")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize("tokens", [1, 21])
@@ -46,6 +47,7 @@ def test_products_equal_those_of_unpacked_numbers(
     assert_close(kernels.linear(x, weights).cpu(), expected)
 
 
+@pytest.mark.gate("several*", "order*")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_many_tokens_are_multiplied_by_a_scratch_matrix(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_packed, "MANY", 4)
@@ -56,6 +58,7 @@ def test_many_tokens_are_multiplied_by_a_scratch_matrix(case: dict[str, Any], mo
     assert_close(TritonPacked().linear(x, weights), expected.double())
 
 
+@pytest.mark.gate("torch-*", "triton-order*", "triton-floats")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS.keys())
 def test_each_token_is_multiplied_by_its_experts(kernels: PackedKernels, case: dict[str, Any]) -> None:

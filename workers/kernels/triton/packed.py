@@ -24,7 +24,7 @@ class TritonPacked:
 
     def linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
         tokens = x.shape[0]
-        if tokens > MANY and weights.groups is None:
+        if tokens > MANY:
             return _by_scratch(x, weights)
         y = torch.empty(tokens, weights.rows, dtype=x.dtype, device=x.device)
         width = min(128, max(16, triton.next_power_of_2(tokens)))
@@ -56,7 +56,7 @@ def _launch(
 ) -> None:
     """width: tokens of a block."""
     depth, groups = _depth(weights, 64 if width > 64 else 128)
-    outputs = 128 if width > 32 else 64
+    outputs = 128 if width > 64 else 32  # of a product without experts few programs would have many
     kernel: Any = _packed_linear[(triton.cdiv(weights.rows, outputs), num_blocks)]
     kernel(
         x=x,

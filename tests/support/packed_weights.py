@@ -40,20 +40,14 @@ def random_packed(
 
 
 def naive_matrix(weights: PackedLinear) -> Tensor:
-    """float64 [rows, columns] of one matrix: each number by itself."""
-    numbers, scales = weights.numbers.cpu().tolist(), weights.scales.cpu().double().tolist()
-    zeros = None if weights.zeros is None else weights.zeros.cpu().tolist()
-    size = weights.columns // len(scales[0])
-    owners = [column // size for column in range(weights.columns)]
-    owners = owners if weights.groups is None else weights.groups.cpu().tolist()
-    matrix = torch.empty(weights.rows, weights.columns, dtype=torch.float64)
-    for row, line in enumerate(numbers):
-        for column, group in enumerate(owners):
-            number = line[column // 2] >> 4 if column % 2 else line[column // 2] & 15
-            if weights.is_float:
-                sign, exponent, mantissa = number >> 3, (number >> 1) & 3, number & 1
-                size_of = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
-                matrix[row, column] = (-1) ** sign * size_of * 2.0 ** (scales[row][group] - 127)
-            else:
-                matrix[row, column] = (number - (8 if zeros is None else zeros[row][group])) * scales[row][group]
-    return matrix
+    """float64 [rows, columns] of one matrix, by the definition of its numbers."""
+    packed, scales = weights.numbers.cpu(), weights.scales.cpu().double()
+    numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(1).double()
+    neighbours = torch.arange(weights.columns) // (weights.columns // scales.shape[1])
+    owners = neighbours if weights.groups is None else weights.groups.cpu().long()
+    if not weights.is_float:
+        zeros = 8 if weights.zeros is None else weights.zeros.cpu().double()[:, owners]
+        return (numbers - zeros) * scales[:, owners]
+    sign, exponent, mantissa = numbers // 8, numbers // 2 % 4, numbers % 2
+    size = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2 ** (exponent - 1))
+    return (-1) ** sign * size * 2 ** (scales[:, owners] - 127)

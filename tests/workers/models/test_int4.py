@@ -26,7 +26,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.dense_parameters import in_dense
 from tests.support.int4_checkpoints import AWQ, as_awq, as_gptq, as_pack_quantized, gptq, pack_quantized
 from tests.support.made_tensors import MadeTensors
-from tests.support.quantized_checkpoints import SINGLE, Quantize, all_but, quantize_folder
+from tests.support.quantized_checkpoints import MXFP4, SINGLE, Quantize, all_but, quantize_folder
 
 WHOLE_ROW = -1
 CASES: dict[str, tuple[str, dict[str, Any], Quantize]] = {
@@ -103,6 +103,26 @@ def test_each_rank_loads_its_part_of_every_weight(case: str, tmp_path: Path, mon
         assert ours.keys() == expected.keys()
         for name, tensor in ours.items():
             assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "kept"), [("llama", AWQ, "1.self_attn"), ("gpt_oss", MXFP4, "self_attn")]
+)
+def test_random_weights_are_drawn_in_the_form_of_the_config(
+    family: str, section: dict[str, Any], kept: str, tmp_path: Path
+) -> None:
+    save_checkpoint(family, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    modules = {"modules_to_not_convert": [f"model.*.{kept}"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": section | modules}))
+    parameters = load_parameters(tmp_path, load_config(tmp_path, "float32"), load_format="dummy")
+    last = parameters.layers[-1]
+    assert isinstance(last.attention, AttentionParameters)
+    assert type(last.attention.qkv) is Dense
+    down = last.feed_forward.down
+    one = down if isinstance(down, Packed) else down.one(1)  # type: ignore[union-attr]
+    assert isinstance(one, Packed)
+    assert 0.01 < float(one.tensor().std()) < 0.04
 
 
 def test_resident_bytes_are_those_of_the_files(tmp_path: Path) -> None:

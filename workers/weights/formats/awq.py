@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.fields import Fields
@@ -19,7 +20,6 @@ from tandem.workers.weights.formats.int4 import (
     int4_dummy,
     int4_form,
     numbers_of,
-    pack,
     read_group,
     read_rows,
 )
@@ -42,18 +42,19 @@ class AwqWeight(Int4Weight):
         return {"packed": (columns, rows // WORD), "scales": (groups, rows), "zeros": (groups, rows // WORD)}
 
     def read_numbers(self, rows: range, columns: range) -> Tensor:
-        numbers = _in_order(read_rows(self.packed, columns))
-        return pack(numbers[:, rows.start : rows.stop].T)
+        words = read_rows(self.packed, columns)
+        packed = torch.empty(self.rows, len(columns) // 2, dtype=torch.uint8)
+        for row, position in enumerate(POSITIONS):
+            numbers = (words >> 4 * position & 15).to(torch.uint8)
+            packed[row::WORD] = (numbers[0::2] | numbers[1::2] << 4).T
+        return packed[rows.start : rows.stop]
 
     def read_scales(self, rows: range, groups: range) -> Tensor:
         return read_rows(self.scales, groups)[:, rows.start : rows.stop].T
 
     def read_zeros(self, zeros: Plain, rows: range, groups: range) -> Tensor:
-        return _in_order(read_rows(zeros, groups))[:, rows.start : rows.stop].T
-
-
-def _in_order(words: Tensor) -> Tensor:
-    return numbers_of(words).unflatten(1, (-1, WORD))[:, :, POSITIONS].flatten(1)
+        numbers = numbers_of(read_rows(zeros, groups)).unflatten(1, (-1, WORD))
+        return numbers[:, :, POSITIONS].flatten(1)[:, rows.start : rows.stop].T
 
 
 def _read(section: Fields, served: str) -> Quantization:

@@ -183,11 +183,6 @@ def numbers_of(words: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
-def pack(numbers: Tensor) -> Tensor:
-    """uint8 [n, m / 2] of [n, m], as PackedLinear has them."""
-    return numbers[:, 0::2] | numbers[:, 1::2] << 4
-
-
 def find_int4(
     plain: Mapping[str, Plain], quantization: Quantization, kind: type[Weight]
 ) -> tuple[dict[str, Weight], set[str]]:

@@ -68,3 +68,17 @@ def test_requests_that_move(scheme: str, tmp_path: Path, monkeypatch: pytest.Mon
     settings = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02}
     with running_island(tmp_path / "model", ROOM | settings) as island:
         assert complete_all(island.address, prompts, max_tokens=30, **GREEDY) == due
+
+
+@pytest.mark.gate("gptq-act-order")
+@pytest.mark.parametrize("scheme", ["awq", "gptq-act-order"])
+def test_a_packed_model_drafts_for_itself(scheme: str, tmp_path: Path) -> None:
+    """Drafts hold: both dequantize to the same numbers."""
+    due = save(scheme, tmp_path)
+    model = str(tmp_path / "model")
+    drafts = {"speculation.method": "draft_model", "speculation.draft": model, "speculation.tokens": 3}
+    with running_island(tmp_path / "model", ROOM | drafts | {"island.num_decode": 1}) as island:
+        assert complete_all(island.address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == due
+        usage = complete(island.address, PROMPTS[1], max_tokens=OUTPUT, **GREEDY)[-1].usage
+        assert usage is not None
+        assert usage.accepted_tokens > 0

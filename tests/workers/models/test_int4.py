@@ -136,6 +136,17 @@ def test_resident_bytes_are_those_of_the_files(tmp_path: Path) -> None:
         assert sum(one.nbytes for one in held) <= 1.03 * sum(one.nbytes for one in stored)
 
 
+def test_a_head_that_is_packed_in_its_file_is_dequantized(tmp_path: Path) -> None:
+    """Its rows fill no whole number of words."""
+    save_int4("llama-pack-quantized-asymmetric", tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    made = as_pack_quantized(symmetric=False)("lm_head.weight", tensors.pop("lm_head.weight"))
+    meant = made.pop("meant")
+    save_file(tensors | {name: one.contiguous() for name, one in made.items()}, tmp_path / SINGLE)
+    parameters = load_parameters(tmp_path, load_config(tmp_path, "float32"))
+    assert torch.equal(parameters.lm_head.tensor(), meant)
+
+
 def test_parts_in_orders_of_their_own_are_dequantized(tmp_path: Path) -> None:
     """Products of fused parts take one order of columns; here q has another than k and v."""
     meant = save_int4("llama-gptq-act-order", tmp_path)

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 
 class RankProgress(NamedTuple):
-    """sums: that it has entered. messages: of the leader that it has done with, or written as the leader."""
+    """sums: that it has entered; 0 on a GPU, where kernels count them. messages: of the leader that it has done with,
+    or written as the leader."""
 
     pid: int
     sums: int

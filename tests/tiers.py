@@ -77,6 +77,7 @@ NOT_UNIT = (
     "tests/test_prose.py",
     "tests/test_tiers.py",
     "tests/transfer/nvshmem/test_device_build.py",
+    "tests/transfer/test_nixl.py",
     "tests/transfer/test_shared_memory.py",
     "tests/transfer/test_tcp.py",
     "tests/workers/checkpoint",

@@ -23,12 +23,20 @@ class Registration:
     class_name: str
     devices: tuple[str, ...]  # "cpu", "cuda": where its workers may compute
     install: str = ""  # what brings the packages that its module imports
+    spans_hosts: bool = False
 
 
 TRANSPORTS: Mapping[str, Registration] = MappingProxyType(
     {
         "shared_memory": Registration("tandem.transfer.shared_memory", "SharedMemoryTransport", ("cpu",)),
-        "tcp": Registration("tandem.transfer.tcp.transport", "TcpTransport", ("cpu",)),
+        "tcp": Registration("tandem.transfer.tcp.transport", "TcpTransport", ("cpu",), spans_hosts=True),
+        "nixl": Registration(
+            "tandem.transfer.nixl.transport",
+            "NixlTransport",
+            ("cpu", "cuda"),
+            install=install("nixl"),
+            spans_hosts=True,
+        ),
         "nvshmem": Registration(
             "tandem.transfer.nvshmem.transport",
             "NvshmemTransport",

@@ -30,6 +30,7 @@ class TransportConfig:
     endpoint: Endpoint = LOOPBACK  # the only part that PEs have each for themselves, beside numbers and layouts
     layouts: tuple[KVLayout, ...] = ()  # of each PE, shards of one layout; none where all have `layout`
     scratch_bytes: int = 0  # see Transport.scratch
+    device: str = "cpu"  # where pools are: on a GPU, "cuda", they are on the device current at open()
 
     def __post_init__(self) -> None:
         groups = len(self.layout.groups)

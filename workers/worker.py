@@ -180,6 +180,7 @@ class Worker:
             island=config.island,
             epoch=config.epoch,
             endpoint=endpoint,
+            device=config.device,
         )
         self._opened = self._ranks.transport(self._transports, member)
         self._meter = PushMeter(self._opened)

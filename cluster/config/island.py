@@ -16,7 +16,8 @@ class IslandSection(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """where workers compute; on cuda each has a GPU of its own"""
     transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
-    """how workers write into each other's pages: CPUs by shared_memory or, between hosts, tcp; GPUs by nvshmem"""
+    """how workers write into each other's pages: CPUs by shared_memory or, between hosts, tcp; GPUs by nvshmem;
+    either by nixl, between hosts, too, in the clear"""
     num_prefill: AnyWorkers = Field(default=1, le=256)
     """prefill workers; 0 where scheduler.roles is adaptive or colocated: decode workers compute all prompts then, and
     one GPU makes an island"""
@@ -37,7 +38,7 @@ class IslandSection(Section):
     """how the gateway reaches workers: loopback, on its own host only; node, at their hosts' addresses with mutual TLS;
     auto, node where Ray has several hosts when the cluster starts"""
     span_hosts: bool = False
-    """whether an island's workers go to as many hosts as there are, over tcp; false puts an island onto one host"""
+    """whether an island's workers go to as many hosts as there are, by tcp or nixl; false puts them onto one host"""
     node_resources: dict[str, float] = Field(default={}, max_length=64)
     """Ray's resources that a host must have for an island, and how many"""
     node_labels: dict[str, str] = Field(default={}, max_length=64)
@@ -74,8 +75,13 @@ class IslandSection(Section):
     def _fit_transport(cls, span_hosts: bool, info: ValidationInfo) -> bool:
         if span_hosts and _has_several(info):
             raise ValueError("must be false where a worker has several ranks: they share memory of one host")
-        if span_hosts and (info.data.get("transport", "tcp") != "tcp" or info.data.get("network") == "loopback"):
-            raise ValueError("must be false unless island.transport is tcp and island.network is not loopback")
+        fitting = [name for name, one in TRANSPORTS.items() if one.spans_hosts]
+        if span_hosts and (
+            info.data.get("transport", *fitting[:1]) not in fitting or info.data.get("network") == "loopback"
+        ):
+            raise ValueError(
+                f"must be false unless island.transport is {' or '.join(fitting)} and island.network is not loopback"
+            )
         return span_hosts
 
 

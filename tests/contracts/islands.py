@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ def pages_of(layout: KVLayout) -> tuple[int, ...]:
 
 
 def registered_island(name: str, config: TransportConfig) -> list[Transport]:
+    if name == "nixl":
+        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
     return [create_transport(name, config.of(pe)) for pe in range(config.num_pes)]
 
 

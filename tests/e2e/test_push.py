@@ -28,8 +28,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.fixture(params=["shared_memory", "tcp"])
+@pytest.fixture(params=["shared_memory", "tcp", "nixl"])
 def island(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Island]:
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
     settings = {"island.num_decode": 3, "scheduler.max_batch_tokens": 512, "island.transport": request.param}
     with running_island(checkpoint, settings) as island:
         yield island

@@ -1,5 +1,6 @@
 """The pages and the mailbox of this PE, as the threads of connections fill them."""
 
+import secrets
 import threading
 from collections.abc import Iterator
 
@@ -14,30 +15,28 @@ from tandem.transfer.errors import TransportError
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import ALL_OF_THEM, PagePool
 from tandem.transfer.regions import Region
-from tandem.transfer.segment import create_private_segment
+from tandem.transfer.segment import TOKEN_BYTES, create_private_segment
 from tandem.transfer.tcp.frames import Kind
 
 
 class PageMemory:
-    """A private segment. What comes from a connection is checked here against the sizes of the pools.
+    """Pools and mailbox. What comes from a peer is checked here against the sizes of the pools.
 
-    bytes: of each pool, page by page.
+    bytes: of each pool, page by page; of none on a GPU.
     """
 
-    def __init__(self, config: TransportConfig) -> None:
+    def __init__(self, config: TransportConfig, pools: tuple[Tensor, ...] = ()) -> None:
+        """pools: zeroed, as the layout wants them; without them they are a private segment."""
         self.layout = config.layout
         self.regions = config.regions  # of each PE
         self.num_signals = config.num_signals
         self._num_pages = config.num_pages
-        self._segment = create_private_segment(config)
-        self.token = self._segment.token
-        self.pools = [PagePool(pool) for pool in self._segment.pools]
-        self.bytes = [bytes_of(pool) for pool in self._segment.pools]
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.tensors = pools or create_private_segment(config).pools
+        self.pools = [PagePool(pool) for pool in self.tensors]
+        self.bytes = [bytes_of(pool) for pool in self.tensors if not pool.is_cuda]
+        self._mailbox = np.zeros((config.num_signals, 2), np.int64)
         self._mail = threading.Lock()
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._segment.pools
 
     def page_views(self, group: int, runs: NDArray[np.int32]) -> Iterator[memoryview]:
         """The bytes of runs, int32 [n, 2], of (page, how many). TransportError, before the first, if one is outside."""
@@ -72,12 +71,12 @@ class PageMemory:
 
     def post(self, row: int, signal: int, payload: int) -> None:
         with self._mail:
-            self._segment.mailbox[row] = (signal, payload)
+            self._mailbox[row] = (signal, payload)
 
     def mailbox(self) -> Int64Array:
         """A copy."""
         with self._mail:
-            return self._segment.mailbox.copy()
+            return self._mailbox.copy()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -116,8 +116,11 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
             "island.transport=nvshmem",
             ["island.transport is 'nvshmem'", "must be shared_memory", "island.device is cpu"],
         ),
-        ("island.device=cuda", ["island.transport is 'shared_memory'", "must be nvshmem", "island.device is cuda"]),
-        ("island.span_hosts=true", ["island.span_hosts is True", "false unless island.transport is tcp"]),
+        (
+            "island.device=cuda",
+            ["island.transport is 'shared_memory'", "must be nixl or nvshmem", "island.device is cuda"],
+        ),
+        ("island.span_hosts=true", ["island.span_hosts is True", "false unless island.transport is tcp or nixl"]),
         ("island.decode_ranks=0", ["island.decode_ranks is 0", "greater than or equal to 1"]),
         ("island.prefill_ranks=65", ["island.prefill_ranks is 65", "less than or equal to 64"]),
         ("island.device=tpu", ["island.device is 'tpu'", "'cpu' or 'cuda'"]),

@@ -1,0 +1,331 @@
+"""The transport between hosts with RDMA, or over TCP: pages are written by NIXL, whose backend is UCX.
+
+    PE 0                                                                     PE 1
+    write_slots  ─► whole pages, a span a run ═══════ one-sided writes ════► pages
+    write_slots, ─► copy in a ring ══════════════════ one-sided writes ════► ring ──┐
+    write_tokens        └► note, once it is there ── ─ ─ messages ─ ─ ─ ──► thread ─┴─► pages
+    post         ─► note, once all before it is done ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─► thread ───► mailbox
+    fence        ◄─ writes done, notes landed  ◄ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ── thread
+
+One thread a PE talks to NIXL (`Exchange`). The step thread gives it items, and never waits for a device or the network
+but for a free slot of a ring. Slots and tokens are many short rows: a span a row costs 15 µs, so that they travel as
+copies, which the receiver's thread sorts in. No memory of a peer is mapped.
+
+**Order.** Notes are sent in the order of their items, each when all writes before it are done. NIXL calls a write done
+when the peer sees its bytes. Notes are numbered, and one out of order ends the connection. The receiver's thread puts
+posts into the mailbox, and says how many notes have landed. A fence is quiet once its writes are done, and its notes
+have landed.
+
+**GPUs.** Pools are then on the GPU, and an item waits for an event of the stream that computes it. A first token is
+copied to the host on that stream, and the thread reads it once its event has come. No GPU has run this yet.
+
+**Loss.** A peer is lost when NIXL says so, when a write takes too long, or when it has sent no sign of life for as
+long as its endpoint allows. It stays so for the rest of the epoch: writes, posts and fences raise PeerGone.
+
+**Epochs.** An agent's name has a token that each open() draws anew, and notes of other names are ignored. close() ends
+the thread with its writes, takes the memory back from NIXL, and ends all connections with the agent. UCX encrypts
+nothing and asks nobody for a certificate: see docs/security.md.
+"""
+
+import base64
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from nixl import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]  # not there where types are checked
+from torch import Tensor
+
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.stored_layers import Stages
+from tandem.transfer.copy_plan import CopyPlan, plan_copy
+from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
+from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
+from tandem.transfer.nixl.devices import settings
+from tandem.transfer.nixl.exchange import Exchange
+from tandem.transfer.nixl.memory import NixlMemory
+from tandem.transfer.nixl.peer import SLOTS, Item, Kind, NixlFence, Note, Peer, Spans
+from tandem.transfer.page_pool import movable, rows_for
+from tandem.transfer.tcp.frames import Kind as Staged
+from tandem.transfer.transport import Fence, Int64Array, QuietFence, Transport
+
+NAME = "nixl"
+WRITE_BYTES = 8 << 20  # of pages; longer pushes are cut, so that other peers have their turn
+STAGE_BYTES = 64 << 10  # layers of a page from which it pays to send the first layers apart
+FIELDS = ("name", "metadata", "memory", "device", "pools", "inbox", "slot_bytes")
+
+
+class Remote:
+    """Where a peer's memory is, by its handle. TransportError where that says nothing of it."""
+
+    def __init__(self, pe: int, detail: Detail, num_pools: int) -> None:
+        try:
+            self.name, self.metadata = str(detail["name"]), base64.b64decode(str(detail["metadata"]), validate=True)
+            self.memory, self.device = str(detail["memory"]), int(detail["device"])
+            self.pools = [int(address) for address in str(detail["pools"]).split(",")]
+            self.inbox, self.slot_bytes = int(detail["inbox"]), int(detail["slot_bytes"])
+            if len(self.pools) != num_pools or self.memory not in ("DRAM", "VRAM"):
+                raise ValueError(f"{len(self.pools)} pools in {self.memory}")
+        except (KeyError, ValueError) as error:
+            raise TransportError(f"PE {pe}'s handle has detail {detail}; it must have {', '.join(FIELDS)}") from error
+
+
+class NixlTransport(Transport):
+    """Of the endpoint only host and silent_seconds count: UCX listens on the interface of that address.
+
+    join() returns before peers answer: one whose process has ended is found lost soon after.
+    """
+
+    def __init__(self, config: TransportConfig) -> None:
+        super().__init__(config)
+        self.silent_seconds = config.endpoint.silent_seconds
+        self.quiet_seconds = max(self.quiet_seconds, self.silent_seconds)
+        self._memory: NixlMemory | None = None
+        self._agent: Any = None
+        self._registered: list[Any] = []
+        self._peers: dict[int, Peer] = {}
+        self._remotes: dict[int, Remote] = {}
+        self._exchange: Exchange | None = None
+
+    def open(self) -> bytes:
+        if self._memory is not None:
+            raise TransportError(f"PE {self.pe} is open already; open() is called once")
+        memory = NixlMemory(self.config)
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # else it writes to stdout
+        for name, value in settings(self.config.endpoint, cuda=memory.device is not None).items():
+            os.environ.setdefault(name, value)  # UCX reads them when a backend is made
+        name = f"{self.config.island}-{self.epoch}-{self.pe}-{memory.token.hex()}"
+        try:
+            self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+            self._registered = [self._agent.register_memory(list(memory.tensors))]
+            self._registered.append(self._agent.register_memory([memory.inbox, memory.outbox]))
+            metadata = self._agent.get_agent_metadata()
+        except Exception as error:  # NIXL's have no common class
+            raise TransportError(f"NIXL cannot use the memory or the network of PE {self.pe}: {error}") from error
+        self._memory = memory
+        detail: Detail = {
+            "name": name,
+            "metadata": base64.b64encode(metadata).decode(),
+            "memory": memory.kind,
+            "device": memory.device_index,
+            "pools": ",".join(str(pool.data_ptr()) for pool in memory.tensors),
+            "inbox": memory.inbox.data_ptr(),
+            "slot_bytes": memory.slot_bytes,
+        }
+        return make_handle(NAME, self.config, detail)
+
+    def join(self, handles: Sequence[bytes]) -> None:
+        memory = self._memory
+        if memory is None:
+            raise TransportClosed(f"PE {self.pe} is not open; join() comes after open()")
+        details = read_handles(NAME, self.config, handles)
+        others = [pe for pe in range(self.num_pes) if pe != self.pe]
+        remotes = {pe: Remote(pe, details[pe], len(memory.pools)) for pe in others}
+        added: list[str] = []
+        try:
+            for pe, remote in remotes.items():
+                added.append(self._agent.add_remote_agent(remote.metadata).decode())
+                if added[-1] != remote.name:
+                    raise TransportError(f"PE {pe}'s metadata is of agent {added[-1]!r}; {remote.name!r} is expected")
+                self._agent.make_connection(remote.name)
+        except Exception as error:
+            for name in added:
+                self._agent.remove_remote_agent(name)
+            raise (
+                error if isinstance(error, TransportError) else TransportError(f"NIXL cannot join: {error}")
+            ) from error
+        self._remotes, self._peers = remotes, {pe: Peer(pe) for pe in others}
+        names = {remotes[pe].name: peer for pe, peer in self._peers.items()}
+        self._exchange = Exchange(self._agent, names, memory, self.quiet_seconds)
+        self._joined = True
+
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        return self._own.tensors
+
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
+    ) -> None:
+        own = self._own
+        self._check_peer(pe)
+        if not slots.shape[0]:
+            return
+        self._check_token_slots(group, slots)
+        region = self._regions[pe][group]
+        target = layer if region is None else region.peer_layer(layer)
+        if target is None:
+            return
+        tokens = token_indices if own.device is None else token_indices.to(own.device)
+        planes = [rows for rows in rows_for(k, v, tokens, region) if rows is not None]
+        if pe == self.pe:
+            own.pools[group].put_tokens(
+                layer, slots.long().to(k.device), planes[0], planes[1] if v is not None else None
+            )
+            return
+        most, places = own.count_of(Staged.TOKENS, group, region), slots.to(torch.int32).numpy()
+        for begin in range(0, places.size, most):
+            part = slice(begin, begin + most)
+            self._stage(pe, Staged.TOKENS, group, target, places[part], [movable(one[part]) for one in planes])
+
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
+        own = self._own
+        self._check_peer(pe)
+        plan = plan_copy(source_slots, target_slots, self.layout.paging[group].entries, self._num_slots(group))
+        pool, region = own.pools[group], self._regions[pe][group]
+        if pe == self.pe:
+            pool.copy(pool, plan)
+            return
+        single = plan.source_slots, plan.target_slots
+        if region is None:
+            self._write_pages(pe, group, plan, stages)
+        elif region.is_empty:
+            return
+        else:  # no page of the one is a page of the other
+            single = source_slots, target_slots
+        most = own.count_of(Staged.SLOTS, group, region)
+        for begin in range(0, single[0].size, most):
+            part = slice(begin, begin + most)
+            slots = torch.from_numpy(single[0][part]).long()
+            rows = pool.read_slots(slots if own.device is None else slots.to(own.device), region).contiguous()
+            self._stage(pe, Staged.SLOTS, group, 0, single[1][part], [rows])
+
+    def fence(self, pe: int) -> Fence:
+        self._check_peer(pe)
+        return QuietFence() if pe == self.pe else NixlFence(self._peers[pe])
+
+    def quiet(self, pe: int) -> None:
+        fence = self.fence(pe)
+        if isinstance(fence, NixlFence):
+            peer, deadline = fence.peer, time.monotonic() + self.quiet_seconds
+            with peer.lock:
+                while not fence.has_landed():
+                    if not peer.progress.wait(deadline - time.monotonic()):
+                        raise TransportTimeout(
+                            f"writes from PE {self.pe} to PE {pe} took more than {self.quiet_seconds:g} s; "
+                            "they may still land"
+                        )
+
+    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
+        own = self._own
+        self._check_peer(pe)
+        self._check_row(row)
+        if pe == self.pe:
+            own.post(row, signal, int(payload))
+            return
+        word, ready = payload, None
+        if isinstance(payload, Tensor) and payload.is_cuda:
+            word = torch.empty((), dtype=torch.int64, pin_memory=True)
+            word.copy_(payload, non_blocking=True)
+            ready = self._mark()
+        elif isinstance(payload, Tensor):
+            word = int(payload)
+        self._give(pe, Item(ready, note=Note(Kind.POST, row, signal, word)))
+
+    def mailbox(self) -> Int64Array:
+        return self._own.mailbox()
+
+    @property
+    def lost(self) -> str:
+        for peer in self._peers.values():
+            if peer.failure and self._joined:
+                return f"PE {peer.pe}: {peer.failure}"
+        return ""
+
+    def close(self) -> None:
+        self._joined = False
+        if self._exchange is not None:
+            self._exchange.close()
+        for peer in self._peers.values():
+            peer.fail("this PE has left the island")
+        for registered in self._registered:
+            self._agent.deregister_memory(registered)
+        self._exchange, self._agent, self._memory = None, None, None
+        self._registered, self._peers, self._remotes = [], {}, {}
+
+    @property
+    def _own(self) -> NixlMemory:
+        self._check_peer(self.pe)
+        assert self._memory is not None, "joined"
+        return self._memory
+
+    def _write_pages(self, pe: int, group: int, plan: CopyPlan, stages: Stages) -> None:
+        """The whole pages of a plan, straight from the own pool; with stages its first layers as they are stored."""
+        own, remote, size = self._own, self._remotes[pe], self.layout.page_bytes(group)
+        layers = len(self.layout.groups[group].layers)
+        source, target = _spans(plan, own.tensors[group].data_ptr(), remote.pools[group], size)
+        if len(stages) < 2 or size < STAGE_BYTES * len(stages):
+            self._write(pe, source, target, stages[-1][1] if stages else self._mark())
+            return
+        source, target = (_cut(one, size) for one in (source, target))
+        done = 0
+        for num_layers, event in stages:
+            begin, end = done * size // layers, num_layers * size // layers
+            parts = [one + np.array([begin, end - begin - size], np.int64) for one in (source, target)]
+            self._write(pe, parts[0], parts[1], event)
+            done = num_layers
+
+    def _write(self, pe: int, source: np.ndarray, target: np.ndarray, ready: "torch.cuda.Event | None") -> None:
+        """source, target: int64 [n, 2], address and bytes."""
+        own, remote = self._own, self._remotes[pe]
+        number = np.cumsum(source[:, 1]) // WRITE_BYTES
+        for part in np.split(np.arange(len(source)), np.flatnonzero(np.diff(number)) + 1):
+            if part.size:
+                spans = [
+                    Spans(memory, np.insert(one[part], 2, device, axis=1).astype(np.uint64))
+                    for one, memory, device in (
+                        (source, own.kind, own.device_index),
+                        (target, remote.memory, remote.device),
+                    )
+                ]
+                self._give(pe, Item(ready, *spans))
+
+    def _stage(
+        self, pe: int, kind: Staged, group: int, layer: int, places: Int32Array, planes: Sequence[Tensor]
+    ) -> None:
+        own, remote = self._own, self._remotes[pe]
+        slot = self._peers[pe].free_slot(self.quiet_seconds)
+        size = own.stage(pe, slot, kind, group, layer, places, planes)
+        begin = remote.inbox + (self.pe * SLOTS + slot) * remote.slot_bytes
+        target = Spans("DRAM", np.array([[begin, size, 0]], np.uint64))
+        note = Note(Kind.STAGED, slot, 0, size)
+        self._give(pe, Item(self._mark(), own.slot_span(pe, slot, size), target, note))
+
+    def _mark(self) -> "torch.cuda.Event | None":
+        """Comes behind what is on the current stream of a GPU."""
+        if self._own.device is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _give(self, pe: int, item: Item) -> None:
+        self._peers[pe].give(item)
+        assert self._exchange is not None, "joined"
+        self._exchange.wake()
+
+
+def _spans(plan: CopyPlan, source: int, target: int, page_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each run of pages address and bytes, int64 [n, 2], none longer than WRITE_BYTES unless a page is."""
+    most = max(1, WRITE_BYTES // page_bytes)
+    counts = plan.num_pages.astype(np.int64)
+    pieces = -(-counts // most)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its run
+    length = np.minimum(np.repeat(counts, pieces) - number * most, most) * page_bytes
+    sides = []
+    for base, pages in ((source, plan.source_pages), (target, plan.target_pages)):
+        first = np.repeat(pages.astype(np.int64), pieces) + number * most
+        sides.append(np.stack([base + first * page_bytes, length], axis=1))
+    return sides[0], sides[1]
+
+
+def _cut(spans: np.ndarray, page_bytes: int) -> np.ndarray:
+    """A span a page."""
+    pages = spans[:, 1] // page_bytes
+    number = np.arange(pages.sum()) - np.repeat(np.cumsum(pages) - pages, pages)
+    address = np.repeat(spans[:, 0], pages) + number * page_bytes
+    return np.stack([address, np.full_like(address, page_bytes)], axis=1)

@@ -1,20 +1,22 @@
-"""Page-to-page push of Qwen3-8B KV between two processes through the TCP transport, over loopback. Prints JSON.
+"""Page-to-page push of Qwen3-8B KV between two processes through TCP or NIXL, over loopback. Prints JSON.
 
 36 layers, 8 KV heads of 128, bf16, page 16: a page is 2.25 MiB. Page tables are random and new in each round, so that
 no two pages are neighbours. GB/s are bytes ÷ seconds from the call to its end on the sender, median over the rounds:
 
     stream  one plain TCP connection, from one contiguous buffer into another, with a byte back at the end
     push    write_slots + quiet; `issue_us` is how long write_slots alone takes
-    tls     pushes of the longest prompt over mutual TLS, as between hosts
+    post    half of the time from a post until the receiver, which reads its mailbox all the time, has posted back
+    tls     pushes of the longest prompt over mutual TLS, as between hosts; TCP alone
 
-Streams and pushes take turns, so that what else the machine does meets both. A push has several connections. Where the
-cores are busy with other things it gets a larger share of them than a stream does.
+`--transports tcp,nixl` measures both. Streams, pushes and transports take turns, so that what else the machine does
+meets all of them. A push over TCP has several connections. Where the cores are busy with other things it gets a larger
+share of them than a stream does.
 """
 
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,9 +29,10 @@ from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.supervision.authority import Authority
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
+from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.tcp.memory import bytes_of
-from tandem.transfer.tcp.transport import TcpTransport
+from tandem.transfer.transport import Transport
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_least, print_result
@@ -39,16 +42,24 @@ LAYOUT = KVLayout((LayerGroup(tuple(range(36)), KV(8, 128)),), PAGE, torch.bfloa
 TARGETS = {8192: 0.8}  # of the stream
 SENDER, RECEIVER = 0, 1
 WARM_UP, ROUNDS = 1, 7
+POSTS = 50
 
 
-def make_transport(pe: int, num_pages: int, endpoint: Endpoint) -> TcpTransport:
-    return TcpTransport(TransportConfig(pe, 2, LAYOUT, (num_pages,), 8, "bench-tcp", 1, endpoint))
+def make_transport(name: str, pe: int, num_pages: int, endpoint: Endpoint) -> Transport:
+    return create_transport(name, TransportConfig(pe, 2, LAYOUT, (num_pages,), 8, "bench-push", 1, endpoint))
+
+
+def wait_for(transport: Transport, signal: int) -> None:
+    """A post of the peer's, in row 0."""
+    while int(transport.mailbox()[0, 0]) != signal:
+        time.sleep(0)
 
 
 def receiver(pipe: Connection) -> None:
-    """Obeys: (endpoint, pages) opens and joins, "stream" takes one stream, None ends."""
-    endpoint, num_pages = pipe.recv()
-    transport = make_transport(RECEIVER, num_pages, endpoint)
+    """Opens and joins as told. Then it obeys numbers: n > 0 takes a stream of n bytes, n < 0 posts back -n times, 0
+    ends."""
+    name, endpoint, num_pages = pipe.recv()
+    transport = make_transport(name, RECEIVER, num_pages, endpoint)
     pipe.send(transport.open())
     transport.join(pipe.recv())
     target = bytes_of(transport.pools[0])
@@ -57,6 +68,12 @@ def receiver(pipe: Connection) -> None:
         connection, _ = server.accept()
     with connection:
         while length := pipe.recv():
+            for number in range(1, 1 - length):
+                wait_for(transport, number)
+                transport.post(SENDER, 0, number, number)
+            if length < 0:
+                wait_for(transport, -1)
+                continue
             view = target[:length]
             while view:
                 view = view[connection.recv_into(view, 0, socket.MSG_WAITALL) :]
@@ -67,13 +84,13 @@ def receiver(pipe: Connection) -> None:
 class Pair:
     """This process's transport, joined with one in a process of its own."""
 
-    def __init__(self, num_pages: int, endpoint: Endpoint) -> None:
+    def __init__(self, name: str, num_pages: int, endpoint: Endpoint) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=receiver, args=(theirs,), daemon=True)
         self._process.start()
-        self.transport = make_transport(SENDER, num_pages, endpoint)
-        self._pipe.send((endpoint, num_pages))
+        self.transport = make_transport(name, SENDER, num_pages, endpoint)
+        self._pipe.send((name, endpoint, num_pages))
         handles = [self.transport.open(), self._pipe.recv()]
         self._pipe.send(handles)
         self.transport.join(handles)
@@ -93,6 +110,18 @@ class Pair:
         issued = time.perf_counter() - began
         self.transport.quiet(RECEIVER)
         return issued, time.perf_counter() - began
+
+    def posts(self) -> list[float]:
+        """Seconds of each there and back, halved."""
+        self._pipe.send(-POSTS)
+        took = []
+        for number in range(1, POSTS + 1):
+            began = time.perf_counter()
+            self.transport.post(RECEIVER, 0, number, number)
+            wait_for(self.transport, number)
+            took.append((time.perf_counter() - began) / 2)
+        self.transport.post(RECEIVER, 0, -1, 0)
+        return took
 
     def close(self) -> None:
         self._pipe.send(0)
@@ -114,45 +143,56 @@ def random_tables(length: int, num_pages: int, seed: int) -> tuple[Int32Array, I
     return source, target
 
 
-def measure(length: int, endpoint: Endpoint, budget: Budget) -> dict[str, Measured]:
+def measure(names: Sequence[str], length: int, endpoint: Endpoint, budget: Budget) -> dict[str, dict[str, Measured]]:
+    """Of each transport. They take turns."""
     num_pages, num_bytes = length // PAGE + 8, length * LAYOUT.token_bytes
-    pair = Pair(num_pages, endpoint)
-    streams, pushes, issues, ratios = [], [], [], []
+    pairs = {name: Pair(name, num_pages, endpoint) for name in names}
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for number in budget.within(range(WARM_UP + ROUNDS), least=WARM_UP + 1):
         tables = random_tables(length, num_pages, number)
-        stream = seconds_of(lambda: pair.stream(num_bytes))
-        issued, push = pair.push(tables)
-        issues.append(issued)
-        streams.append(num_bytes / stream / 1e9)
-        pushes.append(num_bytes / push / 1e9)
-        ratios.append(stream / push)
-    pair.close()
+        for name, pair in pairs.items():
+            stream = seconds_of(lambda pair=pair: pair.stream(num_bytes))
+            rows[name].append((stream, *pair.push(tables)))
+    posts = {name: pair.posts() for name, pair in pairs.items()}
+    for pair in pairs.values():
+        pair.close()
+    return {name: _numbers(num_bytes, rows[name][WARM_UP:], posts[name]) for name in names}
+
+
+def _numbers(num_bytes: int, rows: Sequence[tuple[float, float, float]], posts: list[float]) -> dict[str, Measured]:
     return {
-        "stream_gb_s": Measured.median(streams[WARM_UP:]),
-        "push_gb_s": Measured.median(pushes[WARM_UP:]),
-        "issue_us": Measured.median(issues[WARM_UP:], 1e6),
-        "of_stream": Measured.median(ratios[WARM_UP:]),
+        "stream_gb_s": Measured.median([num_bytes / stream / 1e9 for stream, _, _ in rows]),
+        "push_gb_s": Measured.median([num_bytes / push / 1e9 for _, _, push in rows]),
+        "issue_us": Measured.median([issued for _, issued, _ in rows], 1e6),
+        "of_stream": Measured.median([stream / push for stream, _, push in rows]),
+        "post_us": Measured.median(posts, 1e6),
     }
 
 
 def main() -> None:
     parser = benchmark_parser(__file__, __doc__)
     add_list(parser, "--lengths", int, default=[1024, 8192], help="prompts, in tokens; multiples of 16")
+    add_list(parser, "--transports", str, default=["tcp"], help="of tcp and nixl, which take turns")
     add_seconds(parser)
     options = parser.parse_args()
     budget = Budget(options.seconds)
-    plain = {length: measure(length, LOOPBACK, budget) for length in options.lengths}
-    tls = measure(max(options.lengths), Authority("bench").pages("127.0.0.1"), budget)
-    result = {
-        "lengths": {str(length): numbers for length, numbers in plain.items()},
-        "tls": {key: tls[key] for key in ("push_gb_s", "of_stream")},
-        "targets": [
-            at_least(f"push of {length} tokens, of a plain TCP stream", plain[length]["of_stream"], limit)
-            for length, limit in TARGETS.items()
-            if length in plain
-        ],
-    }
-    print_result(result, options)
+    measured = {length: measure(options.transports, length, LOOPBACK, budget) for length in options.lengths}
+    result: dict[str, Any] = {}
+    if "tcp" in measured[options.lengths[0]]:
+        plain = {length: numbers["tcp"] for length, numbers in measured.items()}
+        tls = measure(["tcp"], max(options.lengths), Authority("bench").pages("127.0.0.1"), budget)["tcp"]
+        result = {
+            "lengths": {str(length): numbers for length, numbers in plain.items()},
+            "tls": {key: tls[key] for key in ("push_gb_s", "of_stream")},
+            "targets": [
+                at_least(f"push of {length} tokens, of a plain TCP stream", plain[length]["of_stream"], limit)
+                for length, limit in TARGETS.items()
+                if length in plain
+            ],
+        }
+    others = {name: {str(length): measured[length][name] for length in measured} for name in options.transports}
+    others.pop("tcp", None)
+    print_result(result | others, options)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,17 @@ log = logging.getLogger(__name__)
 class Exchange:
     """Of one epoch. Without a thread of NIXL's own, which would keep a core busy."""
 
-    def __init__(self, agent: Any, names: dict[str, Peer], memory: NixlMemory, seconds: float) -> None:
-        """agent: has the peers' metadata, and is this thread's from now on. names: of the peers' agents. seconds: how
-        long a write may take, and a peer be silent, until the peer is lost."""
-        self._agent, self._names, self._memory, self._seconds = agent, names, memory, seconds
+    def __init__(
+        self, agent: Any, names: dict[str, Peer], memory: NixlMemory, write_seconds: float, silent_seconds: float
+    ) -> None:
+        """agent: has the peers' metadata, and is this thread's from now on. names: of the peers' agents. write_seconds,
+        silent_seconds: how long a write may take, and a peer be silent, until the peer is lost."""
+        self._agent, self._names, self._memory = agent, names, memory
+        self._write_seconds, self._silent_seconds = write_seconds, silent_seconds
         self._begun: dict[int, deque[tuple[Item, Any]]] = {peer.pe: deque() for peer in names.values()}
         self._moved = dict.fromkeys(self._begun, 0.0)  # when the oldest write of a peer came to be the oldest
-        self._sent, self._said, self._beat = (dict.fromkeys(self._begun, 0) for _ in "nsb")
+        self._sent, self._said = dict.fromkeys(self._begun, 0), dict.fromkeys(self._begun, 0)  # numbers of notes
+        self._beat = dict.fromkeys(self._begun, 0.0)
         self._heard = dict.fromkeys(self._begun, 0.0)  # 0 until the first note: it may not have joined
         self._gone: set[int] = set()
         self._turned = time.monotonic()
@@ -149,10 +153,10 @@ class Exchange:
             with peer.lock:
                 peer.done += 1
                 peer.progress.notify_all()
-        if begun and now > self._moved[pe] + self._seconds:
-            raise TransportError(f"a write has taken more than {self._seconds:g} s")
-        if self._heard[pe] and now > self._heard[pe] + self._seconds:
-            raise TransportError(f"it has been silent for {self._seconds:g} s")
+        if begun and now > self._moved[pe] + self._write_seconds:
+            raise TransportError(f"a write has taken more than {self._write_seconds:g} s")
+        if self._heard[pe] and now > self._heard[pe] + self._silent_seconds:
+            raise TransportError(f"it has been silent for {self._silent_seconds:g} s")
         if self._said[pe] != peer.landed or now > self._beat[pe] + BEAT_SECONDS:
             self._said[pe], self._beat[pe] = peer.landed, now
             self._agent.send_notif(name, Note(Kind.LANDED).pack(peer.landed))

@@ -32,11 +32,12 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from nixl import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]  # not there where types are checked
+from nixl import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
@@ -55,6 +56,7 @@ from tandem.transfer.transport import Fence, Int64Array, QuietFence, Transport
 NAME = "nixl"
 WRITE_BYTES = 8 << 20  # of pages; longer pushes are cut, so that other peers have their turn
 STAGE_BYTES = 64 << 10  # layers of a page from which it pays to send the first layers apart
+SILENT_SECONDS = 3.0  # a peer is not lost sooner: signs of life come once a second
 FIELDS = ("name", "metadata", "memory", "device", "pools", "inbox", "slot_bytes")
 
 
@@ -139,7 +141,9 @@ class NixlTransport(Transport):
             ) from error
         self._remotes, self._peers = remotes, {pe: Peer(pe) for pe in others}
         names = {remotes[pe].name: peer for pe, peer in self._peers.items()}
-        self._exchange = Exchange(self._agent, names, memory, self.quiet_seconds)
+        self._exchange = Exchange(
+            self._agent, names, memory, self.quiet_seconds, max(self.silent_seconds, SILENT_SECONDS)
+        )
         self._joined = True
 
     @property
@@ -273,16 +277,13 @@ class NixlTransport(Transport):
         """source, target: int64 [n, 2], address and bytes."""
         own, remote = self._own, self._remotes[pe]
         number = np.cumsum(source[:, 1]) // WRITE_BYTES
-        for part in np.split(np.arange(len(source)), np.flatnonzero(np.diff(number)) + 1):
-            if part.size:
-                spans = [
-                    Spans(memory, np.insert(one[part], 2, device, axis=1).astype(np.uint64))
-                    for one, memory, device in (
-                        (source, own.kind, own.device_index),
-                        (target, remote.memory, remote.device),
-                    )
-                ]
-                self._give(pe, Item(ready, *spans))
+        edges = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(source)]
+        mine = np.insert(source, 2, own.device_index, axis=1).astype(np.uint64)
+        theirs = np.insert(target, 2, remote.device, axis=1).astype(np.uint64)
+        for begin, end in pairwise(edges):
+            if begin < end:
+                of_own, of_peer = Spans(own.kind, mine[begin:end]), Spans(remote.memory, theirs[begin:end])
+                self._give(pe, Item(ready, of_own, of_peer))
 
     def _stage(
         self, pe: int, kind: Staged, group: int, layer: int, places: Int32Array, planes: Sequence[Tensor]

@@ -14,8 +14,9 @@ from tandem.transfer.nixl.peer import Item, Kind, Note, Peer
 
 AT_ONCE = 4  # writes to one peer
 BEAT_SECONDS = 1.0
-BUSY_SECONDS = 0.001  # after which a thread without work sleeps,
-IDLE_SECONDS = 0.00025  # so long: over TCP the receiver's own thread moves what a peer writes
+BUSY_SECONDS = 0.001  # since something happened. Until then a thread that waits looks again after
+BUSY_PAUSE_SECONDS = 0.00002  # so long: one that never sleeps has its core taken away just when it is needed
+IDLE_SECONDS = 0.00025  # and then after so long. Over TCP the receiver's own thread moves what a peer writes
 END_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ class Exchange:
                     peer.fail(f"its connection is lost: {error}")
             if moved or any(self._begun.values()):
                 busy_until = now + BUSY_SECONDS
-            elif now > busy_until:
-                self._due.wait(IDLE_SECONDS)
+            if not moved:
+                self._due.wait(BUSY_PAUSE_SECONDS if now < busy_until else IDLE_SECONDS)
                 self._due.clear()
 
     def _allow_pause(self, now: float) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from tests.transfer.peers import StartPeer, check_rounds, join_all
 pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
 
 from tandem.transfer.nixl import devices, exchange, transport  # needs the package
-from tandem.transfer.nixl.peer import NOTE, SLOTS, Note
+from tandem.transfer.nixl.peer import NOTE, SLOTS, Item, Note
 from tandem.transfer.nixl.peer import Kind as NoteKind
 from tandem.transfer.nixl.transport import NixlTransport
 
@@ -204,10 +204,22 @@ BAD_NOTES = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Forged(Note):
+    bad: bytes = b""
+
+    def __init__(self, bad: bytes) -> None:
+        super().__init__(NoteKind.POST)
+        object.__setattr__(self, "bad", bad)
+
+    def pack(self, number: int) -> bytes:
+        return self.bad
+
+
 @pytest.mark.parametrize("bad", BAD_NOTES.values(), ids=BAD_NOTES.keys())
 def test_a_note_that_no_pe_sends_cuts_the_peer_off(pair: list[NixlTransport], bad: bytes) -> None:
     sender, receiver = pair
-    sender._agent.send_notif(receiver._agent.name, bad)
+    sender._give(1, Item(note=Forged(bad)))  # by the thread that alone may talk to NIXL
     until(lambda: receiver.lost)
     assert receiver.lost.startswith("PE 0: it was cut off: ")
     assert not receiver.mailbox().any()

@@ -93,6 +93,34 @@ def test_a_signal_and_a_fence_wait_for_all_writes_before_them(
     until(fence.is_quiet)
 
 
+class Event:
+    """As a GPU's."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def query(self) -> bool:
+        return self.has_come
+
+
+def test_layers_go_as_they_are_stored_and_no_sooner(monkeypatch: pytest.MonkeyPatch, pair: list[NixlTransport]) -> None:
+    monkeypatch.setattr(transport, "STAGE_BYTES", 1)
+    sender, receiver = pair
+    first, last = Event(), Event()
+    stages: Any = [(1, first), (2, last)]
+    slots = np.arange(8 * PAGE_SIZE, dtype=np.int32)
+    sender.write_slots(1, 0, slots, slots + 4 * PAGE_SIZE, stages)
+    sender.pools[0].normal_()  # it is computed now
+    first.has_come = True
+    until(lambda: torch.equal(receiver.pools[0][4:12, 0], sender.pools[0][:8, 0]))
+    assert not receiver.pools[0][:, 1].any()
+    sender.pools[0][:, 1].normal_()
+    last.has_come = True
+    sender.quiet(1)
+    assert torch.equal(receiver.pools[0][4:12], sender.pools[0][:8])
+    assert not receiver.pools[0][12:].any()
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_random_programs_end_as_copies_in_one_process_do(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Three PEs, each into halves of the others' pages that are its own."""

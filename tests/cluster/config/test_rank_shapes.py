@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from tandem.cluster.cli.rank_room import gpu_shapes
 from tandem.cluster.config.island import MAX_GPU_RANKS, IslandSection
@@ -29,3 +30,10 @@ def test_shapes_that_a_hosts_gpus_serve_have_a_worker_of_several_ranks() -> None
     assert [gpu_shapes(gpus) for gpus in (0, 2, 3, 4)] == [[], [], ["1 + 2", "2 + 1"], ["1 + 2", "2 + 1", "2 + 2"]]
     assert gpu_shapes(9)[-1] == "8 + 1"
     assert MAX_GPU_RANKS == MOST_RANKS, "the configuration takes as many as kernels do"
+
+
+def test_ranks_on_gpus_meet_in_nvshmems_memory() -> None:
+    with pytest.raises(ValidationError, match="must be 1 where island.device is cuda and island.transport nixl"):
+        IslandSection(device="cuda", transport="nixl", decode_ranks=2)
+    assert IslandSection(device="cuda", transport="nixl").decode_ranks == 1
+    assert IslandSection(transport="nixl", decode_ranks=2).decode_ranks == 2

@@ -36,7 +36,7 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `cache.gpu_memory_utilization` | must be null where `cache.num_pages` is given, and where `island.device` is cpu |
 | `cache.k_scale`, `cache.v_scale` | must be null unless `cache.kv_cache_dtype` is fp8_e4m3 |
 | `island.transport` | must be nvshmem or nixl where `island.device` is cuda, and another than nvshmem where it is cpu |
-| `island.prefill_ranks`, `island.decode_ranks` | must be 1 where `island.device` is cuda and `island.transport` another than nvshmem |
+| `island.prefill_ranks`, `island.decode_ranks` | must be 1 where `island.device` is cuda, except over nvshmem |
 | `gateway.host` | must be a loopback address unless `security` has a token and TLS |
 | `gateway.nodes` | must be launcher where `island.network` is loopback |
 | `gateway.node_resources`, `gateway.node_labels` | must be empty where `gateway.nodes` is launcher |

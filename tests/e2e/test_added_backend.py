@@ -65,5 +65,5 @@ def test_random_programs_compare_the_backend() -> None:
 
 
 def test_the_configuration_lists_the_transport() -> None:
-    with pytest.raises(ConfigError, match="shared_memory or tcp or nvshmem or added"):
+    with pytest.raises(ConfigError, match="shared_memory or tcp or nixl or nvshmem or added"):
         load_config(None, {"island.transport": "pigeon"})

@@ -33,7 +33,7 @@ def test_shapes_that_a_hosts_gpus_serve_have_a_worker_of_several_ranks() -> None
 
 
 def test_ranks_on_gpus_meet_in_nvshmems_memory() -> None:
-    with pytest.raises(ValidationError, match="must be 1 where island.device is cuda and island.transport nixl"):
+    with pytest.raises(ValidationError, match=r"must be 1 where island\.device is cuda and island\.transport nixl"):
         IslandSection(device="cuda", transport="nixl", decode_ranks=2)
     assert IslandSection(device="cuda", transport="nixl").decode_ranks == 1
     assert IslandSection(transport="nixl", decode_ranks=2).decode_ranks == 2

@@ -255,10 +255,11 @@ def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
         ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window is in effect"),
         ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu, swish, gelu_pytorch_tanh"),
-        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config: quant_method is 'gptq'; it"),
+        ({**LLAMA, "quantization_config": {"quant_method": "hqq"}}, "quantization_config: quant_method is 'hqq'; it"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 8}}, "quantization_config: bits is 8; it"),
         (
-            {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}},
-            "quant_method is 'awq'; it must be",
+            {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": False}},
+            "quantization_config: zero_point is False; it must be True",
         ),
         ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, "quant_method is None; it must be 'fp8' or"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt is 'e5m2'; it must be 'e4m3'"),
@@ -275,8 +276,12 @@ def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
             "config_groups: a: weights: strategy is 'group'; it must be 'tensor' or 'channel' or 'block'",
         ),
         (
+            {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"a": {}}, "format": "marlin-24"}},
+            "quantization_config: format is 'marlin-24'; it must be 'float-quantized' or",
+        ),
+        (
             {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"a": {}}, "format": "pack-quantized"}},
-            "quantization_config: format is 'pack-quantized'; it must be 'float-quantized' or",
+            "quantization_config: config_groups: a: weights: num_bits is None; it must be 4",
         ),
         ({**LLAMA, "quantization_config": {"quant_method": "compressed-tensors"}}, "has neither config_groups nor kv"),
         (

@@ -101,9 +101,9 @@ def test_null_is_false_where_transformers_takes_it_for_that(tmp_path: Path) -> N
         ),
         ({**GLM, "index_topk_pattern": "FX"}, InvalidConfig, "it must be full or shared for each of 5 layers"),
         (
-            {**V3, "quantization_config": {"quant_method": "awq"}},
+            {**V3, "quantization_config": {"quant_method": "hqq"}},
             UnsupportedFeature,
-            "quant_method is 'awq'; it must",
+            "quant_method is 'hqq'; it must",
         ),
     ],
 )

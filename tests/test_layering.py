@@ -113,7 +113,7 @@ HOMES = {
         "workers/worker.py",
     },
 }
-ONE_HOME = ("flashinfer", "nvshmem")
+ONE_HOME = ("flashinfer", "nixl", "nvshmem")
 REFUSED = ("pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
 
 
@@ -206,7 +206,7 @@ def test_everything_is_installed() -> None:
 
 
 def test_import_touches_no_device_and_starts_no_thread() -> None:
-    elsewhere = importers("nvshmem")
+    elsewhere = importers("nvshmem") | importers("nixl")
     modules = [
         f"tandem.{file.removesuffix('.py').replace('/', '.').removesuffix('.__init__')}"
         for file in sources()

@@ -160,8 +160,7 @@ class Worker:
                 max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # of sequences of two new tokens
             )
         layout = self._ranks.largest_layout
-        room = budget.room(layout.token_bytes * config.page_size)
-        return num_pages_in(layout, room, page_uses(config))
+        return num_pages_in(layout, budget.room(layout.token_bytes * config.page_size), page_uses(config))
 
     def open(self, num_pages: int, endpoint: Endpoint = LOOPBACK) -> bytes:
         """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric. endpoint:

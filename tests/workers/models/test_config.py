@@ -233,6 +233,10 @@ FP8_KV = {
             {"quantization_config": FP8_KV | {"config_groups": {"a": {"weights": {"strategy": "block"}}}}},
             "config_groups: a: weights: block_structure is None; it must be two integers from 1 to 65536",
         ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["re:("]}},
+            "modules_to_not_convert is .'re:.'.; it must be a list of names of modules, or of regular expressions",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
     ],
 )

@@ -41,7 +41,7 @@ class TorchPacked:
 
 def dequantize(weights: PackedLinear, begin: int, end: int) -> Tensor:
     """float32 [end - begin, columns]: rows of one matrix."""
-    table = _pairs(weights.is_float, weights.numbers.device)
+    table = number_pairs(weights.is_float, weights.numbers.device)
     values = table.index_select(0, weights.numbers[begin:end].flatten().int())
     values = values.view(torch.float32).view(end - begin, weights.columns)
     scales = weights.scales[begin:end]
@@ -64,7 +64,7 @@ def one_of(weights: PackedLinear, index: int) -> PackedLinear:
 
 
 @cache
-def _pairs(is_float: bool, device: torch.device) -> Tensor:
+def number_pairs(is_float: bool, device: torch.device) -> Tensor:
     """float64 [256]: the two float32 numbers of each byte, which are copied at once."""
     numbers = E2M1 if is_float else [number - ZERO for number in range(16)]
     pairs = [(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)]

@@ -81,6 +81,14 @@ def read_modules(section: Fields, name: str) -> tuple[str, ...]:
         return ()
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise section.invalid(name, "a list of names of modules")
+    for one in value:
+        if one.startswith("re:"):
+            try:
+                re.compile(one.removeprefix("re:"))
+            except re.error:
+                raise section.invalid(
+                    name, "a list of names of modules, or of regular expressions behind re:"
+                ) from None
     return tuple(value)
 
 

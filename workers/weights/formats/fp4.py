@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.stored import Plain, StoredWeight
+from tandem.workers.kernels.torch.packed import number_pairs
 from tandem.workers.weights.formats.format import Format, Quantization
 from tandem.workers.weights.formats.fp8 import Fp8Weight
-from tandem.workers.weights.formats.mxfp4 import WORDS, Bytes, mxfp4_form
+from tandem.workers.weights.formats.mxfp4 import Bytes, mxfp4_form
 
 PACKED, EXPONENTS = "I8", "F8_E8M0"
 NUMBERS = 32  # that share an exponent
@@ -54,7 +55,8 @@ class Fp4Weight(Fp8Weight):
 
     def numbers(self, first: int, count: int) -> Tensor:
         pairs = self.stored_rows(first, count)
-        return WORDS.index_select(0, pairs.int()).view(torch.float32).view(count, -1)
+        table = number_pairs(True, pairs.device)
+        return table.index_select(0, pairs.int()).view(torch.float32).view(count, -1)
 
 
 def _find(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[str, Fp4Weight], set[str]]:

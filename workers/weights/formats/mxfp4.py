@@ -16,16 +16,14 @@ from tandem.workers.checkpoint.errors import InvalidWeights
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import Slice
 from tandem.workers.checkpoint.stored import PART_NUMBERS, Plain, StoredWeight, WeightPart, fill, read_bytes
+from tandem.workers.kernels.packed_linear import PackedLinear
+from tandem.workers.kernels.torch.packed import dequantize
 from tandem.workers.weights.allocator import DENSE, Form
 from tandem.workers.weights.formats.format import Format, Method, Quantization, read_modules
 from tandem.workers.weights.packed import PackedForm
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 GROUP = 32  # columns that share an exponent
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-PAIRS = torch.tensor([(FP4[byte & 15], FP4[byte >> 4]) for byte in range(256)])  # [256, 2]: the low bits first
-WORDS = PAIRS.view(torch.float64).flatten()  # [256]: a pair is copied at once
-SCALES = torch.ldexp(torch.ones(256), torch.arange(256) - 127)  # [256]: of each exponent
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +103,9 @@ class Mxfp4Part:
     def read(self, staging: Tensor) -> int:
         rows, groups = self.target.shape[1], self.weight.blocks.shape[2]
         blocks, exponents = self.weight.blocks, self.weight.exponents
-        pairs = read_bytes(blocks.file, self._offset(blocks), rows * groups * 16)
-        scales = read_bytes(exponents.file, self._offset(exponents), rows * groups)
-        values = WORDS.index_select(0, pairs.int()).view(torch.float32).view(rows * groups, 32)
-        values *= SCALES.index_select(0, scales.int())[:, None]
-        fill(self.target, values.view(rows, groups * 32).T)
+        pairs = read_bytes(blocks.file, self._offset(blocks), rows * groups * 16).view(rows, -1)
+        scales = read_bytes(exponents.file, self._offset(exponents), rows * groups).view(rows, -1)
+        fill(self.target, dequantize(PackedLinear(pairs, scales, None, None, None), 0, rows).T)
         return self.target.nbytes
 
     def _offset(self, stored: Plain) -> int:

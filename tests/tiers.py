@@ -140,6 +140,7 @@ NOT_UNIT = (
 RAY = (
     "tests/e2e/test_hosts.py",
     "tests/e2e/test_nixl_hosts.py",
+    "tests/e2e/test_rank_hosts.py",
     "tests/e2e/test_partitions.py",
     "tests/deploy/test_several_hosts.py",
     "tests/e2e/test_up.py",

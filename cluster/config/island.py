@@ -38,7 +38,8 @@ class IslandSection(Section):
     """how the gateway reaches workers: loopback, on its own host only; node, at their hosts' addresses with mutual TLS;
     auto, node where Ray has several hosts when the cluster starts"""
     span_hosts: bool = False
-    """whether an island's workers go to as many hosts as there are, by tcp or nixl; false puts them onto one host"""
+    """whether an island's workers go to as many hosts as there are, by tcp or nixl; false puts them onto one host; the
+    ranks of a worker always share one"""
     node_resources: dict[str, float] = Field(default={}, max_length=64)
     """Ray's resources that a host must have for an island, and how many"""
     node_labels: dict[str, str] = Field(default={}, max_length=64)
@@ -76,8 +77,6 @@ class IslandSection(Section):
     @field_validator("span_hosts")
     @classmethod
     def _fit_transport(cls, span_hosts: bool, info: ValidationInfo) -> bool:
-        if span_hosts and _has_several(info):
-            raise ValueError("must be false where a worker has several ranks: they share memory of one host")
         fitting = [name for name, one in TRANSPORTS.items() if one.spans_hosts]
         if span_hosts and (
             info.data.get("transport", *fitting[:1]) not in fitting or info.data.get("network") == "loopback"
@@ -86,8 +85,3 @@ class IslandSection(Section):
                 f"must be false unless island.transport is {' or '.join(fitting)} and island.network is not loopback"
             )
         return span_hosts
-
-
-def _has_several(info: ValidationInfo) -> bool:
-    """Whether a worker of either role has several ranks, as far as these are valid."""
-    return IslandRanks(info.data.get(key, 1) for key in ("prefill_ranks", "decode_ranks")).has_several

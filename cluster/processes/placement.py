@@ -71,8 +71,8 @@ def spread_over(nodes: Sequence[Node], bundles: Sequence[Resources], groups: Cou
         if not fitting:
             return []
         chosen.append(fitting[0])
-        for name, amount in need.items():
-            free[fitting[0].address][name] -= amount
+        left_there = free[fitting[0].address]
+        left_there |= {name: left_there.get(name, 0) - amount for name, amount in need.items()}
     return chosen
 
 

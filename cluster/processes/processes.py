@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from tandem.cluster.errors import StartFailed, TandemError
@@ -21,6 +22,7 @@ class ActorSpec:
     kind: type
     argument: object
     modules: tuple[str, ...] = ()  # imported before there is a process; they touch no device
+    place: str = ""  # neighbours that name the same place share a host and a bundle of its resources
 
 
 class ActorProcess(ABC):
@@ -141,7 +143,8 @@ class Processes(ABC):
         self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
     ) -> ProcessGroup:
         """Places all of specs or none on one host, or spread over hosts where `where` says so, with `gpus` GPUs and
-        `threads` compute threads each. Raises StartFailed, which says what each host has free.
+        `threads` compute threads each. Specs of one place always share a host. Raises StartFailed, which says what
+        each host has free.
 
         The actors' constructors run afterwards; a failing one ends its process.
         """
@@ -166,6 +169,12 @@ class Processes(ABC):
     @abstractmethod
     def stop(self) -> None:
         """Ends whatever start() began."""
+
+
+def by_place(specs: Sequence[ActorSpec]) -> list[list[ActorSpec]]:
+    """Specs in their order, those of one place together."""
+    runs = groupby(enumerate(specs), key=lambda numbered: numbered[1].place or numbered[0])
+    return [[spec for _, spec in run] for _, run in runs]
 
 
 def cluster_of(name: str) -> str:

@@ -21,8 +21,8 @@ from tandem.cluster.processes.forks.forked_actor import open_answer
 from tandem.cluster.processes.leases import HeldLease, Leases
 from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost, check_niceness
-from tandem.cluster.processes.processes import ActorProcess, ActorSpec, ProcessGroup, cluster_of
-from tandem.cluster.processes.ray_nodes import CPU_FRACTION, PLACEMENT_SECONDS, on_node, own_address, place
+from tandem.cluster.processes.processes import ActorProcess, ActorSpec, ProcessGroup, by_place, cluster_of
+from tandem.cluster.processes.ray_nodes import CPU_FRACTION, PLACEMENT_SECONDS, on_node, own_address, place, sum_of
 
 ChooseHosts = Callable[..., list[str]]
 """choose_nodes() by bundles and deadline."""
@@ -45,7 +45,7 @@ class Ties:
 
 
 class RayGroup(ProcessGroup):
-    """Actors on one host, or on several. Each has its own placement group, which can be given back alone."""
+    """Actors on one host, or on several. Those of one place share a placement group, which can be given back alone."""
 
     def __init__(
         self,
@@ -69,29 +69,36 @@ class RayGroup(ProcessGroup):
         return list(self._placed)
 
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
-        hosts, deadline = [self._host] * len(specs), time.monotonic() + PLACEMENT_SECONDS
+        needs, deadline = self._needs(by_place(specs)), time.monotonic() + PLACEMENT_SECONDS
+        hosts = [self._host] * len(needs)
         if self._choose_hosts is not None:
-            hosts = self._choose_hosts([self._resources] * len(specs), deadline=deadline)
+            hosts = self._choose_hosts(needs, deadline=deadline)
         return self.start(specs, hosts, threads=threads, seconds=PLACEMENT_SECONDS)
 
     def start(
         self, specs: Sequence[ActorSpec], hosts: Sequence[str], *, threads: int, seconds: float
     ) -> list["RayActor"]:
-        """As grow(), on these hosts."""
+        """As grow(). hosts: one for each place."""
         self._ties.loss.check()
         started: list[RayActor] = []
-        needs = [self._resources | on_node(host) for host in hosts]
-        unused = place(needs, [spec.name for spec in specs], seconds)
+        together = by_place(specs)
+        needs = [need | on_node(host) for need, host in zip(self._needs(together), hosts, strict=True)]
+        unused = place(needs, [run[0].name for run in together], seconds)
         try:
-            for spec, host in zip(specs, hosts, strict=True):
-                started.append(self._start(spec, unused[0], threads, host))
-                self._placed[started[-1]] = unused.pop(0)
+            for run, host in zip(together, hosts, strict=True):
+                for spec in run:
+                    started.append(self._start(spec, unused[0], threads, host))
+                    self._placed[started[-1]] = unused[0]
+                unused.pop(0)
         except BaseException:
             for placed in unused:
                 remove_placement_group(placed)
             self.shrink(started)
             raise
         return started
+
+    def _needs(self, together: Sequence[Sequence[ActorSpec]]) -> list[dict[str, float]]:
+        return [sum_of([self._resources] * len(run)) for run in together]
 
     def shrink(self, members: Sequence[ActorProcess]) -> None:
         gone = [member for member in self._placed if member in members]
@@ -101,7 +108,8 @@ class RayGroup(ProcessGroup):
             if member.lease is not None:
                 self._ties.leases.drop(member.lease)
             if not self._ties.loss.reason:  # else nobody would answer, and the process ends by its lifeline
-                self._ties.loss.when_there(partial(_give_back, member, placed))
+                unused = None if placed in self._placed.values() else placed
+                self._ties.loss.when_there(partial(_give_back, member, unused))
 
     def restart(self, specs: Sequence[ActorSpec]) -> None:
         self.shrink(self.members[len(specs) :])
@@ -218,9 +226,11 @@ class RayActor(ActorProcess):
         ray.kill(self.process_host)
 
 
-def _give_back(member: RayActor, placed: PlacementGroup) -> None:
+def _give_back(member: RayActor, placed: PlacementGroup | None) -> None:
+    """placed: None while others are there."""
     member.kill()
-    remove_placement_group(placed)
+    if placed is not None:
+        remove_placement_group(placed)
 
 
 def _fill(answer: Future[Any], raw: Future[bytes], name: str) -> None:

@@ -21,7 +21,7 @@ from tandem.cluster.processes.lifeline import Lifeline
 from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.own_ray import OwnRay, deferred_signals, prefer_settings, use_loopback
 from tandem.cluster.processes.placement import ANYWHERE, Where
-from tandem.cluster.processes.processes import ActorSpec, Processes
+from tandem.cluster.processes.processes import ActorSpec, Processes, by_place
 from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, hide_token
 from tandem.cluster.processes.ray_group import RayGroup, Ties
 from tandem.cluster.processes.ray_nodes import (
@@ -137,7 +137,8 @@ class RayProcesses(Processes):
         self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
     ) -> "RayGroup":
         self._loss.check()
-        bundles = [process_resources(gpus)] * len(specs)
+        resources, together = process_resources(gpus), by_place(specs)
+        bundles = [sum_of([resources] * len(run)) for run in together]
         with self._placing:  # islands that start at once must not count on the same room
             self._groups = [group for group in self._groups if group.members]
             deadline = time.monotonic() + PLACEMENT_SECONDS
@@ -145,7 +146,7 @@ class RayProcesses(Processes):
                 hosts = self._choose_hosts(bundles, where, deadline)
                 more = partial(self._choose_hosts, where=where) if where.spread else None
                 ties = Ties(self._lifeline.path, self._leases, self._loss, self._fork_address)
-                group = RayGroup(bundles[0], hosts[0], ties, more, self._suffix)
+                group = RayGroup(resources, hosts[0], ties, more, self._suffix)
                 try:
                     group.start(specs, hosts, threads=threads, seconds=TRY_SECONDS)
                     break

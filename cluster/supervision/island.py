@@ -107,7 +107,10 @@ class Island:
         with self.clock.phase("processes, imports"):
             named = replace(spec, name=f"{spec.name} again")
             self._replacements.add(named.name)
-            started = self._group.replace_anywhere(member, named, threads=self._threads)
+            if self._config.island.ranks.has_several:  # ranks share a host
+                started = self._group.replace(member, named)
+            else:
+                started = self._group.replace_anywhere(member, named, threads=self._threads)
             self._members[pe] = started
             self._liveness.add([started])
             self._results([started.call("progress")])
@@ -227,7 +230,8 @@ class Island:
 
     def _spec(self, worker: WorkerConfig) -> ActorSpec:
         name = f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"
-        return ActorSpec(name, WorkerActor, worker, worker_modules(worker.device))
+        place = f"{worker.island}.{worker.epoch}/{worker.pe}" if worker.ranks else ""
+        return ActorSpec(name, WorkerActor, worker, worker_modules(worker.device), place)
 
     def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
         """Pages in every pool, by these members' room. StartFailed for fewer than num_pages."""

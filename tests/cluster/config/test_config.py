@@ -158,7 +158,6 @@ def test_values_out_of_range_name_field_value_and_limit(override: str, parts: li
             ["island.device=cuda", "island.transport=nvshmem", "island.prefill_ranks=9"],
             ["island.prefill_ranks is 9", "must be at most 8 where island.device is cuda"],
         ),
-        (["island.transport=tcp", "island.span_hosts=true"], ["island.span_hosts is True", "share memory of one host"]),
         (["record.folder=/tmp"], ["record.folder is /tmp", "must be null where island.prefill_ranks or"]),
     ],
 )

@@ -75,10 +75,12 @@ def test_products_with_experts(grouped: bool, tokens: int) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_logits_are_those_of_the_dequantized_model(family: str, scheme: str, tmp_path: Path) -> None:
-    """Of a prompt and of steps, in 16 bits, beside float32, which dequantizes weights for each product."""
-    make_model(family, **SIZES, **({"moe_intermediate_size": 128} if family == "qwen3_moe" else {})).save_pretrained(
-        tmp_path
-    )
+    """Of a prompt and of steps, in 16 bits, beside float32, which dequantizes weights for each product.
+
+    Each token takes all experts: of few, a rounding would choose others.
+    """
+    experts = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 4}
+    make_model(family, **SIZES, **(experts if family == "qwen3_moe" else {})).save_pretrained(tmp_path)
     quantize_folder(tmp_path, *SCHEMES[scheme])
     ours, exact = (CachedModel(tmp_path, dtype, "cuda") for dtype in ("bfloat16", "float32"))
     for model in (ours, exact):

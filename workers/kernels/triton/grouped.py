@@ -12,6 +12,7 @@ from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.kernels.triton.fp8 import quantize_rows
 
 QUANTIZED_ROWS = 64  # of a block, from which activations are in 8 bits, too: there the tensor cores are the limit
+QUANTIZED_GROUP = 32  # columns that a tensor core multiplies at once in 8 bits, at least
 
 
 def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
@@ -22,7 +23,9 @@ def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tens
     scaled = weights if isinstance(weights, ScaledLinear) else None
     y, x_scales = torch.empty(blocks.num_pairs, columns, dtype=x.dtype, device=x.device), x
     grouped = scaled is not None and scaled.scales.shape[2] > 1
-    quantized = scaled is not None and rows >= QUANTIZED_ROWS and depth % scaled.group == 0
+    quantized = (
+        scaled is not None and rows >= QUANTIZED_ROWS and depth % scaled.group == 0 and scaled.group >= QUANTIZED_GROUP
+    )
     if scaled is not None and quantized:
         x, x_scales = quantize_rows(x, scaled.group if grouped else depth)
     few = rows <= 32

@@ -72,7 +72,7 @@ def test_logprobs_in_bfloat16(case: str, processes: list[PeProcess], tmp_path: P
 
 
 def test_drafts_and_joint_steps_in_graphs(processes: list[PeProcess], tmp_path: Path) -> None:
-    """Workers that have any role, so that they capture all graphs. With tied embeddings a small model repeats itself."""
+    """Workers that have any role capture all graphs. With tied embeddings a small model repeats itself."""
     sizes = {"head_dim": 96, "hidden_size": 256, "tie_word_embeddings": True}
     make_model("llama", **sizes).save_pretrained(tmp_path)
     settings = {**shape_of(2, 2), "scheduler.roles": "adaptive", "scheduler.token_seconds": 0.5}

@@ -8,7 +8,7 @@ no two pages are neighbours. GB/s are bytes ÷ seconds from the call to its end 
     post    half of the time from a post until the receiver, which reads its mailbox all the time, has posted back
     tls     pushes of the longest prompt over mutual TLS, as between hosts; TCP alone
 
-`--transports tcp,nixl` measures both. Streams, pushes and transports take turns, so that what else the machine does
+`--transports tcp,nixl` measures both, `--transports nixl --device cuda` pages of a GPU. Streams, pushes and transports take turns, so that what else the machine does
 meets all of them. A push over TCP has several connections. Where the cores are busy with other things it gets a larger
 share of them than a stream does.
 """
@@ -45,8 +45,15 @@ WARM_UP, ROUNDS = 1, 7
 POSTS = 50
 
 
-def make_transport(name: str, pe: int, num_pages: int, endpoint: Endpoint) -> Transport:
-    return create_transport(name, TransportConfig(pe, 2, LAYOUT, (num_pages,), 8, "bench-push", 1, endpoint))
+def make_transport(name: str, pe: int, num_pages: int, endpoint: Endpoint, device: str) -> Transport:
+    config = TransportConfig(pe, 2, LAYOUT, (num_pages,), 8, "bench-push", 1, endpoint, device=device)
+    return create_transport(name, config)
+
+
+def streamed_bytes(transport: Transport) -> memoryview:
+    """The pool, or where a GPU has it as many bytes of the host."""
+    pool = transport.pools[0]
+    return bytes_of(torch.empty_like(pool, device="cpu") if pool.is_cuda else pool)
 
 
 def wait_for(transport: Transport, signal: int) -> None:
@@ -58,11 +65,11 @@ def wait_for(transport: Transport, signal: int) -> None:
 def receiver(pipe: Connection) -> None:
     """Opens and joins as told. Then it obeys numbers: n > 0 takes a stream of n bytes, n < 0 posts back -n times, 0
     ends."""
-    name, endpoint, num_pages = pipe.recv()
-    transport = make_transport(name, RECEIVER, num_pages, endpoint)
+    name, endpoint, num_pages, device = pipe.recv()
+    transport = make_transport(name, RECEIVER, num_pages, endpoint, device)
     pipe.send(transport.open())
     transport.join(pipe.recv())
-    target = bytes_of(transport.pools[0])
+    target = streamed_bytes(transport)
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(server.getsockname())
         connection, _ = server.accept()
@@ -84,18 +91,18 @@ def receiver(pipe: Connection) -> None:
 class Pair:
     """This process's transport, joined with one in a process of its own."""
 
-    def __init__(self, name: str, num_pages: int, endpoint: Endpoint) -> None:
+    def __init__(self, name: str, num_pages: int, endpoint: Endpoint, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=receiver, args=(theirs,), daemon=True)
         self._process.start()
-        self.transport = make_transport(name, SENDER, num_pages, endpoint)
-        self._pipe.send((name, endpoint, num_pages))
+        self.transport = make_transport(name, SENDER, num_pages, endpoint, device)
+        self._pipe.send((name, endpoint, num_pages, device))
         handles = [self.transport.open(), self._pipe.recv()]
         self._pipe.send(handles)
         self.transport.join(handles)
         self._stream = socket.create_connection(self._pipe.recv())
-        self._bytes = bytes_of(self.transport.pools[0])
+        self._bytes = streamed_bytes(self.transport)
         self._bytes[:] = bytes(len(self._bytes))  # the kernel gives the memory now
 
     def stream(self, length: int) -> None:
@@ -143,10 +150,12 @@ def random_tables(length: int, num_pages: int, seed: int) -> tuple[Int32Array, I
     return source, target
 
 
-def measure(names: Sequence[str], length: int, endpoint: Endpoint, budget: Budget) -> dict[str, dict[str, Measured]]:
+def measure(
+    names: Sequence[str], length: int, endpoint: Endpoint, budget: Budget, device: str = "cpu"
+) -> dict[str, dict[str, Measured]]:
     """Of each transport. They take turns."""
     num_pages, num_bytes = length // PAGE + 8, length * LAYOUT.token_bytes
-    pairs = {name: Pair(name, num_pages, endpoint) for name in names}
+    pairs = {name: Pair(name, num_pages, endpoint, device) for name in names}
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for number in budget.within(range(WARM_UP + ROUNDS), least=WARM_UP + 1):
         tables = random_tables(length, num_pages, number)
@@ -173,10 +182,11 @@ def main() -> None:
     parser = benchmark_parser(__file__, __doc__)
     add_list(parser, "--lengths", int, default=[1024, 8192], help="prompts, in tokens; multiples of 16")
     add_list(parser, "--transports", str, default=["tcp"], help="of tcp and nixl, which take turns")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where pages are; cuda: by nixl")
     add_seconds(parser)
     options = parser.parse_args()
-    budget = Budget(options.seconds)
-    measured = {length: measure(options.transports, length, LOOPBACK, budget) for length in options.lengths}
+    budget, device = Budget(options.seconds), options.device
+    measured = {length: measure(options.transports, length, LOOPBACK, budget, device) for length in options.lengths}
     result: dict[str, Any] = {}
     if "tcp" in measured[options.lengths[0]]:
         plain = {length: numbers["tcp"] for length, numbers in measured.items()}

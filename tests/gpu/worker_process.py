@@ -8,6 +8,7 @@ import torch
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cluster.processes.gpus import VARIABLE, with_peers
+from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
@@ -104,6 +105,8 @@ class WorkerPe:
 
 
 def _create(name: str, config: TransportConfig, *, peer_access: bool) -> Transport:
+    if name != "nvshmem":
+        return create_transport(name, config)
     from tandem.transfer.nvshmem.transport import NvshmemTransport
 
     return NvshmemTransport(config, peer_access=peer_access)

@@ -8,9 +8,9 @@ no two pages are neighbours. GB/s are bytes ÷ seconds from the call to its end 
     post    half of the time from a post until the receiver, which reads its mailbox all the time, has posted back
     tls     pushes of the longest prompt over mutual TLS, as between hosts; TCP alone
 
-`--transports tcp,nixl` measures both, `--transports nixl --device cuda` pages of a GPU. Streams, pushes and transports take turns, so that what else the machine does
-meets all of them. A push over TCP has several connections. Where the cores are busy with other things it gets a larger
-share of them than a stream does.
+`--transports tcp,nixl` measures both, and `--transports nixl --device cuda` pages of a GPU. Streams, pushes and
+transports take turns, so that what else the machine does meets all of them. A push over TCP has several connections.
+Where the cores are busy with other things it gets a larger share of them than a stream does.
 """
 
 import multiprocessing
@@ -27,7 +27,6 @@ from tandem.cache.kinds.kv import KV
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
-from tandem.cluster.supervision.authority import Authority
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
@@ -189,6 +188,8 @@ def main() -> None:
     measured = {length: measure(options.transports, length, LOOPBACK, budget, device) for length in options.lengths}
     result: dict[str, Any] = {}
     if "tcp" in measured[options.lengths[0]]:
+        from tandem.cluster.supervision.authority import Authority  # what it needs may be missing on a GPU host
+
         plain = {length: numbers["tcp"] for length, numbers in measured.items()}
         tls = measure(["tcp"], max(options.lengths), Authority("bench").pages("127.0.0.1"), budget)["tcp"]
         result = {

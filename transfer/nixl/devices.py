@@ -11,6 +11,7 @@ from tandem.transfer.endpoint import Endpoint
 from tandem.transfer.errors import TransportError
 
 RDMA = Path("/sys/class/infiniband")
+GDR = Path("/dev/gdrdrv")  # lets a CPU copy from a GPU's memory
 IPV6 = Path("/proc/net/if_inet6")
 GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
@@ -23,7 +24,8 @@ def settings(endpoint: Endpoint, *, cuda: bool) -> dict[str, str]:
     """
     address = ip_address(endpoint.host)
     rdma = [] if address.is_loopback else sorted(device.name for device in RDMA.glob("*"))
-    protocols = ["tcp", *(["ib"] if rdma else []), *(["cuda_copy", "gdr_copy"] if cuda else [])]
+    copies = ["cuda_copy", *(["gdr_copy"] if GDR.exists() else [])] if cuda else []
+    protocols = ["tcp", *(["ib"] if rdma else []), *copies]
     return {
         "UCX_TLS": ",".join(protocols),
         "UCX_NET_DEVICES": ",".join([interface_of(endpoint.host), *(f"{device}:1" for device in rdma)]),

@@ -12,6 +12,7 @@ from tandem.transfer.errors import TransportError
 
 RDMA = Path("/sys/class/infiniband")
 GDR = Path("/dev/gdrdrv")  # lets a CPU copy from a GPU's memory
+SEGMENT = "512k"  # what TCP sends of a GPU's memory at a time: each is a copy to the host, which UCX waits for
 IPV6 = Path("/proc/net/if_inet6")
 GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
@@ -26,7 +27,8 @@ def settings(endpoint: Endpoint, *, cuda: bool) -> dict[str, str]:
     rdma = [] if address.is_loopback else sorted(device.name for device in RDMA.glob("*"))
     copies = ["cuda_copy", *(["gdr_copy"] if GDR.exists() else [])] if cuda else []
     protocols = ["tcp", *(["ib"] if rdma else []), *copies]
-    return {
+    segments = dict.fromkeys(("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"), SEGMENT) if cuda else {}
+    return segments | {
         "UCX_TLS": ",".join(protocols),
         "UCX_NET_DEVICES": ",".join([interface_of(endpoint.host), *(f"{device}:1" for device in rdma)]),
         "UCX_TCP_AF_PRIO": "inet6" if address.version == 6 else "inet",

@@ -15,6 +15,7 @@ from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kinds.heads import Heads
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kind import Kind, LayerGroup
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 
@@ -33,11 +34,13 @@ class Site:
     kernels: KernelFactory
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
-    fp8: Fp8Entries | None = field(init=False)  # of entries of 8 bits
+    fp8: Fp8Entries | None = field(init=False)  # of entries of 8 bits with scales of their layer
+    rows: Fp8Rows | None = field(init=False)  # of those that carry their own
 
     def __post_init__(self) -> None:
         self.dtype, self.device = self.layout.dtype, self.pool.device
-        self.fp8 = Fp8Entries.of_group(self.layout, self.index, self.device)
+        self.rows = self.layout.fp8_rows(self.index)
+        self.fp8 = None if self.rows else Fp8Entries.of_group(self.layout, self.index, self.device)
 
 
 class ServedKind(Kind):

@@ -11,6 +11,7 @@ import torch
 
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.spans import ALL, Span
 
 
@@ -44,6 +45,11 @@ class Kind(ABC):
     @property
     def rotated(self) -> int | None:
         """How many of an entry's last numbers RoPE rotates; None: as many of a head's as it says."""
+        return None
+
+    def fp8_rows(self, dtype: torch.dtype) -> Fp8Rows | None:
+        """How a cache of 8 bits stores an entry whose numbers are computed in `dtype`; None: each number by the scales
+        of its layer."""
         return None
 
     def check(self, index: int, groups: "Sequence[LayerGroup]", page_size: int) -> None:

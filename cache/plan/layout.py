@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kind import Kind, LayerGroup
-from tandem.cache.plan.kv_scales import FP8, KVScales
+from tandem.cache.plan.kv_scales import FP8, Fp8Rows, KVScales
 from tandem.cache.plan.shard import WHOLE, Shard
 from tandem.cache.plan.spans import Paging
 
@@ -24,10 +24,10 @@ class KVLayout:
     """Groups of layers, positions per page and element type of a paged KV cache.
 
     page_size: positions of a page, of groups with an entry for each. A page of others covers the fewest positions, of
-    which are whole pages and whole entries. dtype: of K and V as they are computed. scales: K and V are stored as
-    float8_e4m3fn, divided by these; None: as they are. readers: pairs of a layer that stores nothing and the earlier
-    layer whose K and V it reads. Raises InvalidArgument when a field is out of range, a kind refuses its group, or a
-    layer stands in two groups that are attended to.
+    which are whole pages and whole entries. dtype: of K and V as they are computed. scales: entries are stored as
+    float8_e4m3fn: K and V divided by these, and entries with Fp8Rows by scales of their own; None: as they are.
+    readers: pairs of a layer that stores nothing and the earlier layer whose K and V it reads. Raises InvalidArgument
+    when a field is out of range, a kind refuses its group, or a layer stands in two groups that are attended to.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -63,6 +63,10 @@ class KVLayout:
     def stored_dtype_of(self, group: int) -> torch.dtype:
         """Of a pool's elements."""
         return self.groups[group].kind.dtype or self.stored_dtype
+
+    def fp8_rows(self, group: int) -> Fp8Rows | None:
+        """How a cache of 8 bits stores entries that carry their own scales; None: entries are numbers of one dtype."""
+        return None if self.scales is None else self.groups[group].kind.fp8_rows(self.dtype)
 
     @cached_property
     def paging(self) -> tuple[Paging, ...]:
@@ -117,9 +121,9 @@ class KVLayout:
         return any(group.keeps.drops_past for group in self.groups)
 
     def page_shape(self, group: int) -> tuple[int, int, int, int, int]:
-        """Shape of one page: [layers, planes, num_kv_heads, page_entries, head_dim]."""
-        of, entries = self.groups[group], self.paging[group].entries
-        return (len(of.layers), of.planes, of.num_kv_heads, entries, of.head_dim)
+        """Shape of one page: [layers, planes, num_kv_heads, page_entries, head_dim], or the bytes of Fp8Rows last."""
+        of, entries, rows = self.groups[group], self.paging[group].entries, self.fp8_rows(group)
+        return (len(of.layers), of.planes, of.num_kv_heads, entries, of.head_dim if rows is None else rows.num_bytes)
 
     def page_bytes(self, group: int) -> int:
         return math.prod(self.page_shape(group)) * self.stored_dtype_of(group).itemsize

@@ -88,12 +88,12 @@ class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
 
     def run(self, plan: GroupPlan, layer: int, x: SharedKV, appended: Appended | None = None) -> Tensor:
         entries = rotate_neighbours(x.kv, plan.rotation)
-        self.entries[layer].index_copy_(0, plan.own.append_rows, entries.squeeze(1))
+        self._layers[layer].index_copy_(0, plan.own.append_rows, entries.squeeze(1))
         if appended is not None:
             appended(entries, None)
         q, output = rotate_neighbours(x.q, plan.rotation), torch.empty_like(x.q)
         for part in plan.own.parts:
-            keys, mask = self.entries[layer].index_select(0, part.rows), part.mask
+            keys, mask = self.entries(layer, part.rows), part.mask
             extra = None if x.extra is None else x.extra[part.sequence]
             if extra is not None:
                 keys = torch.cat((keys, extra.entries))

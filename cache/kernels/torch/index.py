@@ -11,6 +11,7 @@ from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.scoring import additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
 from tandem.cache.kernels.torch.latent_entries import LatentEntries, rotate_last
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
@@ -38,8 +39,8 @@ class TorchIndexPlan:
 class TorchIndexKernels(LatentEntries, AppendThenChoose):
     """See IndexBackend."""
 
-    def __init__(self, pool: Tensor, rank: int, top_k: int) -> None:
-        super().__init__(pool, rank)
+    def __init__(self, pool: Tensor, rank: int, top_k: int, fp8: Fp8Rows | None = None) -> None:
+        super().__init__(pool, rank, fp8)
         self._top_k = top_k
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchIndexPlan:
@@ -56,7 +57,7 @@ class TorchIndexKernels(LatentEntries, AppendThenChoose):
     def choose(self, layer: int, q: Tensor, weights: Tensor, own: TorchIndexPlan) -> Tensor:
         found = [q.new_empty((0, self._top_k), dtype=torch.int32)]
         for part in own.parts:
-            keys = self.entries[layer].index_select(0, part.rows)
+            keys = self.entries(layer, part.rows)
             at_once = max(1, SCORES_AT_ONCE // (q.shape[1] * keys.shape[0]))
             for tokens, mask in zip(part.tokens.split(at_once), part.mask.split(at_once), strict=True):
                 found.append(choose(score(q[tokens], weights[tokens], keys, mask), self._top_k))

@@ -13,6 +13,7 @@ from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
 from tandem.cache.kernels.torch.latent_entries import LatentEntries, rotate_last
 from tandem.cache.plan.arrays import ragged_range
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.latent import LatentHeads, UpProjections, absorbed_is_cheaper
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
@@ -56,8 +57,16 @@ class TorchLatentPlan:
 class TorchLatentKernels(LatentEntries, LatentAppendThenAttend):
     """See LatentBackend."""
 
-    def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads, top_k: int | None = None) -> None:
-        super().__init__(pool, rank)
+    def __init__(
+        self,
+        pool: Tensor,
+        scale: float,
+        rank: int,
+        heads: LatentHeads,
+        top_k: int | None = None,
+        fp8: Fp8Rows | None = None,
+    ) -> None:
+        super().__init__(pool, rank, fp8)
         self._heads = heads
         self._scoring = Scoring(scale)
         self._top_k = top_k
@@ -91,7 +100,7 @@ class TorchLatentKernels(LatentEntries, LatentAppendThenAttend):
     ) -> Tensor:
         output = q.new_empty((*q.shape[:2], self._heads.value_dim))
         for part in own.parts:
-            entries = self.entries[layer].index_select(0, part.rows)
+            entries = self.entries(layer, part.rows)
             attend = self._attend_absorbed if part.absorbed else self._attend_expanded
             output[part.tokens] = attend(part, q.index_select(0, part.tokens), entries, up)
         if own.chosen is not None:
@@ -104,7 +113,7 @@ class TorchLatentKernels(LatentEntries, LatentAppendThenAttend):
         weighted = []
         for tokens, firsts, its in zip(*(x.split(at_once) for x in (part.tokens, part.firsts, chosen)), strict=True):
             rows = self.rows_of(its.clamp(min=0), firsts, part.kv_indices)
-            entries = self.entries[layer].index_select(0, rows.flatten()).view(*rows.shape, -1)
+            entries = self.entries(layer, rows.flatten()).view(*rows.shape, -1)
             wide = self._absorb(q.index_select(0, tokens), up)
             weighted.append(attend_chosen(wide, entries, its, self.rank, self._scoring.scale))
         return up.values(torch.cat(weighted).to(q.dtype))

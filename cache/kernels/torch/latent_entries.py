@@ -5,22 +5,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.kernels.page_memory import PageOperations
+from tandem.cache.kernels.page_memory import PageOperations, movable
 from tandem.cache.plan.arrays import Int32Array, IntArray
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.rope import Rotation
 
 
 class LatentEntries(PageOperations):
-    """Row ids are those of layer 0; a layer's entries are a view of the pool that begins there."""
+    """Row ids are those of layer 0; a layer's rows are a view of the pool that begins there. fp8: how a pool of 8 bits
+    has them."""
 
-    def __init__(self, pool: Tensor, rank: int) -> None:
+    def __init__(self, pool: Tensor, rank: int, fp8: Fp8Rows | None = None) -> None:
         super().__init__(pool)
-        _, layers, _, _, self.page_size, self.entry_size = pool.shape
+        _, layers, _, _, self.page_size, size = pool.shape
         self.pool = pool
         self.rank = rank
+        self.entry_size = size if fp8 is None else fp8.width
+        self._fp8 = fp8
         self._page_rows = layers * self.page_size
-        entries = pool.view(-1, self.entry_size)
-        self.entries = [entries[layer * self.page_size :] for layer in range(layers)]
+        stored = movable(pool).view(-1, size)
+        self._layers = [stored[layer * self.page_size :] for layer in range(layers)]
+
+    def entries(self, layer: int, rows: Tensor) -> Tensor:
+        """[n, rank + rotated]: copies of those at rows, int64 [n]."""
+        stored = self._layers[layer].index_select(0, rows)
+        return stored if self._fp8 is None else self._fp8.dequantize(stored)
 
     def rows(self, slots: NDArray[np.integer]) -> Tensor:
         """int64 [n]: the rows of slots [n]."""
@@ -36,16 +45,17 @@ class LatentEntries(PageOperations):
         return torch.from_numpy(ids.astype(np.int64)).to(self.pool.device)
 
     def store(self, layer: int, latents: Tensor, keys: Tensor, rotation: Rotation | None, rows: Tensor) -> Tensor:
-        """The entries [T, 1, rank + rotated] of latents [T, rank] and keys [T, rotated], which fill `rows`."""
+        """Fills `rows` with the entries of latents [T, rank] and keys [T, rotated]; the rows, [T, 1, elements]."""
         keys = keys.unsqueeze(1)
         if rotation is not None:
             keys = rotation.apply(keys)
         entries = torch.cat((latents.unsqueeze(1), keys), 2)
-        self.entries[layer].index_copy_(0, rows, entries.squeeze(1))
-        return entries
+        stored = entries if self._fp8 is None else self._fp8.quantize(entries)
+        self._layers[layer].index_copy_(0, rows, movable(stored).squeeze(1))
+        return stored
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        entries = self.entries[layer].index_select(0, self.rows(slots)).unsqueeze(1)
+        entries = self.entries(layer, self.rows(slots)).unsqueeze(1)
         return entries, entries[:, :, : self.rank]
 
 

@@ -14,6 +14,7 @@ from tandem.cache.kinds.tensors import check_tensor
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import ALL
@@ -36,12 +37,14 @@ class IndexKeys(ServedKind):
     holds = "index keys"
     of_latents = True
     whole_on_ranks = True
-    no_scales = "latents; only K and V have 8 bits"
     no_sliding = "latents"
 
     @property
     def rotated(self) -> int:
         return self.head_dim - self.still
+
+    def fp8_rows(self, dtype: torch.dtype) -> Fp8Rows:
+        return Fp8Rows(self.head_dim, self.head_dim, dtype)
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
         """Index keys serve some layers of one group with latents, the first among them; none is served twice."""
@@ -66,7 +69,7 @@ class IndexKeys(ServedKind):
 
             self.check_gpu(site.index, site.layout, None)
             return TritonIndexKernels(site.pool, self.still, self.top_k)
-        return TorchIndexKernels(site.pool, self.still, self.top_k)
+        return TorchIndexKernels(site.pool, self.still, self.top_k, site.rows)
 
     def check_inputs(self, num_tokens: int, x: Index, site: Site) -> None:
         num_heads = x.q.shape[1] if x.q.dim() == 3 else 1

@@ -14,6 +14,7 @@ from tandem.cache.kinds.tensors import check_tensor
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import ALL
@@ -36,12 +37,15 @@ class Latent(ServedKind):
     needs_call = True
     of_latents = True
     whole_on_ranks = True
-    no_scales = "latents; only K and V have 8 bits"
     no_sliding = "latents"
 
     @property
     def rotated(self) -> int:
         return self.head_dim - self.rank
+
+    def fp8_rows(self, dtype: torch.dtype) -> Fp8Rows:
+        """The latent in 8 bits; the rotated part, which no norm bounds, as it is."""
+        return Fp8Rows(self.head_dim, self.rank, dtype)
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
         super().check(index, groups, page_size)
@@ -56,7 +60,7 @@ class Latent(ServedKind):
             from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels  # needs triton
 
             return FlashInferLatentKernels(site.pool, scale, self.rank, heads, top_k)
-        return TorchLatentKernels(site.pool, scale, self.rank, heads, top_k)
+        return TorchLatentKernels(site.pool, scale, self.rank, heads, top_k, site.rows)
 
     def check_inputs(self, num_tokens: int, x: Latents, site: Site) -> None:
         heads, num_heads = self._heads(site), x.up.weight.shape[0]
@@ -72,6 +76,8 @@ class Latent(ServedKind):
 
     def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:
         if layout.dtype != torch.float32 and heads is not None:
+            if layout.fp8_rows(index) is not None:
+                raise InvalidArgument("latents are stored in 8 bits; on a GPU they are stored as they are computed")
             check_sizes(layout.dtype, layout.page_size, latent_sizes(self.head_dim, self.rank, heads))
 
     def _heads(self, site: Site) -> LatentHeads:

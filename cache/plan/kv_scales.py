@@ -96,7 +96,8 @@ class Fp8Rows:
         # Copied, for a view of wider elements has to begin at a multiple of their size.
         entries, scales, rest = (part.clone(memory_format=torch.contiguous_format) for part in parts)
         factors = scales.view(torch.float32).repeat_interleave(self.group_columns, -1)[..., : self.quantized]
-        return torch.cat(((entries.view(FP8).float() * factors).to(self.dtype), rest.view(self.dtype)), -1)
+        numbers = (entries.view(FP8).float() * factors).to(self.dtype)
+        return torch.cat((numbers, rest.view(self.dtype)), -1) if others else numbers
 
 
 def least_powers_of_two(most: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def check_kv(
         expected = oracle.rotated_k[layer][wanted[:turned], positions[begin:end][:turned].astype(np.int64)]
         assert_close(k[:turned], expected)
         assert np.array_equal(k[turned:].numpy(), oracle.k[layer][wanted[turned:]])
-        assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
+        assert np.array_equal(v.numpy(), oracle.stored_v[layer][wanted])
     check_beside(side, oracle, sequence, ids, end)
     check_compressed(side, oracle, sequence, ids[:end])
     for layer, (group, index) in index_keys(side.cache.layout).items():

@@ -19,6 +19,7 @@ from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
 from tests.cache.compressed_inputs import compression_of
+from tests.cache.rounding import round_by, round_rows
 from tests.support.kinds import changed, has_latents, is_shared, latent_rank
 from tests.support.tvm_cache import TvmCache
 
@@ -311,8 +312,13 @@ class NaiveCache:
 
     def _stored(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What is left of k and v [n, heads, dim] in the layout's entries."""
-        scales = self.layout.scales
-        return (k, v) if scales is None else (round_by(k, scales.k[layer]), round_by(v, scales.v[layer]))
+        scales, rank = self.layout.scales, self._ranks[layer]
+        if scales is None:
+            return k, v
+        if rank is not None:
+            k = round_rows(k, rank)
+            return k, k[:, :, :rank]
+        return round_by(k, scales.k[layer]), round_by(v, scales.v[layer])
 
     def _rotated(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         rotary = self._rotaries[layer]
@@ -333,25 +339,6 @@ def expand_latents(entries: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         keys.append(torch.cat((made[:, :, : LATENT_HEADS.key_dim], rotated), 2))
         values.append(made[:, :, LATENT_HEADS.key_dim :])
     return torch.cat(keys, 1), torch.cat(values, 1)
-
-
-def e4m3_values() -> Tensor:
-    """float64 [127]: what codes 0 … 126 of float8_e4m3fn mean, by its definition; 128 … 254 are their negatives."""
-    codes = torch.arange(127)
-    exponent, mantissa = (codes >> 3).double(), (codes & 7).double() / 8
-    return torch.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
-
-
-def round_by(x: Tensor, scales: tuple[float, ...]) -> Tensor:
-    """x [n, heads, dim] through entries: x / scale to the nearest value there is, the even code of two, times scale."""
-    scale = torch.tensor(scales, dtype=torch.float32).double()[:, None]
-    values = e4m3_values()
-    magnitude = (x / scale).abs().contiguous()
-    above = torch.searchsorted(values, magnitude).clamp(1, 126)
-    below = above - 1
-    up, down = values[above] - magnitude, magnitude - values[below]
-    nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-    return values[nearest].copysign(x) * scale
 
 
 def attend(

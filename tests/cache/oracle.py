@@ -18,6 +18,7 @@ from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tests.cache.compressed_inputs import SharedOracle
 from tests.cache.naive import LATENT_HEADS, choice_of, expand_latents, first_seen, hide_others
+from tests.cache.rounding import round_rows
 from tests.support.kinds import has_latents, is_beside, is_shared, latent_rank
 from tests.support.tvm_cache import TvmCache
 
@@ -99,6 +100,11 @@ class Oracle:
         self.rotated_q, self.rotated_k = (
             [rotate_everywhere(x, rope) for x, rope in zip(of, self._ropes, strict=True)] for of in (self.q, self.k)
         )
+        self.stored_v = self.v
+        if layout.scales is not None:
+            ranks = [latent_rank(group) for group in self._groups]
+            self.rotated_k = [_rounded(k, rank) for k, rank in zip(self.rotated_k, ranks, strict=True)]
+            self.stored_v = [_rounded(v, rank) for v, rank in zip(self.v, ranks, strict=True)]
         self.beside = {
             (number, layer): EntryOracle.of(group, generator)
             for number, group in enumerate(layout.groups)
@@ -205,7 +211,10 @@ class IndexOracle:
         keys = torch.cat((choice.still, choice.rotated), 1).unsqueeze(1)
         index_q, keys, weights = (x.double().numpy() for x in (choice.q, keys, choice.weights))
         rope = setting.ropes[group]
-        return cls(rotate_everywhere(index_q, rope), rotate_everywhere(keys, rope), weights, kind.top_k)
+        keys = rotate_everywhere(keys, rope)
+        if setting.layout.scales is not None:
+            keys = _rounded(keys, kind.head_dim)
+        return cls(rotate_everywhere(index_q, rope), keys, weights, kind.top_k)
 
     def hide(
         self,
@@ -220,6 +229,12 @@ class IndexOracle:
         arrays = self.q[last, at], self.weights[last], keys, hidden
         q, weights, near, hides = map(torch.from_numpy, arrays)
         return hide_others(q, weights, near, hides, self.top_k, swapped=swapped).numpy()
+
+
+def _rounded(x: NDArray[np.float64], quantized: int | None) -> NDArray[np.float64]:
+    """What rows in 8 bits leave of x. K that is rotated is not taken: float32 and float64 may round it otherwise."""
+    assert quantized is not None, "the layout keeps K and V"
+    return round_rows(torch.from_numpy(x), quantized).numpy()
 
 
 def rotate_everywhere(x: NDArray[np.float64], rope: RopeParameters) -> NDArray[np.float64]:

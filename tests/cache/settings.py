@@ -11,6 +11,7 @@ from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.latent import Latent
 from tandem.cache.kinds.shared import Shared
 from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import ALL, Chunk, Every, Window
 from tests.cache.naive import HEAD_DIM, ROPE, spanned, windowed
@@ -29,6 +30,8 @@ INDEXED = KVLayout(
     4,
     torch.float32,
 )
+ROWS = KVLayout((LayerGroup((1, 0), Latent(12, 8)),), 4, torch.float32, KVScales.uniform(2))
+INDEXED_ROWS = replace(ROWS, groups=(LayerGroup((0, 1), Latent(12, 8)), LayerGroup((0,), IndexKeys(10, 6, 5))))
 # As in DeepSeek-V4: layers keep compressed KV of 4 and of 6 positions and, of single positions in a window, what
 # that is made of. A page covers 4 positions, or 12.
 COMPRESSED = replace(
@@ -62,6 +65,8 @@ SETTINGS = {
     "page of 1, softcap and sinks": Setting(ONE_GROUP, ROPE, softcap=2.0, sinks=SINKS),
     "latents": Setting(LATENTS, ROPE),
     "index keys": Setting(INDEXED, ROPE),
+    "latents in 8 bits": Setting(ROWS, ROPE),
+    "index keys in 8 bits": Setting(INDEXED_ROWS, ROPE),
     "compressed": Setting(COMPRESSED, ROPE),
     "compressed, windows": Setting(spanned(COMPRESSED, Window(7), Window(7), Every(4), Every(8), Window(8)), ROPE),
     "compressed, in one plane": Setting(SHARED, replace(ROPE, rotary_dim=4), sinks=SINKS),

@@ -1,12 +1,13 @@
-"""A cache of transformers that rounds as an FP8 cache does."""
+"""Caches and models of transformers that round as an FP8 cache does."""
 
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from transformers import DynamicCache, PreTrainedModel
 
 from tandem.cache.plan.kv_scales import KVScales
-from tests.cache.naive import round_by
+from tests.cache.rounding import round_by, round_rows
 
 
 class RoundingCache(DynamicCache):
@@ -24,3 +25,22 @@ class RoundingCache(DynamicCache):
             for states, scales in ((key_states, self.scales.k), (value_states, self.scales.v))
         )
         return super().update(k, v, layer_idx, *args, **kwargs)
+
+
+class RoundingKeys(DynamicCache):
+    """Keeps what is left of index keys, rotated, in the rows of an FP8 cache."""
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        rounded = round_rows(indexer_key_states.double(), indexer_key_states.shape[-1])
+        return super().update_indexer(rounded.to(indexer_key_states.dtype), layer_idx)
+
+
+def round_latents(model: PreTrainedModel) -> None:
+    """From now on the model makes K and V of what is left of its latents in the rows of an FP8 cache."""
+
+    def rounded(module: Module, inputs: Any, latents: Tensor) -> Tensor:
+        return round_rows(latents.double(), latents.shape[-1]).to(latents.dtype)
+
+    for name, module in model.named_modules():
+        if name.endswith("kv_a_layernorm"):
+            module.register_forward_hook(rounded)

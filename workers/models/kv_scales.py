@@ -1,4 +1,4 @@
-"""The choice of a worker to store K and V in 8 bits, and of their scales."""
+"""The choice of a worker to store K and V, or latents, in 8 bits, and of the scales of K and V."""
 
 from pathlib import Path
 
@@ -13,16 +13,11 @@ KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 
 
 def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
-    """auto: where the checkpoint asks for it. InvalidArgument for models with latents, with an encoder, or with K and V
-    in one plane."""
+    """auto: where the checkpoint asks for it. InvalidArgument for models with an encoder, or with K and V in one
+    plane."""
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise InvalidArgument(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
     fp8 = kv_cache_dtype == "fp8_e4m3" or model.quantization.fp8_kv
-    if fp8 and model.latent is not None:
-        raise InvalidArgument(
-            f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} keeps "
-            "latents, which are stored as they are computed"
-        )
     if fp8 and model.compressed is not None:
         raise InvalidArgument(
             f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} keeps "
@@ -49,6 +44,8 @@ def choose_scales(config: WorkerConfig, model: ModelConfig, drafter: ModelConfig
 
 
 def _scales_of(config: WorkerConfig, folder: str, model: ModelConfig) -> KVScales:
+    if model.latent is not None:
+        return _without_scales(config, model)
     stored = None
     if config.load_format == "safetensors" and None in (config.k_scale, config.v_scale):
         stored = read_scales(weight_files(Path(folder)), model)
@@ -56,3 +53,14 @@ def _scales_of(config: WorkerConfig, folder: str, model: ModelConfig) -> KVScale
     if stored is None:
         return given
     return KVScales(given.k if config.k_scale else stored.k, given.v if config.v_scale else stored.v)
+
+
+def _without_scales(config: WorkerConfig, model: ModelConfig) -> KVScales:
+    """Of latents and index keys, whose entries carry their own."""
+    for name, scale in (("k_scale", config.k_scale), ("v_scale", config.v_scale)):
+        if scale is not None:
+            raise InvalidArgument(
+                f"{name} is {scale:g}; {model.architecture} keeps latents, which carry scales of their own, and null "
+                "is accepted"
+            )
+    return KVScales.uniform(model.num_layers)

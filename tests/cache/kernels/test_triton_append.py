@@ -13,7 +13,7 @@ from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import Rotation
-from tests.cache.naive import e4m3_values
+from tests.cache.rounding import e4m3_values
 from tests.support.tolerances import assert_close
 
 pytest.importorskip("triton")

@@ -19,15 +19,14 @@ from tests.cache.naive import (
     NaiveCache,
     cache_of,
     draw_inputs,
-    e4m3_values,
     layout_of,
     pools_of,
-    round_by,
     run,
     windowed,
 )
 from tests.cache.peer_writer import PeerWriter
 from tests.cache.plan.test_factors import NO_FACTORS
+from tests.cache.rounding import e4m3_values, round_by
 from tests.support.tolerances import assert_close
 from tests.support.tvm_cache import TvmCache
 

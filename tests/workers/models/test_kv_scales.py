@@ -79,13 +79,37 @@ def test_scales_that_do_not_fit_the_model(plain: Path, tmp_path: Path, scales: d
         chosen(folder, kv_cache_dtype=FP8)
 
 
-def test_latents_are_not_stored_in_8_bits(tmp_path: Path) -> None:
+def test_latents_carry_scales_of_their_own(tmp_path: Path) -> None:
     folder = save_checkpoint("deepseek_v2", tmp_path)
+    model = load_config(folder)
     assert chosen(folder) is None
-    with pytest.raises(InvalidArgument, match=r"kv_cache_dtype is 'fp8_e4m3', .*; DeepseekV2ForCausalLM keeps latents"):
+    assert chosen(folder, kv_cache_dtype=FP8) == KVScales.uniform(model.num_layers)
+    assert stores_fp8("auto", replace(model, quantization=Quantization(fp8_kv=True)))
+    for name in ("k_scale", "v_scale"):
+        message = rf"{name} is 0.5; DeepseekV2ForCausalLM keeps latents, which carry scales of their own, and null is"
+        with pytest.raises(InvalidArgument, match=message):
+            chosen(folder, kv_cache_dtype=FP8, **{name: 0.5})
+        settings = {"model.path": str(folder), "cache.kv_cache_dtype": FP8, f"cache.{name}": 0.5}
+        with pytest.raises(ConfigError, match=rf"cache\.{message}"):  # and nothing was started
+            Cluster(load_cluster_config(None, settings), Mock(spec=[])).start()
+
+
+def test_stored_scales_of_latents_are_not_taken(tmp_path: Path) -> None:
+    """Makers of checkpoints write one number for a whole entry, which has several scales here."""
+    plain, folder = save_checkpoint("deepseek_v2", tmp_path / "plain"), tmp_path / "scaled"
+    folder.mkdir()
+    scales = {f"{which}{layer}": 0.25 for which in "kv" for layer in range(load_config(plain).num_layers)}
+    assert chosen(with_tensors(plain, folder, **scales), kv_cache_dtype=FP8) == chosen(plain, kv_cache_dtype=FP8)
+
+
+def test_one_plane_is_not_stored_in_8_bits(tmp_path: Path) -> None:
+    folder = save_checkpoint("deepseek_v4", tmp_path)
+    assert chosen(folder) is None
+    message = r"kv_cache_dtype is 'fp8_e4m3', .*; DeepseekV4ForCausalLM keeps K and V in one plane"
+    with pytest.raises(InvalidArgument, match=message):
         chosen(folder, kv_cache_dtype=FP8)
     settings = {"model.path": str(folder), "cache.kv_cache_dtype": FP8}
-    with pytest.raises(ConfigError, match=r"cache\.kv_cache_dtype is 'fp8_e4m3'"):  # and nothing was started
+    with pytest.raises(ConfigError, match=rf"cache\.{message}"):  # and nothing was started
         Cluster(load_cluster_config(None, settings), Mock(spec=[])).start()
     model = replace(load_config(folder), quantization=Quantization(fp8_kv=True))
     with pytest.raises(InvalidArgument, match="kv_cache_dtype is 'auto', which means 8 bits for this checkpoint"):

@@ -1,0 +1,79 @@
+"""Tokens through the gRPC server with latents and index keys in 8 bits, against transformers that rounds alike."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cache.plan.kv_scales import FP8
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete, complete_all
+from tests.support.draft_heads import save_mtp
+from tests.support.drafters import SPECULATING, KnownDrafter, drafting
+from tests.support.island import running_island
+from tests.support.moves import move_back_and_forth
+from tests.support.oracle import greedy, load_oracle, random_prompt
+
+CHUNK, OUTPUT = 48, 12
+LENGTHS = (1, 9, CHUNK + 1, 2 * CHUNK + 5)
+PROMPTS = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+STORED: dict[str, Any] = {"cache.kv_cache_dtype": "fp8_e4m3", "scheduler.max_batch_tokens": CHUNK}
+RANKS: dict[str, Any] = {"island.prefill_ranks": 2, "island.decode_ranks": 2}
+SETTINGS = {"1+1": {}, "2+2": RANKS}
+
+
+def rounded_tokens(folder: Path) -> list[list[int]]:
+    """What transformers generates with rounded latents and index keys: not what it generates without."""
+    from tests.support.rounding_cache import RoundingKeys, round_latents
+
+    model = load_oracle(folder)
+    exact = [greedy(model, prompt, OUTPUT) for prompt in PROMPTS]
+    round_latents(model)
+    rounded = [greedy(model, prompt, OUTPUT, RoundingKeys(config=model.config)) for prompt in PROMPTS]
+    assert rounded != exact, "rounding decides nothing here"
+    return rounded
+
+
+@pytest.mark.gate("deepseek_v2-1+1", "deepseek_v3-2+2", "deepseek_v32-1+1")
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"])
+def test_chunks_and_prefixes(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_checkpoint(case, tmp_path)
+    expected = rounded_tokens(folder)
+    with running_island(folder, {**STORED, **settings, "island.verify_kv": True}) as island:
+        assert complete_all(island.address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == expected
+        # Once more, with prefixes that are there already: they go page to page.
+        assert complete_all(island.address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == expected
+        assert all(pool.dtype == FP8 for worker in island.workers for pool in worker.pools)
+        with island.client() as client:
+            model_info = client.model_info()
+        timings = complete(island.address, random_prompt(5, 99), max_tokens=2, **GREEDY)[-1].timings
+        assert timings is not None
+        assert model_info.kv_bytes_per_token == timings.bytes_pushed // 5
+
+
+@pytest.mark.gate("deepseek_v3", "deepseek_v32")
+@pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v32"])
+def test_drafts_and_moves(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right and wrong drafts are verified against rounded entries; requests move while they are decoded."""
+    move_back_and_forth(2, monkeypatch)
+    folder = save_checkpoint(case, tmp_path)
+    expected = rounded_tokens(folder)
+    drafter = KnownDrafter(PROMPTS, expected, right=0.7)
+    settings = {**STORED, **SPECULATING, "scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02}
+    with drafting(drafter), running_island(folder, settings) as island:
+        assert complete_all(island.address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == expected
+        counters = [worker._loop.counters for worker in island.workers]  # type: ignore[union-attr]
+        accepted = sum(one.accepted_tokens for one in counters)
+        drafted = sum(one.drafted_tokens for one in counters)
+        assert 0 < accepted < drafted
+
+
+def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path) -> None:
+    """Its latents stand in the model's group, in 8 bits, too."""
+    folder = save_mtp(tmp_path / "model")
+    expected = rounded_tokens(folder)
+    settings = {**STORED, "speculation.method": "mtp", "speculation.tokens": 4}
+    with running_island(folder, settings) as island:
+        assert complete_all(island.address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == expected
+        assert sum(worker._loop.counters.drafted_tokens for worker in island.workers) > 0  # type: ignore[union-attr]

@@ -68,7 +68,7 @@ class IndexKeys(ServedKind):
             from tandem.cache.kernels.triton.index import TritonIndexKernels
 
             self.check_gpu(site.index, site.layout, None)
-            return TritonIndexKernels(site.pool, self.still, self.top_k)
+            return TritonIndexKernels(site.pool, self.still, self.top_k, site.rows)
         return TorchIndexKernels(site.pool, self.still, self.top_k, site.rows)
 
     def check_inputs(self, num_tokens: int, x: Index, site: Site) -> None:

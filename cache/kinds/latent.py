@@ -58,8 +58,10 @@ class Latent(ServedKind):
         scale, top_k = site.heads.scale_of(heads.key_dim + self.rotated), top_k_beside(site.layout, site.index)
         if site.device.type == "cuda" and site.dtype != torch.float32:
             from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels  # needs triton
+            from tandem.cache.kernels.flashinfer.latent_fp8 import Fp8LatentKernels
 
-            return FlashInferLatentKernels(site.pool, scale, self.rank, heads, top_k)
+            on_gpu = FlashInferLatentKernels if site.rows is None else Fp8LatentKernels
+            return on_gpu(site.pool, scale, self.rank, heads, top_k, site.rows)
         return TorchLatentKernels(site.pool, scale, self.rank, heads, top_k, site.rows)
 
     def check_inputs(self, num_tokens: int, x: Latents, site: Site) -> None:
@@ -76,8 +78,6 @@ class Latent(ServedKind):
 
     def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:
         if layout.dtype != torch.float32 and heads is not None:
-            if layout.fp8_rows(index) is not None:
-                raise InvalidArgument("latents are stored in 8 bits; on a GPU they are stored as they are computed")
             check_sizes(layout.dtype, layout.page_size, latent_sizes(self.head_dim, self.rank, heads))
 
     def _heads(self, site: Site) -> LatentHeads:

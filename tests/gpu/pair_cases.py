@@ -48,6 +48,12 @@ CASES = {
     "fp16-128": llama(128, 2, dtype="float16"),
     "fp8-128": llama(128, 1, **FP8),
     "latents": Case("deepseek_v2", sizes_on_gpu("deepseek_v2"), {"dtype": "bfloat16"}, LAYERS * (512 + 64) * 2),
+    "fp8-latents": Case(
+        "deepseek_v2",
+        sizes_on_gpu("deepseek_v2"),
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
+        LAYERS * (512 + 4 * 4 + 64 * 2),
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tandem.cache.kernels.base import Index, Limits
 from tandem.cache.kinds.index import IndexKeys
 from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
@@ -38,22 +40,24 @@ LAYOUT = KVLayout(
     16,
     DTYPE,
 )
+LAYOUTS = {"bf16": LAYOUT, "bf16 in 8 bits": replace(LAYOUT, scales=KVScales.uniform(2))}
 PROMPTS = {0: 31, 1: 250, 2: 1, 3: 700, 4: 1200}  # one crosses top_k
 
 Inputs = list[tuple[Tensor, Tensor, Tensor, Index | None]]
 
 
-def pools() -> tuple[Tensor, ...]:
+def pools(layout: KVLayout) -> tuple[Tensor, ...]:
     """Full of NaN: what was never written must not matter."""
     return tuple(
-        torch.full((300, *LAYOUT.page_shape(group)), torch.nan, dtype=DTYPE, device="cuda") for group in (0, 1)
+        torch.full((300, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype_of(group), device="cuda")
+        for group in (0, 1)
     )
 
 
-def cache_over(its: Sequence[Tensor], writer: PageWriter | None = None) -> TvmCache:
+def cache_over(layout: KVLayout, its: Sequence[Tensor], writer: PageWriter | None = None) -> TvmCache:
     rope = RopeParameters("default", ROTATED)
     return TvmCache(
-        LAYOUT, its, max_sequences=16, max_sequence_length=2048, rope=rope, writer=writer, latent=LATENT_HEADS
+        layout, its, max_sequences=16, max_sequence_length=2048, rope=rope, writer=writer, latent=LATENT_HEADS
     )
 
 
@@ -94,9 +98,10 @@ def run(cache: TvmCache, appends: dict[int, int], inputs: Inputs) -> list[Tensor
     return outputs
 
 
-def test_a_graph_gives_what_the_eager_step_gives() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_graph_gives_what_the_eager_step_gives(layout: KVLayout) -> None:
     """One capture, replayed with batches of other sizes, of sequences that choose and that do not."""
-    cache, twin = cache_over(pools()), cache_over(pools())
+    cache, twin = (cache_over(layout, pools(layout)) for _ in range(2))
     for of in (cache, twin):
         for sequence in PROMPTS:
             of.add_sequence(sequence)
@@ -121,11 +126,12 @@ def test_a_graph_gives_what_the_eager_step_gives() -> None:
             assert_close(actual[:count], wanted)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("writer_class", [PeerWriter, UnmappedWriter], ids=["from the append kernel", "by the writer"])
-def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter]) -> None:
-    both = [pools() for _ in range(2)]
+def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter], layout: KVLayout) -> None:
+    both = [pools(layout) for _ in range(2)]
     writer = writer_class(0, both)
-    sender, receiver = (cache_over(its, writer) for its in both)
+    sender, receiver = (cache_over(layout, its, writer) for its in both)
     for cache in (sender, receiver):
         cache.add_sequence(0)
     run(sender, {0: 300}, draw(300, seed=1))

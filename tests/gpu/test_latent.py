@@ -13,7 +13,9 @@ from tandem.cache.attention.forward import Batch
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.base import Limits
 from tandem.cache.kinds.latent import Latent
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
@@ -50,15 +52,17 @@ class Shape:
     dtype: torch.dtype
     num_heads: int
     page_size: int
+    fp8: bool = False
 
     @property
     def layout(self) -> KVLayout:
         group = LayerGroup(tuple(range(LAYERS)), Latent(RANK + ROTATED, RANK))
-        return KVLayout((group,), self.page_size, self.dtype)
+        return KVLayout((group,), self.page_size, self.dtype, KVScales.uniform(LAYERS) if self.fp8 else None)
 
     def pool(self, num_pages: int = 300) -> Tensor:
         """Full of NaN: what was never written must not matter."""
-        return torch.full((num_pages, *self.layout.page_shape(0)), torch.nan, dtype=self.dtype, device="cuda")
+        dtype = self.layout.stored_dtype_of(0)
+        return torch.full((num_pages, *self.layout.page_shape(0)), torch.nan, dtype=dtype, device="cuda")
 
     def cache(self, pool: Tensor, writer: PageWriter | None = None) -> TvmCache:
         return TvmCache(
@@ -95,10 +99,17 @@ SHAPES = {
     "bf16-128-heads": Shape(torch.bfloat16, num_heads=128, page_size=64),
     "fp16": Shape(torch.float16, num_heads=6, page_size=32),
 }
+FP8 = Shape(torch.bfloat16, num_heads=16, page_size=16, fp8=True)
+IN_8_BITS = {
+    "bf16 in 8 bits": FP8,
+    "bf16-128-heads in 8 bits": Shape(torch.bfloat16, num_heads=128, page_size=64, fp8=True),
+    "fp16 in 8 bits": Shape(torch.float16, num_heads=6, page_size=32, fp8=True),
+}
+ALL = SHAPES | IN_8_BITS
 
 
 def exact(shape: Shape) -> Shape:
-    return Shape(torch.float32, shape.num_heads, shape.page_size)
+    return Shape(torch.float32, shape.num_heads, shape.page_size, shape.fp8)
 
 
 def attend(cache: TvmCache, plan: Forward, layer: int, inputs: Inputs, up: UpProjections) -> Tensor:
@@ -138,16 +149,17 @@ def check(
             assert_close(actual, wanted)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape", ALL.values(), ids=ALL.keys())
 def test_all_absorbed(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tandem.cache.kernels.flashinfer.latent.absorbed_is_cheaper",
-        lambda appends, *_: np.ones(appends.shape, np.bool_),
-    )
+    for module in ("latent", "latent_fp8"):
+        monkeypatch.setattr(
+            f"tandem.cache.kernels.flashinfer.{module}.absorbed_is_cheaper",
+            lambda appends, *_: np.ones(appends.shape, np.bool_),
+        )
     check(shape, PROGRAM)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape", ALL.values(), ids=ALL.keys())
 def test_attention(shape: Shape) -> None:
     check(shape, PROGRAM)
 
@@ -158,9 +170,17 @@ def test_trees(shape: Shape) -> None:
     check(shape, [*TREES, dict.fromkeys(range(5), 1)], {len(TREES): {4: 64, 0: -1, 2: 255}})
 
 
-def test_heads_expanded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_in_8_bits_are_refused() -> None:
+    cache = FP8.cache(FP8.pool())
+    cache.add_sequence(0)
+    with pytest.raises(InvalidArgument, match="token_tree_parents is given; Fp8LatentKernels"):
+        cache.begin_forward([0], [2], token_tree_parents=[[-1, -1]])
+
+
+@pytest.mark.parametrize("shape", [BF16, FP8], ids=["bf16", "bf16 in 8 bits"])
+def test_heads_expanded_some_at_a_time(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cache.plan.latent.EXPANDED_ROWS", 4 * 1000)
-    check(BF16, [{0: 900}, {0: 500, 1: 300, 2: 1}])
+    check(shape, [{0: 900}, {0: 500, 1: 300, 2: 1}])
 
 
 def test_plans_may_be_made_ahead() -> None:
@@ -181,19 +201,20 @@ def test_plans_may_be_made_ahead() -> None:
                 assert_close(attend(cache, plan, layer, inputs, up), expected[layer])
 
 
+@pytest.mark.parametrize("shape", [BF16, FP8], ids=["bf16", "bf16 in 8 bits"])
 @pytest.mark.parametrize("writer_class", [PeerWriter, UnmappedWriter], ids=["from the append kernel", "by the writer"])
-def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter]) -> None:
-    pools = [BF16.pool(80) for _ in range(3)]
+def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter], shape: Shape) -> None:
+    pools = [shape.pool(80) for _ in range(3)]
     writer = writer_class(0, [(pool,) for pool in pools])
-    sender, *receivers = (BF16.cache(pool, writer) for pool in pools)
+    sender, *receivers = (shape.cache(pool, writer) for pool in pools)
     for sequence in (0, 1, 2):
         sender.add_sequence(sequence)
-    run(sender, BF16, {0: 21}, BF16.draw(21, seed=1))
+    run(sender, shape, {0: 21}, shape.draw(21, seed=1))
     for sequence, receiver in enumerate(receivers):
         receiver.add_sequence(9)
         sender.mark_send(sequence, 0, receiver.prepare_receive(9, 60), sequence + 1)
-    run(sender, BF16, {1: 30, 2: 8, 0: 20}, BF16.draw(58, seed=2))
-    run(sender, BF16, {0: 19, 1: 30}, BF16.draw(49, seed=3))
+    run(sender, shape, {1: 30, 2: 8, 0: 20}, shape.draw(58, seed=2))
+    run(sender, shape, {0: 19, 1: 30}, shape.draw(49, seed=3))
     for sequence, receiver in enumerate(receivers):
         assert sender.sends_done(sequence)
         receiver.finish_receive(9)
@@ -202,27 +223,28 @@ def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter]) -> N
     assert bool(writer.token_writes) == (writer_class is UnmappedWriter)
 
 
-def test_a_graph_gives_what_the_eager_step_gives() -> None:
+@pytest.mark.parametrize("shape", [BF16, FP8], ids=["bf16", "bf16 in 8 bits"])
+def test_a_graph_gives_what_the_eager_step_gives(shape: Shape) -> None:
     """One capture, replayed with batches of other sizes and lengths that cross page borders."""
-    cache, twin, up = BF16.cache(BF16.pool()), BF16.cache(BF16.pool()), BF16.up()
+    cache, twin, up = shape.cache(shape.pool()), shape.cache(shape.pool()), shape.up()
     prompts = {0: 31, 1: 500, 2: 1, 3: 64, 4: 1200}
     for of in (cache, twin):
         for sequence in prompts:
             of.add_sequence(sequence)
-        run(of, BF16, prompts, BF16.draw(sum(prompts.values()), seed=0))
-    (batch,) = cache.graph_buffers([Limits.of_step(8, BF16.num_heads, 1)])
-    static = BF16.draw(8, seed=0)
+        run(of, shape, prompts, shape.draw(sum(prompts.values()), seed=0))
+    (batch,) = cache.graph_buffers([Limits.of_step(8, shape.num_heads, 1)])
+    static = shape.draw(8, seed=0)
     batch.clear()
     replay = capture(batch, static, up)
     for step in range(40):
         sequences = np.array([s for s in prompts if (s + step) % 3 or step % 2])
-        inputs = BF16.draw(len(sequences), seed=step)
+        inputs = shape.draw(len(sequences), seed=step)
         for places, given in zip(static, inputs, strict=True):
             for place, tensor in zip(places, given, strict=True):
                 place[: len(sequences)] = tensor
         cache.begin(Batch(sequences), batch, [np.zeros(len(sequences), np.int64)])
         outputs = replay()
-        expected = run(twin, BF16, dict.fromkeys(sequences.tolist(), 1), inputs)
+        expected = run(twin, shape, dict.fromkeys(sequences.tolist(), 1), inputs)
         for actual, wanted in zip(outputs, expected, strict=True):
             assert_close(actual[: len(sequences)], wanted)
     for sequence in prompts:

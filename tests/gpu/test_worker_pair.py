@@ -33,6 +33,8 @@ ISLANDS = {
     "fp8-128-puts": (CASES["fp8-128"], False),
     "latents-mapped": (CASES["latents"], True),
     "latents-puts": (CASES["latents"], False),
+    "fp8-latents-mapped": (CASES["fp8-latents"], True),
+    "fp8-latents-puts": (CASES["fp8-latents"], False),
 }
 
 

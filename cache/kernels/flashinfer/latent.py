@@ -17,13 +17,14 @@ from tandem.cache.kernels.gpu_limits import RANK, ROTATED, check_sizes, latent_s
 from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.kernels.triton.chosen import attend_chosen
-from tandem.cache.kernels.triton.gather import gather
+from tandem.cache.kernels.triton.gather import gather, gather_rows
 from tandem.cache.kernels.triton.latent_append import append_latents
 from tandem.cache.kernels.triton.latent_tree import attend_latent_trees
 from tandem.cache.kernels.triton.pushing import AppendPlan
 from tandem.cache.kernels.triton.tree import TreeTiles
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.latent import LatentHeads, UpProjections, absorbed_is_cheaper, heads_at_once
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
@@ -33,23 +34,37 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
     """See LatentBackend. float16 and bfloat16, the sizes of DeepSeek and of GLM, pages of 8 to 64 positions; else
     InvalidArgument."""
 
-    def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads, top_k: int | None = None) -> None:
-        """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
-        check_sizes(pool.dtype, pool.shape[4], latent_sizes(pool.shape[5], rank, heads))
+    def __init__(
+        self,
+        pool: Tensor,
+        scale: float,
+        rank: int,
+        heads: LatentHeads,
+        top_k: int | None = None,
+        fp8: Fp8Rows | None = None,
+    ) -> None:
+        """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use. fp8: how a
+        pool of 8 bits has the entries; see Fp8LatentKernels."""
+        self._dtype, width = (pool.dtype, pool.shape[5]) if fp8 is None else (fp8.dtype, fp8.width)
+        check_sizes(self._dtype, pool.shape[4], latent_sizes(width, rank, heads))
         super().__init__(pool)
-        flashinfer = load_flashinfer()
+        self._fp8 = fp8
         self._heads = heads
         self._scale = scale
         self._top_k = top_k
         # The host plans for the lengths; which positions are chosen is found on the device.
         self.capabilities = Capabilities(pushes=True, step_graphs=True, verify_graphs=True, shifts=top_k is not None)
+        self._expanded: Any = load_flashinfer().BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD")
+        self._heads_at_once = 0
+        self._prepare_absorbed()
+
+    def _prepare_absorbed(self) -> None:
+        mla, pool = load_flashinfer().mla, self._pool
         layers = [pool[:, layer, 0, 0].split_with_sizes((RANK, ROTATED), 2) for layer in range(pool.shape[1])]
         self._layers = [(latents, keys) for latents, keys in layers]
-        self._absorbed: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(self._workspace)
-        self._before_trees: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(self._workspace)
-        self._expanded: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD")
+        self._absorbed: Any = mla.BatchMLAPagedAttentionWrapper(self._workspace)
+        self._before_trees: Any = mla.BatchMLAPagedAttentionWrapper(self._workspace)
         self._graph_plan_on_host = torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._heads_at_once = 0
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> EagerPlan:
         absorbed = absorbed_is_cheaper(np.diff(tokens.qo_indptr), tables.kv_lens, RANK, ROTATED, self._heads)
@@ -59,7 +74,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], device, others=others)
         return EagerPlan(AppendTargets(slots, None), parts, ChosenTokens.of(choosers, tables.kv_indices, device))
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> "LatentBuffers | ChosenBuffers":
+    def buffers(self, limits: Limits, tables: DeviceTables) -> GroupBuffers:
         if self._top_k is not None:
             return ChosenBuffers(AppendTargets(tables.slots, None), self, tables)
         size, device = tables.slots.shape[0], self._pool.device
@@ -88,7 +103,8 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         own: AppendPlan,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotates q in place."""
-        return q, append_latents(self._pool, layer, q, latents, keys, rotation, own.targets, keep=own.keep)
+        arguments = (self._pool, layer, q, latents, keys, rotation, own.targets)
+        return q, append_latents(*arguments, keep=own.keep, fp8=self._fp8)
 
     def attend(self, layer: int, q: Tensor, own: EagerPlan, up: UpProjections, chosen: Tensor | None = None) -> Tensor:
         output = self.attend_parts(
@@ -101,15 +117,21 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         return output
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        entries = gather(self._pool, layer, upload([slots], self._pool.device)[0])[:, 0]
+        entries = self._gather(layer, upload([slots], self._pool.device)[0]).unsqueeze(1)
         return entries, entries[:, :, :RANK]
+
+    def _gather(self, layer: int, slots: Tensor) -> Tensor:
+        """Entries [n, rank + rotated] of slots, int32 [n], on the device."""
+        if self._fp8 is not None:
+            return gather_rows(self._pool, layer, slots, self._fp8)
+        return gather(self._pool, layer, slots)[:, 0, 0]
 
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, up: UpProjections) -> Tensor:
         if part.trees is not None:
             return self._attend_trees(part.trees, layer, q, up)
         if part.kv_slots is None:
             return self._attend_absorbed(self._absorbed, layer, q, up)
-        return self._attend_expanded(gather(self._pool, layer, part.kv_slots)[:, 0, 0], q, up)
+        return self._attend_expanded(self._gather(layer, part.kv_slots), q, up)
 
     def _attend_absorbed(self, wrapper: Any, layer: int, q: Tensor, up: UpProjections) -> Tensor:
         still, rotated = self._split(q)
@@ -120,7 +142,8 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
     ) -> Tensor:
         assert chosen is not None  # whoever plans for choosers gives what they have chosen
         still, rotated = self._split(q)
-        return up.values(attend_chosen(self._pool, layer, up.absorb(still), rotated, chosen, pages, self._scale))
+        rows = up.absorb(still), rotated, chosen
+        return up.values(attend_chosen(self._pool, layer, *rows, pages, self._scale, self._fp8))
 
     def _attend_trees(self, trees: TreeTiles, layer: int, q: Tensor, up: UpProjections) -> Tensor:
         still, rotated = self._split(q)
@@ -152,7 +175,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
             *(self._heads.key_dim + ROTATED, self._heads.value_dim),
             causal=True,
             sm_scale=self._scale,
-            q_data_type=self._pool.dtype,
+            q_data_type=self._dtype,
         )
 
     def _split(self, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,8 @@ def plan_modules(
     own = _name(layout.dtype)
     if heads is not None:
         expanded = FlashInferModule(best, own, own, heads.key_dim + ROTATED, heads.value_dim)
-        return (expanded, FlashInferModule(best, own, own, RANK, ROTATED, latent=True))
+        absorbed = FlashInferModule(best, own, own, RANK, ROTATED, latent=True)
+        return (expanded,) if layout.stored_dtype == FP8 else (expanded, absorbed)  # Triton's, over 8 bits
     found: dict[FlashInferModule, None] = {}
     for group in layout.groups:
         if not group.kind.attended or group.planes == 1 or group.head_dim not in FLASHINFER_HEAD_DIMS:

@@ -1,7 +1,7 @@
-"""Absorbed attention to chosen positions of a pool of latents: Triton kernels, which compute what attend_chosen() of
-torch/latent.py does.
+"""Absorbed attention to positions of a pool of latents, those that a token has chosen or all that it sees: Triton
+kernels, which compute what attend_chosen() of torch/latent.py does.
 
-Few tokens share out what each has chosen (flash-decoding), and a second kernel merges what was found.
+Of few tokens several programs share what each attends to (flash-decoding), and a second kernel merges what was found.
 """
 
 from typing import Any
@@ -14,9 +14,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.entry_tiling import EntryTiling, choose_tiling
 from tandem.cache.kernels.triton.dependent_launch import launch_options
+from tandem.cache.kernels.triton.fp8 import load_quantized
+from tandem.cache.kernels.triton.index_scores import SeenPages
 from tandem.cache.kernels.triton.tree import add_keys
+from tandem.cache.plan.kv_scales import Fp8Rows
 
 MANY = EntryTiling(heads=64, entries=64, warps=8, stages=3, programs=132)
+FP8_WARPS = 8  # fewer have not the registers to dequantize, and spill
 HEADS_PER_MERGE = 4
 
 
@@ -28,17 +32,53 @@ def attend_chosen(
     chosen: Tensor,
     pages: tuple[Tensor, Tensor],
     scale: float,
+    fp8: Fp8Rows | None = None,
 ) -> Tensor:
     """Weighted sums of latents, [n, num_heads, rank]: those at the positions that each of n tokens has chosen.
 
     pool: [num_pages, layers, 1, 1, page_size, rank + rotated], contiguous; both parts are powers of two of at least 16.
-    q [n, num_heads, rank], absorbed, and rotated [n, num_heads, rotated]: rows of any strides. chosen: int32 [n, k],
-    contiguous: positions, of which a row has one at least, then -1. pages: firsts int32 [n] and kv_indices int32, see
-    SeenPages.
+    fp8: how a pool of 8 bits has these, of q's dtype. q [n, num_heads, rank], absorbed, and rotated
+    [n, num_heads, rotated]: rows of any strides. chosen: int32 [n, k], contiguous: positions, of which a row has one at
+    least, then -1. pages: firsts int32 [n] and kv_indices int32, see SeenPages.
     """
-    (num_tokens, num_heads, rank), num_chosen = q.shape, chosen.shape[1]
+    return _attend(pool, layer, q, rotated, chosen, pages, chosen.shape[1], scale, fp8, chosen=True)
+
+
+def attend_seen(
+    pool: Tensor,
+    layer: int,
+    q: Tensor,
+    rotated: Tensor,
+    seen: SeenPages,
+    longest: int,
+    scale: float,
+    fp8: Fp8Rows | None = None,
+) -> Tensor:
+    """As attend_chosen(), of all that each token sees, one position at least. longest: about the most of these, by
+    which programs are counted."""
+    pages = seen.firsts, seen.kv_indices
+    return _attend(pool, layer, q, rotated, seen.lengths, pages, longest, scale, fp8, chosen=False)
+
+
+def _attend(
+    pool: Tensor,
+    layer: int,
+    q: Tensor,
+    rotated: Tensor,
+    which: Tensor,
+    pages: tuple[Tensor, Tensor],
+    most: int,
+    scale: float,
+    fp8: Fp8Rows | None,
+    *,
+    chosen: bool,
+) -> Tensor:
+    """which: positions that are chosen, or numbers of those that are seen. most: of positions to a token."""
+    num_tokens, num_heads, rank = q.shape
     tiling = choose_tiling(q, MANY)
-    parts, tiles = triton.cdiv(num_heads, tiling.heads), triton.cdiv(num_chosen, tiling.entries)
+    if fp8 is not None:
+        tiling = tiling._replace(warps=FP8_WARPS)
+    parts, tiles = triton.cdiv(num_heads, tiling.heads), triton.cdiv(most, tiling.entries)
     tiles_each = triton.cdiv(tiles, min(tiles, max(1, tiling.programs // (num_tokens * parts))))
     shares = triton.cdiv(tiles, tiles_each)
     output = torch.empty((num_tokens, num_heads, rank), dtype=q.dtype, device=pool.device)
@@ -48,10 +88,11 @@ def attend_chosen(
         sums = torch.empty((2, num_tokens, shares, num_heads), dtype=torch.float32, device=pool.device)
     kernel: Any = _attend_chosen[(num_tokens, parts, shares)]
     kernel(
-        *(pool, q, rotated, chosen, *pages, found, sums, pool.stride(0), layer * pool.stride(1)),
+        *(pool, q, rotated, which, *pages, found, sums, pool.stride(0), layer * pool.stride(1)),
         *(stride for rows in (q, rotated) for stride in rows.stride()[:2]),
-        *(scale, num_chosen, tiles_each * tiling.entries, num_heads, num_tokens * shares * num_heads),
-        *(tiling.heads, pool.shape[4], rank, rotated.shape[2], tiling.entries, shares > 1),
+        *(scale, most, num_heads, num_tokens * shares * num_heads),
+        *(tiling.heads, pool.shape[4], pool.shape[5], rank, rotated.shape[2], tiling.entries),
+        *(0 if fp8 is None else fp8.group_columns, chosen, shares > 1),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **launch_options(pool.device),
@@ -66,15 +107,18 @@ def attend_chosen(
     return output
 
 
-@triton.jit(do_not_specialize=["num_chosen", "entries_each", "all_sums"])
+@triton.jit(do_not_specialize=["num_chosen", "all_sums"])
 def _attend_chosen(
-    pool, q, rotated, chosen, firsts, kv_indices, found, sums,
+    pool, q, rotated, which, firsts, kv_indices, found, sums,
     page_elements, layer_elements, q_token, q_head, rotated_token, rotated_head,
-    scale, num_chosen, entries_each, num_heads, all_sums,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, ENTRIES: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    scale, num_chosen, num_heads, all_sums,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
+    ENTRIES: tl.constexpr, GROUP: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has one share of what a token has chosen, for HEADS heads. Scores are of base 2."""
+    """A program has one share of what a token attends to, for HEADS heads. Scores are of base 2.
+
+    GROUP: latents of 8 bits that share a scale, see load_quantized(); 0: entries are as q is. CHOSEN: see _attend().
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -89,15 +133,26 @@ def _attend_chosen(
     pages = kv_indices + tl.load(firsts + token)
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total, weighted = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, RANK), tl.float32)
+    count = num_chosen if CHOSEN else tl.load(which + token)
+    entries_each = tl.cdiv(tl.cdiv(count, ENTRIES), tl.num_programs(2)) * ENTRIES
     first = share * entries_each
-    for begin in range(first, tl.minimum(first + entries_each, num_chosen), ENTRIES):
+    for begin in range(first, tl.minimum(first + entries_each, count), ENTRIES):
         index = begin + tl.arange(0, ENTRIES)
-        position = tl.load(chosen + token * num_chosen + index, mask=index < num_chosen, other=-1)
-        seen = position >= 0
+        if CHOSEN:
+            position = tl.load(which + token * num_chosen + index, mask=index < num_chosen, other=-1)
+            seen = position >= 0
+        else:
+            position = index
+            seen = index < count
         page = tl.load(pages + position // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-        entries = pool + page * page_elements + layer_elements + (position % PAGE_SIZE) * (RANK + ROTATED)
-        latents = tl.load(entries[:, None] + column[None, :], mask=seen[:, None], other=0.0)
-        keys = tl.load(entries[:, None] + RANK + narrow[None, :], mask=seen[:, None], other=0.0)
+        entries = pool + page * page_elements + layer_elements + (position % PAGE_SIZE) * ROW
+        if GROUP > 0:
+            latents = load_quantized(entries, seen, q.dtype.element_ty, RANK, GROUP)
+            turned = (entries + RANK + 4 * (RANK // GROUP)).to(tl.pointer_type(q.dtype.element_ty))
+        else:
+            latents = tl.load(entries[:, None] + column[None, :], mask=seen[:, None], other=0.0)
+            turned = entries + RANK
+        keys = tl.load(turned[:, None] + narrow[None, :], mask=seen[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(latents), input_precision="ieee")
         scores = tl.dot(rotated_queries, tl.trans(keys), scores, input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))

@@ -1,4 +1,6 @@
-"""Entries of 8 bits (float8_e4m3fn) in Triton kernels: what they are rounded from, and what products take them as."""
+"""Entries of 8 bits (float8_e4m3fn) in Triton kernels: what they are rounded from, and what products take them as.
+
+Scales are those of the layer's KV heads, or stand in the rows themselves: see Fp8Rows."""
 
 import triton
 import triton.language as tl
@@ -9,6 +11,28 @@ def quantise(x, factor, dtype: tl.constexpr):
     """Entries of x · factor, saturated; NaN stays NaN."""
     scaled = x.to(tl.float32) * factor
     return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
+def power_of_two(most):
+    """What least_powers_of_two() gives of float32 numbers ≥ 0, and its reciprocal."""
+    exponent = tl.maximum(((most.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_quantized(rows, inside, dtype: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The numbers of 8 bits [n, COLUMNS] of Fp8Rows that begin at `rows`, pointers [n], dequantized.
+
+    GROUP: columns that share a scale, a power of two that divides COLUMNS.
+    """
+    group, column = tl.arange(0, COLUMNS // GROUP), tl.arange(0, GROUP)
+    places = group[:, None] * GROUP + column[None, :]
+    entries = tl.load(rows[:, None, None] + places[None, :, :], mask=inside[:, None, None], other=0.0)
+    scales = (rows + COLUMNS).to(tl.pointer_type(tl.float32))
+    factors = tl.load(scales[:, None] + group[None, :], mask=inside[:, None], other=0.0)
+    numbers = (entries.to(tl.float32) * factors[:, :, None]).to(dtype)
+    return tl.reshape(numbers, (rows.shape[0], COLUMNS))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.triton.dependent_launch import launch_options
+from tandem.cache.plan.kv_scales import Fp8Rows
 
 
 def gather(
@@ -29,6 +30,48 @@ def gather(
         **launch_options(pool.device),
     )
     return rows
+
+
+def gather_rows(pool: Tensor, layer: int, slots: Tensor, fp8: Fp8Rows) -> Tensor:
+    """[n, fp8.width] of fp8.dtype: latents or index keys of slots int32 [n], dequantized.
+
+    pool: [num_pages, layers, 1, 1, page_size, fp8.num_bytes], contiguous, of 8-bit elements.
+    """
+    rows = torch.empty((slots.shape[0], fp8.width), dtype=fp8.dtype, device=pool.device)
+    others = fp8.width - fp8.quantized
+    kernel: Any = _gather_rows[(slots.shape[0],)]
+    kernel(
+        *(pool, slots, rows, pool.stride(0), layer * pool.stride(1)),
+        *(pool.shape[4], fp8.num_bytes, fp8.quantized, triton.next_power_of_2(fp8.quantized), fp8.group_columns),
+        *(fp8.num_groups, others, triton.next_power_of_2(max(others, 1))),
+        **launch_options(pool.device),
+    )
+    return rows
+
+
+@triton.jit
+def _gather_rows(
+    pool, slots, rows, page_bytes, layer_bytes,
+    PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, OTHERS: tl.constexpr, OTHERS_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a position."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    position = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + position)
+    source = pool + (slot // PAGE_SIZE).to(tl.int64) * page_bytes + layer_bytes + (slot % PAGE_SIZE) * ROW
+    target = rows + position * (QUANTIZED + OTHERS)
+    dtype = rows.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    entries = tl.load(source + column, mask=column < QUANTIZED).to(tl.float32)
+    scales = tl.load((source + QUANTIZED).to(tl.pointer_type(tl.float32)) + column // GROUP, mask=column < QUANTIZED)
+    tl.store(target + column, (entries * scales).to(dtype), mask=column < QUANTIZED)
+    if OTHERS > 0:
+        other = tl.arange(0, OTHERS_BLOCK)
+        values = tl.load((source + QUANTIZED + 4 * GROUPS).to(tl.pointer_type(dtype)) + other, mask=other < OTHERS)
+        tl.store(target + QUANTIZED + other, values, mask=other < OTHERS)
 
 
 @triton.jit

@@ -10,13 +10,15 @@ from tandem.cache.kernels.backend import AppendThenChoose
 from tandem.cache.kernels.base import Capabilities, DeviceTables, GroupBuffers, GroupPlan, Index, Limits, PeerPool
 from tandem.cache.kernels.index_keys import SCORE_BYTES, Choosers
 from tandem.cache.kernels.triton.append import AppendTargets
-from tandem.cache.kernels.triton.gather import gather
+from tandem.cache.kernels.triton.gather import gather, gather_rows
 from tandem.cache.kernels.triton.index_scores import SeenPages, score_positions
 from tandem.cache.kernels.triton.latent_append import append_latents
 from tandem.cache.kernels.triton.pushing import AppendPlan, push_to_peers
 from tandem.cache.kernels.triton.top_k import choose_top
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kv_scales import GROUP_COLUMNS, Fp8Rows
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
@@ -36,9 +38,12 @@ class TritonIndexKernels(AppendThenChoose):
 
     capabilities = Capabilities(trees=False, pushes=True, step_graphs=True, verify_graphs=True)
 
-    def __init__(self, pool: Tensor, rank: int, top_k: int) -> None:
+    def __init__(self, pool: Tensor, rank: int, top_k: int, fp8: Fp8Rows | None = None) -> None:
+        """fp8: how a pool of 8 bits has the keys, with one scale each; else InvalidArgument."""
         super().__init__(pool)
-        self._pool, self._rank, self._top_k = pool, rank, top_k
+        self._pool, self._rank, self._top_k, self._fp8 = pool, rank, top_k, fp8
+        if fp8 is not None and fp8.num_groups > 1:
+            raise InvalidArgument(f"index_head_dim is {fp8.width}; in 8 bits at most {GROUP_COLUMNS} are accepted")
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> IndexPlan:
         choosers, device = Choosers.of(tokens, tables, self._top_k), self._pool.device
@@ -61,7 +66,8 @@ class TritonIndexKernels(AppendThenChoose):
         self, layer: int, q: Tensor, still: Tensor, rotated: Tensor, rotation: Rotation | None, own: IndexPlan
     ) -> tuple[Tensor, Tensor | None]:
         """Rotates q in place."""
-        return q, append_latents(self._pool, layer, q, still, rotated, rotation, own.targets, keep=own.keep)
+        arguments = (self._pool, layer, q, still, rotated, rotation, own.targets)
+        return q, append_latents(*arguments, keep=own.keep, fp8=self._fp8)
 
     def choose(self, layer: int, q: Tensor, weights: Tensor, own: IndexPlan) -> Tensor:
         if own.tokens is not None:
@@ -69,12 +75,17 @@ class TritonIndexKernels(AppendThenChoose):
         chosen = [q.new_empty((0, self._top_k), dtype=torch.int32)] if not own.tiles else []
         for begin, end, longest in own.tiles:
             seen = own.seen.between(begin, end)
-            scores = score_positions(self._pool, layer, q[begin:end], weights[begin:end], seen, longest)
+            rows = q[begin:end], weights[begin:end]
+            scores = score_positions(self._pool, layer, *rows, seen, longest, self._fp8)
             chosen.append(choose_top(scores, seen.lengths, self._top_k))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        entries = gather(self._pool, layer, upload([slots], self._pool.device)[0])[:, 0]
+        (slots_there,) = upload([slots], self._pool.device)
+        if self._fp8 is None:
+            entries = gather(self._pool, layer, slots_there)[:, 0]
+        else:
+            entries = gather_rows(self._pool, layer, slots_there, self._fp8).unsqueeze(1)
         return entries, entries[:, :, : self._rank]
 
 

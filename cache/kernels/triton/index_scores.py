@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.triton.dependent_launch import launch_options
+from tandem.cache.plan.kv_scales import Fp8Rows
 
 POSITIONS_PER_TILE = 64
 LEAST = 16  # rows and columns of a tensor core's tile
@@ -30,10 +31,13 @@ class SeenPages:
         return SeenPages(self.lengths[begin:end], self.firsts[begin:end], self.kv_indices)
 
 
-def score_positions(pool: Tensor, layer: int, q: Tensor, weights: Tensor, seen: SeenPages, longest: int) -> Tensor:
+def score_positions(
+    pool: Tensor, layer: int, q: Tensor, weights: Tensor, seen: SeenPages, longest: int, fp8: Fp8Rows | None = None
+) -> Tensor:
     """float32 [n, longest], of row i the first lengths[i]: Σ over heads of weight · max(q · key, 0).
 
-    pool: [num_pages, layers, 1, 1, page_size, D], contiguous. q [n, heads, D], a token's heads any distance apart;
+    pool: [num_pages, layers, 1, 1, page_size, D], contiguous; fp8: how one of 8 bits has the keys, with one scale each.
+    q [n, heads, D], a token's heads any distance apart;
     weights float32 [n, heads], contiguous. longest: at least all lengths.
     """
     num_tokens, num_heads, width = q.shape
@@ -44,7 +48,7 @@ def score_positions(pool: Tensor, layer: int, q: Tensor, weights: Tensor, seen: 
         *(q, weights, pool, seen.lengths, seen.firsts, seen.kv_indices, scores),
         *(q.stride(0), q.stride(1), pool.stride(0), layer * pool.stride(1), longest, num_heads),
         *(max(LEAST, triton.next_power_of_2(num_heads)), width, max(LEAST, triton.next_power_of_2(width))),
-        *(pool.shape[4], POSITIONS_PER_TILE),
+        *(pool.shape[4], pool.shape[5], POSITIONS_PER_TILE, fp8 is not None),
         **launch_options(pool.device),
     )
     return scores
@@ -54,8 +58,8 @@ def score_positions(pool: Tensor, layer: int, q: Tensor, weights: Tensor, seen: 
 def _score(
     q, weights, pool, lengths, firsts, kv_indices, scores,
     q_token, q_head, page_elements, layer_elements, longest, num_heads,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW: tl.constexpr,
+    KEYS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many tiles of the positions of one token, and all heads, for which it reads keys once."""
     if PDL:
@@ -72,8 +76,12 @@ def _score(
         position = begin + tl.arange(0, KEYS)
         inside = position < length
         page = tl.load(pages + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        rows = pool + page * page_elements + layer_elements + (position % PAGE_SIZE) * WIDTH
+        rows = pool + page * page_elements + layer_elements + (position % PAGE_SIZE) * ROW
         keys = tl.load(rows[:, None] + column[None, :], mask=inside[:, None] & in_width[None, :], other=0.0)
+        if FP8:
+            keys = keys.to(tl.float32).to(queries.dtype)
         products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         found = tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
+        if FP8:  # scales are positive, so that they may be multiplied in behind the maximum
+            found *= tl.load((rows + WIDTH).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
         tl.store(scores + token * longest + position, found, mask=inside)

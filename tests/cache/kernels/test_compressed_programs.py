@@ -5,7 +5,9 @@ import json
 from dataclasses import astuple
 
 import pytest
+import torch
 
+from tandem.cache.plan.kv_scales import Fp8Rows
 from tests.support.hopper import REGISTERS, SHARED_BYTES, taken, told_by
 
 pytestmark = pytest.mark.long
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.long
 SIZE, KEY_SIZE, ROTATED, WINDOW, PAGE = 512, 128, 64, 128, 64
 THREADS = 128
 MOST_REGISTERS = 255  # of a thread, from where on they spill
-I32, I64, F32 = "*i32", "*i64", "*fp32"
+I32, I64, F32, FP8 = "*i32", "*i64", "*fp32", "*fp8e4nv"
 PAGES = {f"{of}{name}": I32 for of in ("", "input_", "entry_", "beside_") for name in ("firsts", "begins")}
 PAGES |= {"input_pages": I32, "entry_pages": I32, "kv_indices": I32, "beside_indices": I32, "slots": I32}
 NUMBERS = dict.fromkeys(("num_heads", "extra", "all_sums", "shares"), "i32")
@@ -30,8 +32,10 @@ def compiled() -> Report:
     from tandem.cache.kernels.compressed.rotate import HEADS_PER_PROGRAM as HEADS_TO_ROTATE
     from tandem.cache.kernels.compressed.rotate import _rotate_and_append
     from tandem.cache.kernels.entry_tiling import FEW
+    from tandem.cache.kernels.triton.chosen import FP8_WARPS, _attend_chosen
     from tandem.cache.kernels.triton.chosen import MANY as MANY_CHOSEN
-    from tandem.cache.kernels.triton.chosen import _attend_chosen
+    from tandem.cache.kernels.triton.index_scores import POSITIONS_PER_TILE as POSITIONS_TO_SCORE
+    from tandem.cache.kernels.triton.index_scores import _score
 
     types, report = {**PAGES, **TOKENS, **NUMBERS, "scale": "fp32"}, Report()
     sizes = {"SIZE": SIZE, "ROTATED": ROTATED, "PDL": True}
@@ -55,12 +59,24 @@ def compiled() -> Report:
                 its = types if shared else {**types, "found": "*bf16"}
                 one = taken(_attend, fixed | kind, its, num_warps=tiling.warps, num_stages=tiling.stages)
                 report[f"{name} {kind}"] = astuple(one)
-    latents = {"PAGE_SIZE": PAGE, "RANK": SIZE, "ROTATED": ROTATED, "SHARED": True, "PDL": True}
-    its = types | dict.fromkeys(("num_chosen", "entries_each"), "i32")
-    for name, tiling in (("attend chosen", FEW), ("attend chosen by many", MANY_CHOSEN)):
-        fixed = latents | {"HEADS": tiling.heads, "ENTRIES": tiling.entries}
-        one = taken(_attend_chosen, fixed, its, num_warps=tiling.warps, num_stages=tiling.stages)
-        report[name] = astuple(one)
+    for fp8 in (None, Fp8Rows(SIZE + ROTATED, SIZE, torch.bfloat16)):
+        row, group = (SIZE + ROTATED, 0) if fp8 is None else (fp8.num_bytes, fp8.group_columns)
+        latents = {"PAGE_SIZE": PAGE, "RANK": SIZE, "ROTATED": ROTATED, "SHARED": True, "PDL": True}
+        latents |= {"ROW": row, "GROUP": group}
+        its = types | {"which": I32, "num_chosen": "i32"} | ({} if fp8 is None else {"pool": FP8})
+        for of in ("", " by many"):
+            tiling = MANY_CHOSEN if of else FEW
+            warps = tiling.warps if fp8 is None else FP8_WARPS
+            fixed = latents | {"HEADS": tiling.heads, "ENTRIES": tiling.entries}
+            for chosen in (True, False)[: 1 if fp8 is None else 2]:
+                name = f"attend {'chosen' if chosen else 'seen'}{'' if fp8 is None else ' in 8 bits'}{of}"
+                given = fixed | {"CHOSEN": chosen}
+                one = taken(_attend_chosen, given, its, num_warps=warps, num_stages=tiling.stages)
+                report[name] = astuple(one)
+        keys = {"HEADS": SIZE // 8, "WIDTH": KEY_SIZE, "COLUMNS": KEY_SIZE, "PAGE_SIZE": PAGE, "PDL": True}
+        keys |= {"KEYS": POSITIONS_TO_SCORE, "FP8": fp8 is not None, "ROW": KEY_SIZE + (0 if fp8 is None else 4)}
+        its |= {"weights": F32, "lengths": I32, "scores": F32, "longest": "i32"}
+        report[f"score{'' if fp8 is None else ' in 8 bits'}"] = astuple(taken(_score, keys, its))
     for shares in (4, 64):
         one = taken(merge, {**sizes, "TILE": min(shares, SHARES_PER_TILE), "SHARES": shares}, {**types, "found": F32})
         report[f"merge {shares}"] = astuple(one)
@@ -73,7 +89,7 @@ def report() -> Report:
 
 
 def test_all_compile_and_fit(report: Report) -> None:
-    assert len(report) == 17
+    assert len(report) == 23
     assert all(shared <= SHARED_BYTES for _, shared, _ in report.values()), report
 
 

@@ -90,6 +90,8 @@ class TestModules:
         absorbed = "FlashInfer fa3 bfloat16 512/64 latent"
         assert titles(latents, heads=LatentHeads(128, 128)) == ["FlashInfer fa3 bfloat16 192/128", absorbed]
         assert titles(latents, heads=LatentHeads(192, 256)) == ["FlashInfer fa3 bfloat16 256", absorbed]
+        in_8_bits = replace(latents, scales=KVScales.uniform(1))
+        assert titles(in_8_bits, heads=LatentHeads(128, 128)) == ["FlashInfer fa3 bfloat16 192/128"]
 
     def test_one_plane_of_k_and_v_needs_none(self) -> None:
         assert titles(KVLayout((LayerGroup((0,), Shared(512, span_of(128))),), 16, torch.bfloat16)) == []
@@ -193,7 +195,7 @@ class TestPlan:
             self.plan(qwen3)
 
     def test_what_pages_cannot_hold_is_named_by_its_key(self, tmp_path: Path) -> None:
-        make_checkpoint(tmp_path, arch="deepseek_v2")
+        make_checkpoint(tmp_path, arch="deepseek_v4")
         config = load_config(None, {"model.path": str(tmp_path), "cache.kv_cache_dtype": "fp8_e4m3"})
         with pytest.raises(ConfigError, match=r"^cache\.kv_cache_dtype is 'fp8_e4m3'"):
             plan_kernels(config, None)

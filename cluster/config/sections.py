@@ -99,9 +99,11 @@ class CacheSection(Section):
     """fraction of a GPU's memory that weights, KV pages and workspace may take; null is 0.9, unless num_pages is
     given"""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it"""
+    """element type of stored K and V, latents and index keys; auto is model.dtype, or FP8 where the checkpoint asks
+    for it"""
     k_scale: Factor | None = Field(default=None, allow_inf_nan=False)
-    """with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1"""
+    """with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1. Latents carry
+    their own scales, and take null alone"""
     v_scale: Factor | None = Field(default=None, allow_inf_nan=False)
     """the same for V"""
     prefix_sharing: bool = True

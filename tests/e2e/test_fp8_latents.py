@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.cache.plan.kv_scales import FP8
+from tests.e2e.test_prompt_logprobs import entries_of, values_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all
 from tests.support.draft_heads import save_mtp
@@ -50,6 +52,26 @@ def test_chunks_and_prefixes(case: str, settings: dict[str, Any], tmp_path: Path
         timings = complete(island.address, random_prompt(5, 99), max_tokens=2, **GREEDY)[-1].timings
         assert timings is not None
         assert model_info.kv_bytes_per_token == timings.bytes_pushed // 5
+
+
+@pytest.mark.gate("deepseek_v3-*")
+@pytest.mark.parametrize(("case", "far"), [("deepseek_v2", 0.1), ("deepseek_v3", 0.1), ("deepseek_v32", 0.4)])
+def test_logits_are_near_those_of_float32(case: str, far: float, tmp_path: Path) -> None:
+    """Log-probabilities of a prompt in three chunks: those of rounded latents, and not far from exact ones. Of few
+    positions that random index keys choose, some are others."""
+    from tests.support.rounding_cache import RoundingKeys, round_latents
+
+    folder, prompt = save_checkpoint(case, tmp_path), PROMPTS[-1]
+    model = load_oracle(folder)
+    exact = values_of(model, prompt)
+    round_latents(model)
+    rounded = values_of(model, prompt, RoundingKeys(config=model.config))
+    with running_island(folder, STORED) as island:
+        entries = entries_of(complete(island.address, prompt, max_tokens=1, prompt_logprobs=1, **GREEDY))
+    found = torch.tensor([entry.logprob for entry in entries[1:] if entry is not None])
+    rows = torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])
+    assert (found - rounded[rows]).abs().max() < 1e-3
+    assert 1e-3 < (found - exact[rows]).abs().mean() < far
 
 
 @pytest.mark.gate("deepseek_v3", "deepseek_v32")

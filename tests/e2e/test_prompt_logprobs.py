@@ -19,7 +19,7 @@ from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
 __all__ = ["in_graphs"]  # a fixture
 
@@ -29,8 +29,8 @@ NUM_TOKENS = 5
 
 
 @torch.inference_mode()
-def values_of(oracle: "PreTrainedModel", prompt: Sequence[int]) -> Tensor:
-    return oracle(torch.tensor([list(prompt)])).logits[0].log_softmax(-1)
+def values_of(oracle: "PreTrainedModel", prompt: Sequence[int], cache: "DynamicCache | None" = None) -> Tensor:
+    return oracle(torch.tensor([list(prompt)]), past_key_values=cache).logits[0].log_softmax(-1)
 
 
 def entries_of(updates: Sequence[GenerateUpdate]) -> list[TokenLogprobs | None]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.kv_scales import KVScales
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.drafters.load import load_drafter
@@ -63,6 +64,7 @@ def with_eagle3(folder: Path) -> SpeculationSettings:
 KINDS: dict[str, Callable[[Path], SpeculationSettings]] = {
     "draft_model": with_itself,
     "mtp": with_mtp,
+    "mtp in 8 bits": with_mtp,
     "mtp of GLM-4-MoE": with_mtp_of_glm,
     "eagle3": with_eagle3,
 }
@@ -78,13 +80,22 @@ class Made(NamedTuple):
 class Drafting:
     """A runner with prompts stored."""
 
-    def __init__(self, folder: Path, speculation: SpeculationSettings, *, graphs: bool, device: str = "cuda") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        speculation: SpeculationSettings,
+        *,
+        graphs: bool,
+        fp8: bool = False,
+        device: str = "cuda",
+    ) -> None:
         config = load_config(folder / "target", "bfloat16")
         drafter = load_drafter_config(speculation, config)
         assert drafter is not None
-        layout = kv_layout(config, 16, drafter=drafter)
+        scales = KVScales.uniform(config.num_layers + drafter.num_layers) if fp8 else None
+        layout = kv_layout(config, 16, scales, drafter)
         pools = [
-            torch.full((200, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device=device)
+            torch.full((200, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype_of(group), device=device)
             for group in range(len(layout.groups))
         ]
         self.cache = TvmCache.of(make_cache(config, layout, pools, max_sequences=8, max_length=256, drafter=drafter))
@@ -168,6 +179,7 @@ def flat(arrays: Drafted) -> Int64Array:
 
 
 # FlashInfer plans attention over latents for the lengths themselves: no step of theirs follows one that is not read.
+# Over latents in 8 bits Triton attends.
 AHEAD = [kind for kind in KINDS if kind != "mtp"]
 CASES = [(kind, False) for kind in KINDS] + [(kind, True) for kind in AHEAD]
 
@@ -177,7 +189,8 @@ CASES = [(kind, False) for kind in KINDS] + [(kind, True) for kind in AHEAD]
 )
 def test_graphs_draft_as_the_eager_path(kind: str, ahead: bool, tmp_path: Path) -> None:
     speculation = KINDS[kind](tmp_path)
-    graphs, eager = (Drafting(tmp_path, speculation, graphs=graphs) for graphs in (True, False))
+    fp8 = kind.endswith("in 8 bits")
+    graphs, eager = (Drafting(tmp_path, speculation, graphs=graphs, fp8=fp8) for graphs in (True, False))
     assert graphs.runner.overlaps
     last = dict(graphs.last)
     eager.last = last

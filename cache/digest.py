@@ -37,7 +37,7 @@ def digest_kv(
         if layout.shard.rank % replicas:
             continue
         first_head = layout.shard.rank // replicas * group.num_kv_heads
-        seen = max(paging.num_entries(begin), layout.first_page_index(index, end) * paging.entries)
+        seen = max(paging.num_entries(begin), layout.first_wanted(index, end))
         stop = paging.num_entries(end)
         if group.keeps.given:
             stop = min(stop, border)

@@ -80,7 +80,7 @@ def decode_map(
         if layout.groups[group].keeps.given:
             _check_tail(f"runs[{group}]", decoded, max(min(border, end) - start, 0))
         elif wire.sliding is None:
-            needed = min(max(layout.first_page_index(group, end) * paging.entries, border), last)
+            needed = min(max(layout.first_wanted(group, end), border), last)
             _check_skips(f"runs[{group}]", decoded, max(needed - first, 0))
         else:
             _check_slide(f"runs[{group}]", decoded, wire.sliding, start, end)

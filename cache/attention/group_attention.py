@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.attention.encoder_views import see_encoder
 from tandem.cache.attention.page_look_up import PageLookUp
+from tandem.cache.attention.states import entry_of_each, send_states
 from tandem.cache.kernels.base import AttentionBackend, GroupPlan, Query
 from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.kinds.kind import ServedKind, Site
@@ -20,7 +21,7 @@ from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.stored_layers import StoredLayers
-from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables, slots_of
+from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables
 
 
 @dataclass(eq=False)
@@ -42,6 +43,9 @@ class GroupAttention:
         shares = self.chunk is None and self.encoder_lens is None
         self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing if shares else None)
         self.tables = PageLookUp(self.table, self.chunk)
+        self.whole = self.table.paging.whole
+        # An entry for a position is read before the first layer stores a new one, a state once the last layer has.
+        self._pushes_at = len(self.site.layout.groups[self.group].layers) - 1 if self.whole else 0
 
     def check(self, num_tokens: int, x: Any) -> None:
         """See ServedKind.check_inputs."""
@@ -84,8 +88,10 @@ class GroupAttention:
         if self.prefixes.rule is not None:
             shared = self.prefixes.find(rows, tokens.seq_lens, able_to_share(tokens, sliding))
         rows, tokens = (rows, tokens) if encodes else self.split(rows, tokens)
-        tables = self.tables.look_up(rows, tokens, shared)
+        tables = self.tables.look_up(rows, entry_of_each(tokens) if self.whole else tokens, shared)
         own = self.backend.plan(tokens, tables)
+        if self.whole:
+            sends = send_states(sends, tokens, tables.kv_indices)
         if sends and (encodes or not self.given) and self.backend.capabilities.pushes:
             assert self.writer is not None  # mark_send saw to it
             peer_pool = partial(self.writer.peer_pool, group=self.group)
@@ -125,7 +131,7 @@ class GroupAttention:
             plan.stored.note(layer)
         if not plan.sends:
             return
-        if layer == 0:
+        if layer == self._pushes_at:
             self.push_cached(plan.sends)
         left = [send for send in plan.sends if send.token_indices.shape[0]]
         if not left:
@@ -148,5 +154,5 @@ class GroupAttention:
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What read_slots() gives of each of `layers` at `indices` (int64 [n]) of a row."""
-        slots = slots_of(self.table.pages, row, indices, self.table.page_size)
+        slots = self.table.slots(row, indices)
         return [self.backend.read_slots(layer, slots) for layer in layers]

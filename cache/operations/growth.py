@@ -63,7 +63,7 @@ class Growth:
         if self.pages.encodes:
             self._check_encoded(seq_ids, rows)
         self.sliding.check_unsent(seq_ids, rows, appends, self.marks)
-        self.pages.check_unsent(seq_ids, rows, self.marks)
+        self.pages.check_unsent(seq_ids, rows, appends, self.marks)
         trees = self.trees.extended(seq_ids, appends, parents)
         steps = not trees and not np.count_nonzero(self.table.shortened[rows])
         held = self.table.lengths[rows]

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.sliding_sequences import SlidingSequences
-from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_pools import PageIds, PagePools
 from tandem.cache.pages.sequence_pages import SequencePages
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.plan.tables import runs_of, slots_of
+from tandem.cache.plan.tables import slots_of
 
 
 @dataclass(eq=False)
@@ -75,26 +74,21 @@ class Receptions:
         for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):
             for group, pool in zip(self.table.groups, self.memory, strict=True):
                 page_index, offset = divmod(group.paging.num_entries(length), group.page_size)
-                if offset and group.begins[row] <= page_index < group.ends[row]:
+                if offset and not group.paging.whole and group.begins[row] <= page_index < group.ends[row]:
                     pool[int(group.pages[row, page_index]), ..., offset:, :].zero_()
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
         groups, size = self.table.groups, self.table.page_size
         if self.table.sliding.windows[row] == 0:
-            return tuple(self._runs_of(group, row, begin, end) for group in groups)
+            return tuple(group.runs(row, begin, end) for group in groups)
         indices = self.table.sliding.find(row, begin, end)
         wanted = indices >= 0
         slots = (np.where(wanted, slots_of(group.pages, row, np.maximum(indices, 0), size), SKIP) for group in groups)
         return tuple(map(SlotRuns.from_slots, slots))
 
-    @staticmethod
-    def _runs_of(group: GroupTable, row: int, begin: int, end: int) -> SlotRuns:
-        first, last = (group.paging.num_entries(position) for position in (begin, end))
-        return runs_of(group.pages[row], first, last, group.page_size, int(group.begins[row]), int(group.ends[row]))
-
     def _ends_in_pages(self, length: int) -> bool:
         """Whether `length` positions use a part of a page, in some group."""
-        return any(group.paging.num_entries(length) % group.page_size for group in self.table.groups)
+        return any(group.paging.ends_in_page(length) for group in self.table.groups if not group.paging.whole)
 
     def finish(self, sequence: int) -> None:
         """The writer is quiet. Idempotent."""

@@ -11,7 +11,7 @@ from tandem.cache.pages.send_marks import SendMarks, Sent
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
 from tandem.cache.plan.position_map import SKIP
-from tandem.cache.plan.tables import Send, TokenLayout, slots_of
+from tandem.cache.plan.tables import Send, TokenLayout
 
 Sends = list[tuple[Send, ...]]
 """Per layer group."""
@@ -123,4 +123,4 @@ def _cached_slots(
     targets = slots[places]
     wanted = targets != SKIP
     indices = table.sliding.indices_of(rows, entries)
-    return slots_of(group.pages, rows[wanted], indices[wanted], group.page_size), targets[wanted]
+    return group.slots(rows[wanted], indices[wanted]), targets[wanted]

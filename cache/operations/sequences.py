@@ -154,9 +154,12 @@ class SequenceCalls(Parts):
         salt: at most 16 bytes; only what was published with the same one is found.
 
         With an encoder, token_ids begin with its prompt, which is padded to whole pages. Only what was published behind
-        the same one is found, and nothing where not all of the encoder's pages are.
+        the same one is found, and nothing where not all of the encoder's pages are. Where a group keeps states, which
+        nobody has of a prefix, nothing is found.
         """
         self._check_sharing(sequence)
+        if self.layout.recurs:
+            return 0
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
@@ -173,9 +176,12 @@ class SequenceCalls(Parts):
         Of groups with a window those that the sequence still has: a page that a forward lets go of has to be published
         before that forward begins.
 
-        salt: as in match_prefix, where the sequence begins with what that found.
+        salt: as in match_prefix, where the sequence begins with what that found. Where a group keeps states, nothing is
+        published.
         """
         self._check_sharing(sequence)
+        if self.layout.recurs:
+            return
         row = self._settled_row(sequence)
         length, tokens = int(self._table.lengths[row]), integers("token_ids", token_ids)
         if tokens.size > length:
@@ -211,9 +217,12 @@ class SequenceCalls(Parts):
 
     @property
     def pages(self) -> PageCounts:
-        """How many there are."""
-        pools, together = self._pools, self.layout.pages_together
-        total, free = (min(map(mul, counts, together)) for counts in (pools.num_pages, pools.num_free))
+        """How many there are. Those that hold the state of a whole sequence do not count; see room()."""
+        pools, together, paging = self._pools, self.layout.pages_together, self.layout.paging
+        by_positions = [(group, times) for group, times in enumerate(together) if not paging[group].whole]
+        total, free = (
+            min(counts[group] * times for group, times in by_positions) for counts in (pools.num_pages, pools.num_free)
+        )
         return PageCounts(total, free, len(pools.prefixes), max(map(mul, pools.num_draining, together)))
 
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
@@ -227,6 +236,8 @@ class SequenceCalls(Parts):
         if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
         first = int(self._table.groups[group].begins[row]) * self.layout.paging[group].entries
+        if self.layout.paging[group].whole:
+            first = length - 1
         if self.layout.groups[group].keeps.given and end > max(self._table.border(row), begin):
             raise InvalidArgument(f"end is {end}; group {group} has the encoder's {self._table.border(row)} positions")
         if begin < min(first, end):

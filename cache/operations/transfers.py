@@ -60,6 +60,11 @@ class TransferCalls(Parts):
         if begin != position_map.start_position:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
         integer("target_pe", target_pe)
+        if self.layout.recurs and (length := int(self._table.lengths[row])) > position_map.end_position:
+            raise InvalidArgument(
+                f"the position map ends at {position_map.end_position}, but sequence {sequence} has the state behind "
+                f"{length} positions; a map that ends there or later is accepted"
+            )
         for group, runs in zip(range(len(self._groups)), position_map.runs, strict=False):
             peer_pool = self._writer.peer_pool(target_pe, group)  # it refuses a PE that is not there
             num_slots = 0 if peer_pool is None else peer_pool.shape[0] * self.layout.paging[group].entries

@@ -44,7 +44,7 @@ def lay_out_appends(
     queries: Int64Array,
 ) -> Appends:
     """All int64 [B], in positions; rows: of `table`."""
-    every, size, reserved = paging.every, paging.entries, table.reserved[rows]
+    every, size, reserved = paging.every, paging.reach, table.reserved[rows]
     if every > 1:
         lengths, new_lengths, reserved = lengths // every, new_lengths // every, reserved // every
     page_indexes, ends = lengths // size, (new_lengths + (size - 1)) // size
@@ -241,7 +241,7 @@ class GroupPages:
 
     def num_partial(self, length: int) -> int:
         """How many pages `length` positions, an encoder's among them, use a part of: 1 or 0."""
-        return 0 if self.keeps.given or not self.table.paging.num_entries(length) % self.table.page_size else 1
+        return int(not self.keeps.given and self.table.paging.ends_in_page(length))
 
     def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
         """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""

@@ -3,7 +3,9 @@
 import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
+from tandem.cache.plan.position_map import SKIP, SlotRuns
 from tandem.cache.plan.spans import Paging
+from tandem.cache.plan.tables import runs_of, slots_of
 
 
 class GroupTable:
@@ -11,20 +13,19 @@ class GroupTable:
 
     Page index i of a row is the page of its entries from i · page_size on; there is one for `every` positions. Row i
     holds those from begins[i] to ends[i] - 1: earlier ones have left the group's window, and those past the sequence's
-    end are reserved.
+    end are reserved. Where a page covers a whole sequence it is that at page index 0, and its only slot is that of the
+    sequence's last position.
     """
 
     def __init__(
         self,
         max_sequences: int,
         max_pages: int,
-        page_size: int,
-        every: int = 1,
+        paging: Paging,
         borders: Int64Array | None = None,
     ) -> None:
         """borders: see SequenceTable, which owns it; None: no row has one."""
-        self.page_size, self.every = page_size, every
-        self.paging = Paging(every, page_size)
+        self.paging, self.page_size, self.every = paging, paging.entries, paging.every
         self.borders = np.zeros(max_sequences, np.int64) if borders is None else borders
         self.pages = np.zeros((max_sequences, max_pages), np.int32)
         self.begins = np.zeros(max_sequences, np.int64)
@@ -33,6 +34,21 @@ class GroupTable:
         """Pages that a reservation keeps for a row, from the first that it holds; 0 without a reservation."""
         self.num_changes = 0
         """How often a row lost a page, or got another instead, and went on; windows and slides do not count."""
+
+    def slots(self, rows: Int64Array | int, entries: Int64Array) -> Int32Array:
+        """int32 [n]: the slots of entries[i] of rows[i] (int64 [n] each), or of one row."""
+        if self.paging.whole:
+            return self.pages[rows, np.zeros_like(entries)]
+        return slots_of(self.pages, rows, entries, self.page_size)
+
+    def runs(self, row: int, begin: int, end: int) -> SlotRuns:
+        """The slots of positions begin … end - 1 of a row in the fewest runs, SKIP where the row holds no page."""
+        if not self.paging.whole:
+            first, last = (self.paging.num_entries(position) for position in (begin, end))
+            return runs_of(self.pages[row], first, last, self.page_size, int(self.begins[row]), int(self.ends[row]))
+        skipped = [SKIP] * (end - begin > 1)
+        begins, lengths = [*skipped, int(self.pages[row, 0])], [*[end - begin - 1] * len(skipped), 1]
+        return SlotRuns(np.array(begins, np.int32), np.array(lengths, np.int32))
 
     def reset(self, row: int) -> None:
         self.begins[row] = self.ends[row] = self.budgets[row] = 0

@@ -69,22 +69,35 @@ class SequencePages:
                 f"{what} would have {length} positions; an encoder's come whole: at least {border * self._page_size} "
                 "are accepted"
             )
+        held = int(self._table.lengths[row])
         for index, group in enumerate(self._groups):
+            if group.keeps.last and length not in (0, held):
+                raise InvalidArgument(
+                    f"{what} would have {length} positions, but layer group {index} has only the state behind all "
+                    f"{held}; 0 and {held} are accepted"
+                )
             begin = int(group.table.begins[row])
             if group.first_page_index(length, border) < begin:
-                lengths = range(int(self._table.lengths[row]) + 1)
+                lengths = range(held + 1)
                 least = bisect_left(lengths, begin, key=partial(group.first_page_index, border=border))
                 raise InvalidArgument(
                     f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
                     f"window of layer group {index}; at least {least} are accepted"
                 )
 
-    def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, marks: SendMarks) -> None:
-        """InvalidArgument where growing would let go of positions that a row is to send and has not: a group with a
-        window knows only what later queries see."""
-        if not self._dropping or marks.count == 0:
+    def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
+        """InvalidArgument where growing by `appends` (int64 [B]) would let go of what a row is to send and has not: a
+        group with a window knows only what later queries see, and one with states that of the last position."""
+        if marks.count == 0 or not (self._dropping or self._layout.recurs):
             return
         lengths = self._table.lengths[rows]
+        if self._layout.recurs:
+            past = (marks.planned[rows] < marks.ends[rows]) & (lengths + appends > marks.ends[rows])
+            for index in past.nonzero()[0].tolist():
+                raise InvalidArgument(
+                    f"sequence {seq_ids[index]} is to send its state behind {marks.ends[rows[index]]} positions, and "
+                    f"would grow to {lengths[index] + appends[index]}; send_cached sends it first"
+                )
         for index in (marks.planned[rows] < np.minimum(marks.ends[rows], lengths)).nonzero()[0].tolist():
             for number, group in enumerate(self._groups):
                 kept = group.first_page_index(int(lengths[index])) * self._page_size
@@ -143,13 +156,14 @@ class SequencePages:
     @staticmethod
     def _begin_pages_of(paging: Paging, lengths: Int64Array) -> NDArray[np.bool_]:
         if paging.every == 1:
-            return lengths % paging.entries == 0
+            return lengths % paging.reach == 0
         return (lengths + 1) % paging.positions == paging.every % paging.positions
 
     def _gain_pages(self, lengths: Int64Array, new_lengths: Int64Array) -> NDArray[np.bool_]:
         """bool [B]: which rows of `lengths` take a page of some group to grow to new_lengths; int64 [B] both."""
         gain = np.zeros(lengths.shape, np.bool_)
-        for every, size in self._paging:
+        for paging in self._paging:
+            every, size = paging.every, paging.reach
             before, after = (lengths, new_lengths) if every == 1 else (lengths // every, new_lengths // every)
             gain |= (after - 1) // size > (before - 1) // size
         return gain

@@ -65,8 +65,7 @@ class SequenceTable:
         self.encoder_lens = np.zeros(max_sequences, np.int64)
         self.borders = np.zeros(max_sequences, np.int64)
         self.groups = tuple(
-            GroupTable(max_sequences, max(one.num_pages(max_length), 1), one.entries, one.every, self.borders)
-            for one in paging
+            GroupTable(max_sequences, max(one.num_pages(max_length), 1), one, self.borders) for one in paging
         )
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))

@@ -73,7 +73,7 @@ class StepGrowth:
                     *(address_of(array) for array in (table.pages, table.begins, table.ends, table.budgets)),
                     table.pages.shape[1],
                     table.every,
-                    table.page_size,
+                    table.paging.reach,
                     span.window or 0,
                     span.chunk or 0,
                     grain,

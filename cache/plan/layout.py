@@ -71,22 +71,25 @@ class KVLayout:
     @cached_property
     def paging(self) -> tuple[Paging, ...]:
         """Of each group."""
-        every = [group.keeps.every for group in self.groups]
-        return tuple(Paging(one, math.lcm(one, self.page_size) // one) for one in every)
+        return tuple(group.keeps.paging(self.page_size) for group in self.groups)
 
     @cached_property
     def grain(self) -> int:
         """Positions of the coarsest page: the fewest that are whole pages of every group. Prefixes are shared so."""
-        return math.lcm(*(paging.positions for paging in self.paging))
+        return math.lcm(*(paging.positions for paging in self.paging if not paging.whole))
 
     @property
     def pages_together(self) -> tuple[int, ...]:
-        """Of each group, how many times page_size positions one page covers."""
-        return tuple(paging.positions // self.page_size for paging in self.paging)
+        """Of each group, how many times page_size positions one page covers; 1 where it covers a whole sequence."""
+        return tuple(1 if paging.whole else paging.positions // self.page_size for paging in self.paging)
 
     def first_page_index(self, group: int, query: int) -> int:
         """The first page index that a group keeps when the next query stands at position `query`."""
         return self.groups[group].keeps.first_page_index(query, self.paging[group].entries, self.grain)
+
+    def first_wanted(self, group: int, query: int) -> int:
+        """See Span."""
+        return self.groups[group].keeps.first_wanted(query, self.paging[group], self.grain)
 
     def most_pages(self, group: int, num_tokens: int, longest_append: int) -> int:
         """See Span."""
@@ -116,6 +119,11 @@ class KVLayout:
         return any(group.keeps.given for group in self.groups)
 
     @cached_property
+    def recurs(self) -> bool:
+        """Whether some group keeps one entry of each sequence; see Last."""
+        return any(group.keeps.last for group in self.groups)
+
+    @cached_property
     def drops_past(self) -> bool:
         """Whether pages of some group are let go of as a sequence grows."""
         return any(group.keeps.drops_past for group in self.groups)
@@ -135,8 +143,9 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of KV that one position takes over all groups, while all of them hold it; of an entry for several its
-        share, rounded down over all."""
-        pages = ((self.page_bytes(group), paging.positions) for group, paging in enumerate(self.paging))
+        share, rounded down over all, and nothing of one for a whole sequence."""
+        positions = ((group, paging.positions) for group, paging in enumerate(self.paging) if not paging.whole)
+        pages = ((self.page_bytes(group), count) for group, count in positions)
         return sum(num_bytes * (self.grain // positions) for num_bytes, positions in pages) // self.grain
 
     def check_pools(self, pools: Sequence[Tensor]) -> None:

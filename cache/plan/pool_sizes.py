@@ -21,12 +21,15 @@ class PageUse:
 def pages_of_groups(layout: KVLayout, num_pages: int, uses: Sequence[PageUse]) -> tuple[int, ...]:
     """Of each group num_pages, or, where pages are let go of, as many as the most demanding of `uses` can hold if that
     is less. Groups that keep all hold prefixes in what sequences leave. Of pages that cover several times page_size
-    positions as many as cover those of num_pages, and one for each sequence, whose last one may not be full."""
+    positions as many as cover those of num_pages, and one for each sequence, whose last one may not be full. Of pages
+    that cover a sequence one for each of all `uses`."""
 
     def most(group: int) -> int:
         return max(use.sequences * layout.most_pages(group, use.length, use.append) for use in uses)
 
     def pages_of(group: int, together: int) -> int:
+        if layout.paging[group].whole:
+            return min(num_pages, sum(use.sequences for use in uses))
         if layout.groups[group].keeps.drops_past:
             return min(num_pages, most(group))
         return min(num_pages, -(-num_pages // together) + max(use.sequences for use in uses) * (together > 1))

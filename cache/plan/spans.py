@@ -7,6 +7,7 @@ So a prefix that ends with full pages can be shared. Where groups have pages of 
 start of the coarsest page: `grain` is its number of positions.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,8 @@ class Span(ABC):
     """Whether entries leave the span as a sequence grows, so that their pages are let go of."""
     given = False
     """Whether the entries are those of an encoder: see Given."""
+    last = False
+    """Whether a sequence has one entry, which each forward replaces: see Last."""
 
     @property
     def window(self) -> int | None:
@@ -38,6 +41,14 @@ class Span(ABC):
     def every(self) -> int:
         """How many positions an entry stands for."""
         return 1
+
+    def paging(self, page_size: int) -> "Paging":
+        """page_size: positions of a page, of groups with an entry for each."""
+        return Paging(self.every, math.lcm(self.every, page_size) // self.every)
+
+    def first_wanted(self, query: int, paging: "Paging", grain: int) -> int:
+        """The first entry that a receiver stores when its next query stands at position `query`."""
+        return self.first_page_index(query, paging.entries, grain) * paging.entries
 
     @abstractmethod
     def first_needed(self, queries: Int64Array) -> Int64Array:
@@ -164,6 +175,33 @@ class Given(Span):
         return -(-num_tokens // page_size)
 
 
+@dataclass(frozen=True)
+class Last(Span):
+    """A query at p needs what the positions before p have left: one entry, which each forward replaces (the state of a
+    recurrent layer).
+
+    A sequence has one page, which holds the entry of its last position. So it is forked, sent and shortened only where
+    it ends.
+    """
+
+    last = True
+
+    def paging(self, page_size: int) -> "Paging":
+        return Paging(1, 1, whole=True)
+
+    def first_wanted(self, query: int, paging: "Paging", grain: int) -> int:
+        return max(query - 1, 0)
+
+    def first_needed(self, queries: Int64Array) -> Int64Array:
+        return np.maximum(queries - 1, 0)
+
+    def first_pages(self, queries: Int64Array, page_size: int, grain: int | None = None) -> Int64Array:
+        return np.zeros_like(queries)
+
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int, grain: int | None = None) -> int:
+        return min(num_tokens, 1)
+
+
 ALL = All()
 
 
@@ -176,16 +214,27 @@ NO_WINDOW = 1 << 62
 """The window of a sequence that evicts nothing, though some of its K is stored before RoPE."""
 
 
+MAX_POSITIONS = 1 << 30
+"""More than a sequence has."""
+
+
 class Paging(NamedTuple):
-    """How positions become pages: an entry for `every` positions, and `entries` in a page."""
+    """How positions become pages: an entry for `every` positions, and `entries` in a page. whole: one page holds a
+    whole sequence, but of all its entries only the last; then a slot is a page."""
 
     every: int
     entries: int
+    whole: bool = False
+
+    @property
+    def reach(self) -> int:
+        """Entries of a page, by which page indexes are counted; `entries` is how many it has memory for."""
+        return MAX_POSITIONS if self.whole else self.entries
 
     @property
     def positions(self) -> int:
         """Of a page."""
-        return self.every * self.entries
+        return self.every * self.reach
 
     def num_entries(self, length: int) -> int:
         """Of `length` positions."""
@@ -193,9 +242,13 @@ class Paging(NamedTuple):
 
     def num_pages(self, length: int) -> int:
         """That hold the entries of `length` positions."""
-        return -(-self.num_entries(length) // self.entries)
+        return -(-self.num_entries(length) // self.reach)
 
-    def whole(self, length: int) -> int:
+    def ends_in_page(self, length: int) -> bool:
+        """Whether `length` positions use a part of their last page."""
+        return self.num_entries(length) % self.reach > 0
+
+    def padded(self, length: int) -> int:
         """Positions of so many whole pages as `length` positions begin."""
         return -(-length // self.positions) * self.positions
 

@@ -63,7 +63,7 @@ class PromptCheck(NamedTuple):
         least = 1 if self.most_encoder else 0
         if not least <= tokens <= self.most_encoder:
             raise InvalidCall(f"encoder_tokens is {tokens}; {least} … {self.most_encoder} are accepted")
-        return EncoderPrompt(tokens, Paging(1, self.page_size).whole(tokens))
+        return EncoderPrompt(tokens, Paging(1, self.page_size).padded(tokens))
 
 
 def check_sampling(message: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:

@@ -6,6 +6,7 @@ import pytest
 from tandem.cache.attention.batch_prefixes import BatchPrefixes
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule
+from tandem.cache.plan.spans import Paging
 
 ROWS, LENGTHS = np.array([0, 2, 1]), np.array([11, 9, 10], np.int32)
 
@@ -13,7 +14,7 @@ ROWS, LENGTHS = np.array([0, 2, 1]), np.array([11, 9, 10], np.int32)
 @pytest.fixture
 def table() -> GroupTable:
     """Rows 0 and 1 share pages 7 and 8, row 2 the first of these."""
-    table = GroupTable(3, 4, page_size=4)
+    table = GroupTable(3, 4, Paging(1, 4))
     table.pages[:, :3] = [[7, 8, 1], [7, 8, 2], [7, 3, 4]]
     return table
 

@@ -8,6 +8,7 @@ from tandem.cache.attention.page_look_up import SOURCE, PageLookUp
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sliding_table import SlidingTable
+from tandem.cache.plan.spans import Paging
 from tandem.cache.plan.tables import PageTables, lay_out_tokens
 from tests.cache.known import assert_same
 
@@ -42,7 +43,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_tables(window: int | None) -> None:
     random = np.random.default_rng(0)
-    table = GroupTable(ROWS, NUM_PAGES, PAGE)
+    table = GroupTable(ROWS, NUM_PAGES, Paging(1, PAGE))
     look_up = PageLookUp(table)
     for size in [*range(1, ROWS + 1), ROWS]:
         table.pages[:] = random.permutation(ROWS * NUM_PAGES).reshape(ROWS, NUM_PAGES)
@@ -61,7 +62,7 @@ def test_tables(window: int | None) -> None:
 def test_slots_of_sliding_sequences() -> None:
     """Sinks are whole pages or not, more than there are positions, or none."""
     random = np.random.default_rng(0)
-    table, streams = GroupTable(ROWS, NUM_PAGES, PAGE), SlidingTable(ROWS, PAGE)
+    table, streams = GroupTable(ROWS, NUM_PAGES, Paging(1, PAGE)), SlidingTable(ROWS, PAGE)
     table.pages[:] = random.permutation(ROWS * NUM_PAGES).reshape(ROWS, NUM_PAGES)
     look_up = PageLookUp(table)
     for _ in range(20):

@@ -65,7 +65,7 @@ def test_entries_for_several_positions_are_complete_ones(positions: int, length:
     assert paging.num_pages(length) == Every(positions).most_pages(length, 1, page_size) == pages
     assert Every(positions).first_page_index(length, page_size, 60) == 0
     of_page = positions * page_size
-    assert paging.whole(length) == min(whole for whole in range(0, 200, of_page) if whole >= length)
+    assert paging.padded(length) == min(whole for whole in range(0, 200, of_page) if whole >= length)
 
 
 def test_pages_cover_whole_entries_and_whole_pages() -> None:

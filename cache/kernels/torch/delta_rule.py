@@ -1,0 +1,78 @@
+"""The gated delta rule and the causal convolution before it, with torch operations on any device.
+
+A state S [key_dim, value_dim] of a head becomes, with each token,
+
+    S ← e^g S,   S ← S + k β (v - kᵀ S)ᵀ,   o = qᵀ S
+
+in float32. `step_*` takes one token of each of several sequences, `chunk_*` all new tokens of one sequence. Both give
+the same, but for rounding. q and k are unit vectors here: see unit().
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+UNIT_EPS = 1e-6  # as in transformers
+
+
+def unit(x: Tensor) -> Tensor:
+    """float32: each last dimension divided by its length."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def step_conv(x: Tensor, tails: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """SiLU of the convolution of the next token of each of B sequences, [B, C], and their tails behind it.
+
+    x: [B, C]. tails: [B, taps - 1, C], the inputs of the tokens before, 0 where there are none. weight: [C, taps].
+    """
+    inputs = torch.cat((tails, x.unsqueeze(1)), 1)
+    return F.silu(torch.einsum("btc,ct->bc", inputs, weight)), inputs[:, 1:]
+
+
+def chunk_conv(x: Tensor, tail: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As step_conv, of the next T tokens of one sequence: x [T, C] and tail [taps - 1, C]."""
+    inputs = torch.cat((tail, x))
+    output = F.conv1d(inputs.t().unsqueeze(0), weight.unsqueeze(1), groups=weight.shape[0])
+    return F.silu(output[0].t()), inputs[x.shape[0] :]
+
+
+def step_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """o [B, H, value_dim] of the next token of each of B sequences, and their states behind it; float32 all.
+
+    q, k: [B, H, key_dim]; v: [B, H, value_dim]; log_decay, beta: [B, H]; states: [B, H, key_dim, value_dim].
+    """
+    states = states * log_decay.exp()[..., None, None]
+    known = (k.unsqueeze(2) @ states).squeeze(2)
+    delta = (v - known) * beta.unsqueeze(2)
+    states = states + k.unsqueeze(3) * delta.unsqueeze(2)
+    return (q.unsqueeze(2) @ states).squeeze(2), states
+
+
+def chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """As step_delta_rule, of the next T tokens of one sequence: q, k [T, H, key_dim], v [T, H, value_dim], log_decay
+    and beta [T, H], state [H, key_dim, value_dim].
+
+    Takes `chunk` tokens at a time. What they add to the state they are given, token after token, is the solution u of
+    a triangular system (the UT transform of Yang et al., arXiv 2406.06484).
+    """
+    outputs = []
+    for q_c, k_c, v_c, g_c, beta_c in zip(*(x.split(chunk) for x in (q, k, v, log_decay, beta)), strict=True):
+        queries, keys, values = (x.transpose(0, 1) for x in (q_c, k_c, v_c))  # [H, n, dim]
+        total = g_c.t().cumsum(1)  # of all decays up to each token
+        decay = (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril()  # [H, n, n]
+        weighted = keys * beta_c.t().unsqueeze(2)
+        system = (weighted @ keys.transpose(1, 2)) * decay
+        since_start = total.exp().unsqueeze(2)
+        targets = values * beta_c.t().unsqueeze(2) - (weighted * since_start) @ state
+        updates = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+        within = (queries @ keys.transpose(1, 2)) * decay
+        outputs.append(((queries * since_start) @ state + within @ updates).transpose(0, 1))
+        until_end = (total[:, -1:] - total).exp().unsqueeze(2)
+        state = state * total[:, -1].exp()[:, None, None] + (keys * until_end).transpose(1, 2) @ updates
+    return torch.cat(outputs), state

@@ -1,0 +1,116 @@
+"""The states of a gated delta rule in pages, with torch operations: the reference."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, GroupPlan
+from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.torch.delta_rule import chunk_conv, chunk_delta_rule, step_conv, step_delta_rule, unit
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.tables import PageTables, TokenLayout
+
+
+class DeltaShape(NamedTuple):
+    """Of the heads, and how many inputs of earlier tokens the convolution takes. A key head serves as many value heads
+    as there are of them for each."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    tail: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def numbers(self) -> int:
+        """Of an entry: the tail [tail, channels], then the state [value_heads, key_dim, value_dim]."""
+        return self.tail * self.channels + self.value_heads * self.key_dim * self.value_dim
+
+
+class StatePlan(NamedTuple):
+    """Of a forward of B sequences. pages: int64 [B]. is_new: bool [B, 1], whether nothing is behind a sequence yet, so
+    that its page means nothing. singles, rows: int64 [n], the sequences with one new token, and that token. chunks: the
+    others, each with its first token and the one behind its last."""
+
+    pages: Tensor
+    is_new: Tensor
+    singles: Tensor
+    rows: Tensor
+    chunks: list[tuple[int, int, int]]
+
+
+class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
+    """A page is the entry of one sequence, see DeltaShape, in float32."""
+
+    capabilities = Capabilities(trees=False)
+
+    def __init__(self, pool: Tensor, shape: DeltaShape) -> None:
+        super().__init__(pool)
+        self._shape = shape
+        self._entries = pool.flatten(2)  # [num_pages, layers, numbers]
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        """Nothing: the first forward of a sequence does not read its page."""
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> StatePlan:
+        begins, counts = tokens.qo_indptr[:-1], np.diff(tokens.qo_indptr)
+        is_new = torch.from_numpy(tokens.seq_lens == counts).unsqueeze(1)
+        singles, others = (counts == 1).nonzero()[0], (counts > 1).nonzero()[0]
+        arrays = (tables.kv_indices, singles, begins[singles])
+        pages, of_singles, rows = (torch.from_numpy(array.astype(np.int64)) for array in arrays)
+        chunks = [(index, int(begins[index]), int(begins[index] + counts[index])) for index in others.tolist()]
+        return StatePlan(pages, is_new, of_singles, rows, chunks)
+
+    def run(self, plan: GroupPlan, layer: int, x: DeltaInputs, appended: Appended | None = None) -> Tensor:
+        own: StatePlan = plan.own
+        entries, shape = self._entries[:, layer], self._shape
+        held = entries.index_select(0, own.pages).masked_fill_(own.is_new, 0)
+        tails = held[:, : shape.tail * shape.channels].unflatten(1, (shape.tail, shape.channels))
+        states = held[:, shape.tail * shape.channels :]
+        states = states.unflatten(1, (shape.value_heads, shape.key_dim, shape.value_dim))
+        output = x.log_decay.new_empty((x.mixed.shape[0], shape.value_heads, shape.value_dim))
+        if own.rows.shape[0]:
+            of_rows = DeltaInputs(x.mixed[own.rows], x.conv, x.log_decay[own.rows], x.beta[own.rows])
+            output[own.rows] = self._step(of_rows, tails, states, own.singles)
+        for index, begin, end in own.chunks:
+            of_one = DeltaInputs(x.mixed[begin:end], x.conv, x.log_decay[begin:end], x.beta[begin:end])
+            output[begin:end] = self._advance(of_one, tails[index], states[index])
+        entries.index_copy_(0, own.pages, held)
+        if appended is not None:
+            appended(None, None)
+        return output.to(x.mixed.dtype)
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        """Whole entries [n, 1, numbers], twice."""
+        entries = self._entries[:, layer].index_select(0, torch.from_numpy(slots.astype(np.int64))).unsqueeze(1)
+        return entries, entries
+
+    def _step(self, x: DeltaInputs, tails: Tensor, states: Tensor, which: Tensor) -> Tensor:
+        """o of the new token of each of the sequences `which`, whose tails and states change in place."""
+        mixed, new_tails = step_conv(x.mixed, tails[which].to(x.mixed.dtype), x.conv)
+        output, new_states = step_delta_rule(*self._heads(mixed), x.log_decay, x.beta.float(), states[which])
+        tails[which], states[which] = new_tails.float(), new_states
+        return output
+
+    def _advance(self, x: DeltaInputs, tail: Tensor, state: Tensor) -> Tensor:
+        """o of the new tokens of one sequence, whose tail and state change in place."""
+        mixed, new_tail = chunk_conv(x.mixed, tail.to(x.mixed.dtype), x.conv)
+        output, new_state = chunk_delta_rule(*self._heads(mixed), x.log_decay, x.beta.float(), state)
+        tail.copy_(new_tail)
+        state.copy_(new_state)
+        return output
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [n, value_heads, key_dim] and v [n, value_heads, value_dim], float32."""
+        shape = self._shape
+        keys = shape.key_heads * shape.key_dim
+        q, k, v = mixed.split_with_sizes((keys, keys, shape.value_heads * shape.value_dim), 1)
+        served = shape.value_heads // shape.key_heads
+        q, k = (unit(x.unflatten(1, (shape.key_heads, -1))).repeat_interleave(served, 1) for x in (q, k))
+        return q * shape.key_dim**-0.5, k, v.float().unflatten(1, (shape.value_heads, -1))

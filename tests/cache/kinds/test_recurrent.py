@@ -1,0 +1,314 @@
+"""The states of recurrent layers: the delta rule in chunks and token by token, and their pages in random programs."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.digest import digest_kv
+from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.torch.delta_rule import (
+    chunk_conv,
+    chunk_delta_rule,
+    step_conv,
+    step_delta_rule,
+    unit,
+)
+from tandem.cache.kernels.torch.recurrent import DeltaShape
+from tandem.cache.kinds.kind import check_gpu
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.recurrent import Recurrent
+from tandem.cache.plan.errors import InvalidArgument, OutOfPages
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.pool_sizes import PageUse, num_pages_in, pages_of_groups
+from tandem.cache.plan.position_map import SKIP
+from tandem.transfer.errors import InvalidPositionMap
+from tandem.transfer.wire_map import decode_map, encode_map
+from tests.cache.island import Island
+from tests.cache.naive import HEAD_DIM
+from tests.support.tvm_cache import TvmCache
+
+SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=5, value_dim=3, tail=3)
+LAYOUT = KVLayout(
+    (LayerGroup((1,), KV(2, HEAD_DIM)), LayerGroup((0, 2), Recurrent(SHAPE))), page_size=4, dtype=torch.float32
+)
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def random_heads(count: int, seed: int) -> tuple[Tensor, ...]:
+    """q, k, v, log_decay, beta of `count` tokens, and a state."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (unit(torch.randn(count, 4, 5, generator=generator)) for _ in range(2))
+    v, g, beta = (torch.randn(count, 4, *size, generator=generator) for size in ((3,), (), ()))
+    state = torch.randn(4, 5, 3, generator=generator)
+    return q, k, v, -g.abs() * 2, beta.sigmoid(), state
+
+
+def naive_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition, in float64: token by token and head by head."""
+    state, outputs = state.double().clone(), []
+    for token in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            own, key = state[head], k[token, head].double()
+            own *= float(log_decay[token, head].double().exp())
+            own += torch.outer(key, (v[token, head].double() - own.t() @ key) * float(beta[token, head]))
+        outputs.append(torch.einsum("hkv,hk->hv", state, q[token].double()))
+    return torch.stack(outputs), state
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 150])
+def test_the_chunk_form_gives_what_single_tokens_give(count: int) -> None:
+    q, k, v, log_decay, beta, state = random_heads(count, seed=count)
+    expected, behind = naive_delta_rule(q, k, v, log_decay, beta, state)
+    output, new_state = chunk_delta_rule(q, k, v, log_decay, beta, state)
+    torch.testing.assert_close(output.double(), expected, **TOLERANCE)
+    torch.testing.assert_close(new_state.double(), behind, **TOLERANCE)
+    states, steps = state.unsqueeze(0), []
+    for at in range(count):
+        of = slice(at, at + 1)
+        one, states = step_delta_rule(q[of], k[of], v[of], log_decay[of], beta[of], states)
+        steps.append(one)
+    torch.testing.assert_close(torch.cat(steps).double(), expected, **TOLERANCE)
+    torch.testing.assert_close(states[0].double(), behind, **TOLERANCE)
+
+
+@pytest.mark.parametrize("cuts", [[1], [3, 4], [2, 40, 41]])
+def test_a_convolution_goes_on_where_its_tail_ends(cuts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(50, 6, generator=generator), torch.randn(6, 4, generator=generator)
+    padded = torch.cat((torch.zeros(3, 6), x))
+    expected = torch.stack([(padded[token : token + 4] * weight.t()).sum(0) for token in range(50)])
+    expected = expected * expected.sigmoid()
+    tail, outputs = torch.zeros(3, 6), []
+    for piece in torch.tensor_split(x, cuts):
+        if piece.shape[0] == 1:
+            output, tails = step_conv(piece, tail.unsqueeze(0), weight)
+            tail = tails[0]
+        else:
+            output, tail = chunk_conv(piece, tail, weight)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs), expected, **TOLERANCE)
+    assert torch.equal(tail, x[-3:])
+
+
+def inputs_of(count: int, seed: int) -> DeltaInputs:
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(count, SHAPE.channels, generator=generator)
+    log_decay, beta = (torch.randn(count, SHAPE.value_heads, generator=generator) for _ in range(2))
+    return DeltaInputs(mixed, conv_of(), -log_decay.abs(), beta.sigmoid())
+
+
+def conv_of() -> Tensor:
+    return torch.randn(SHAPE.channels, SHAPE.tail + 1, generator=torch.Generator().manual_seed(99))
+
+
+class NaiveStates:
+    """Keeps what each sequence was given from its first token on, and computes all of it anew each time."""
+
+    def __init__(self) -> None:
+        self.history: dict[int, list[DeltaInputs]] = {}
+
+    def outputs(self, sequence: int, x: DeltaInputs) -> Tensor:
+        self.history[sequence].append(x)
+        history = self.history[sequence]
+        mixed = torch.cat([one.mixed for one in history])
+        log_decay = torch.cat([one.log_decay for one in history])
+        beta = torch.cat([one.beta for one in history])
+        padded = torch.cat((torch.zeros(SHAPE.tail, SHAPE.channels), mixed))
+        windows = [padded[at : at + SHAPE.tail + 1] * x.conv.t() for at in range(mixed.shape[0])]
+        mixed = torch.nn.functional.silu(torch.stack([one.sum(0) for one in windows]))
+        q, k, v = mixed.split((10, 10, 12), 1)
+        q, k = (unit(one.view(-1, 2, 5)).repeat_interleave(2, 1) for one in (q, k))
+        output, _ = naive_delta_rule(q * 5**-0.5, k, v.view(-1, 4, 3), log_decay, beta, torch.zeros(4, 5, 3))
+        return output[-x.mixed.shape[0] :]
+
+
+def run_forward(cache: TvmCache, naive: NaiveStates, counts: dict[int, int], seed: int, *, push: bool = True) -> None:
+    """One forward, whose outputs of both recurrent layers are those of the naive states."""
+    given = {sequence: inputs_of(count, seed + sequence) for sequence, count in counts.items()}
+    parts = list(given.values())
+    total = sum(counts.values())
+    x = DeltaInputs(
+        torch.cat([one.mixed for one in parts]), conv_of(), *(torch.cat([one[at] for one in parts]) for at in (2, 3))
+    )
+    with torch.inference_mode():
+        plan = cache.begin_forward(list(counts), list(counts.values()), push=push)
+        outputs = plan.attention.recur(0, x).clone()
+        kv = torch.randn(total, 2, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+        plan.attention.attend(1, kv, kv, kv)
+        again = plan.attention.recur(2, x)
+        cache.commit(plan)
+    expected = torch.cat([naive.outputs(sequence, one) for sequence, one in given.items()])
+    torch.testing.assert_close(outputs.double(), expected, **TOLERANCE)
+    torch.testing.assert_close(again.double(), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_equal_naive_states(seed: int) -> None:
+    random, island = Random(seed), Island.of(LAYOUT, num_pages=40)
+    sender, receiver = island.caches
+    naive, done = NaiveStates(), {"forks": 0, "sends": 0, "staged": 0}
+    held: dict[int, list[int]] = {0: [], 1: []}
+    fresh = iter(range(1000))
+    for turn in range(60):
+        cache, ids = island.caches[turn % 2], held[turn % 2]
+        action = random.choice(["add", "forward", "forward", "fork", "send", "remove"])
+        if action == "add" and len(ids) < 4:
+            ids.append(new := next(fresh))
+            cache.add_sequence(new)
+            if random.random() < 0.5:
+                cache.reserve(new, 30)
+            naive.history[new] = []
+        elif action == "forward" and ids:
+            chosen = random.sample(ids, random.randint(1, len(ids)))
+            counts = {one: random.choice([1, 1, 2, 5, 9]) for one in chosen if cache.num_tokens(one) < 45}
+            if counts:
+                run_forward(cache, naive, counts, turn * 100)
+        elif action == "fork" and ids and len(ids) < 4:
+            ids.append(child := next(fresh))
+            parent = random.choice(ids[:-1])
+            cache.fork_sequence(parent, child)
+            naive.history[child] = list(naive.history[parent])
+            done["forks"] += 1
+        elif action == "send" and turn % 2 == 0 and len(held[1]) < 4:
+            count, staged = random.randint(2, 12), random.random() < 0.5
+            sequence, pieces = next(fresh), sorted({random.randint(1, count - 1), count})
+            naive.history[sequence] = []
+            sender.add_sequence(sequence)
+            receiver.add_sequence(sequence)
+            wanted = receiver.prepare_receive(sequence, count)
+            sent = decode_map(
+                encode_map(wanted, LAYOUT), LAYOUT, num_pages=(40, 40), expected_start=0, expected_tokens=count
+            )
+            assert sent == wanted
+            assert wanted.runs[1].slots().tolist()[:-1] == [SKIP] * (count - 1)
+            if staged:
+                sender.mark_send(sequence, 0, sent, 1)
+            for begin, end in zip([0, *pieces], pieces, strict=False):
+                run_forward(sender, naive, {sequence: end - begin}, turn * 100 + begin, push=random.random() < 0.7)
+            if not staged:
+                sender.mark_send(sequence, 0, sent, 1)
+            sender.send_cached(sequence)
+            digests = [digest_kv(one, sequence, 0, count) for one in (sender, receiver)]
+            assert digests[0] == digests[1]
+            assert sender.sends_done(sequence)
+            receiver.finish_receive(sequence)
+            sender.remove_sequence(sequence)
+            held[1].append(sequence)
+            done["sends"] += 1
+            done["staged"] += staged
+        elif action == "remove" and ids:
+            cache.remove_sequence(ids.pop(random.randrange(len(ids))))
+    assert done["forks"]
+    assert done["sends"]
+    writes = [write for write in island.writer.slot_writes if write[1] == 1 and write[2]]
+    assert len(writes) == done["sends"]  # once each, behind the last chunk
+    for cache in island.caches:
+        cache.clear()
+        assert cache.num_free_pages == cache.num_pages
+        assert cache.room(30).free[1] == 40
+
+
+def test_a_state_is_only_where_a_sequence_ends() -> None:
+    cache, naive = Island.of(LAYOUT).caches[0], NaiveStates()
+    naive.history = {0: [], 1: []}
+    cache.add_sequence(0)
+    run_forward(cache, naive, {0: 6}, 0)
+    with pytest.raises(InvalidArgument, match="the fork would have 5 positions, but layer group 1 has only the state"):
+        cache.fork_sequence(0, 1, 5)
+    with pytest.raises(InvalidArgument, match=r"the sequence would have 4 positions.* behind all 6; 0 and 6 are accep"):
+        cache.pop(0, 2)
+    assert 1 not in cache._table
+    run_forward(cache, naive, {0: 1}, 1)
+    cache.pop(0, 7)  # of all its positions nothing is left, and a sequence may begin anew
+    naive.history[0] = []
+    run_forward(cache, naive, {0: 3}, 2)
+
+
+def test_a_state_is_sent_before_it_changes() -> None:
+    island = Island.of(LAYOUT)
+    sender, receiver = island.caches
+    naive = NaiveStates()
+    naive.history = {0: [], 1: []}
+    for sequence in (0, 1):
+        sender.add_sequence(sequence)
+        receiver.add_sequence(sequence)
+    wanted = receiver.prepare_receive(0, 4)
+    run_forward(sender, naive, {0: 3}, 0)
+    sender.mark_send(0, 0, wanted, 1)
+    with pytest.raises(InvalidArgument, match="sequence 0 is to send its state behind 4 positions, and would grow"):
+        sender.begin_forward([0], [2])
+    run_forward(sender, naive, {0: 1}, 1)
+    run_forward(sender, naive, {0: 2}, 2)  # it went with the forward before
+    wanted = receiver.prepare_receive(1, 4)
+    run_forward(sender, naive, {1: 5}, 3)
+    with pytest.raises(InvalidArgument, match="the position map ends at 4, but sequence 1 has the state behind 5 pos"):
+        sender.mark_send(1, 0, wanted, 1)
+
+
+def test_maps_that_ask_for_other_states_are_refused() -> None:
+    receiver = Island.of(LAYOUT).caches[1]
+    receiver.add_sequence(0)
+    wire = encode_map(receiver.prepare_receive(0, 4), LAYOUT)
+    all_states = replace(wire, runs=(wire.runs[0], wire.runs[0]))
+    with pytest.raises(InvalidPositionMap, match=r"runs\[1\] skips 0 positions; it must skip the first 3 and no oth"):
+        decode_map(all_states, LAYOUT, num_pages=(24, 24), expected_start=0, expected_tokens=4)
+
+
+def test_no_prefix_has_a_state() -> None:
+    cache, naive, tokens = Island.of(LAYOUT).caches[0], NaiveStates(), np.arange(12)
+    naive.history = {0: []}
+    cache.add_sequence(0)
+    run_forward(cache, naive, {0: 12}, 0)
+    cache.publish_prefix(0, tokens)
+    cache.add_sequence(1)
+    assert cache.match_prefix(1, tokens) == 0
+    assert cache.num_cached_pages == 0
+
+
+def test_each_sequence_takes_one_page_of_states() -> None:
+    uses = (PageUse(5, 100, 8), PageUse(2, 100, 64))
+    assert pages_of_groups(LAYOUT, 300, uses) == (300, 7)
+    assert LAYOUT.token_bytes == 2 * 2 * HEAD_DIM * 4
+    states = LAYOUT.page_bytes(1)
+    assert states == 2 * SHAPE.numbers * 4
+    assert num_pages_in(LAYOUT, 7 * states + 100 * LAYOUT.page_bytes(0), uses) == 100
+    cache = Island.of(LAYOUT, num_pages=3).caches[0]
+    for sequence in range(3):
+        cache.add_sequence(sequence)
+        cache.reserve(sequence, 4)
+    cache.add_sequence(3)
+    assert cache.room(0).needed == (0, 0)
+    assert cache.room(4).needed == (1, 1)
+    assert cache.room(4).free[1] == 0
+    with pytest.raises(OutOfPages):
+        cache.reserve(3, 1)
+
+
+def test_what_a_group_of_states_refuses() -> None:
+    states, kv = LayerGroup((0,), Recurrent(SHAPE)), LayerGroup((1,), KV(2, HEAD_DIM))
+    with pytest.raises(InvalidArgument, match="group 0 keeps states; a first group with an entry for each position"):
+        KVLayout((states, kv), 4, torch.float32)
+    with pytest.raises(InvalidArgument, match="value_heads of group 1 is 3; a multiple of key_heads, 2, is accepted"):
+        KVLayout((kv, replace(states, kind=Recurrent(SHAPE._replace(value_heads=3)))), 4, torch.float32)
+    with pytest.raises(InvalidArgument, match=r"layers \[0, 2\] keep recurrent states, and kernels on a GPU serve"):
+        check_gpu(LAYOUT, None)
+    cache = Island.of(LAYOUT).caches[0]
+    cache.add_sequence(0)
+    with pytest.raises(InvalidArgument, match="the layout has groups with states; sequences slide only in layouts"):
+        cache.enable_sliding_window(0, 8, 2)
+    with pytest.raises(InvalidArgument, match="takes no token trees"):
+        cache.begin_forward([0], [2], token_tree_parents=[[-1, 0]])
+    attention = cache.begin_forward([0], [2]).attention
+    with pytest.raises(InvalidArgument, match=r"mixed is \(3, 32\).* \(2, 32\) of torch.float32"):
+        attention.recur(0, inputs_of(3, 0))
+    kinds = SHAPE, SHAPE._replace(tail=4), SHAPE._replace(key_dim=3, value_dim=5)
+    layouts = [replace(LAYOUT, groups=(kv, replace(states, kind=Recurrent(one)))) for one in kinds]
+    assert len({layout.fingerprint for layout in layouts}) == len(kinds)

@@ -1,8 +1,28 @@
-"""What a layer gives to a recurrent state."""
+"""What layers keep as a recurrent state, and what they give to it."""
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class DeltaShape(NamedTuple):
+    """Of the heads, and how many inputs of earlier tokens the convolution takes. A key head serves as many value heads
+    as there are of them for each."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    tail: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def numbers(self) -> int:
+        """Of an entry: the tail [tail, channels], then the state [value_heads, key_dim, value_dim]."""
+        return self.tail * self.channels + self.value_heads * self.key_dim * self.value_dim
 
 
 class DeltaInputs(NamedTuple):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tandem.cache.kernels.base import AttentionBackend
-from tandem.cache.kernels.recurrent import DeltaInputs
-from tandem.cache.kernels.torch.recurrent import DeltaShape, TorchDeltaKernels
+from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
+from tandem.cache.kernels.torch.recurrent import TorchDeltaKernels
 from tandem.cache.kinds.kind import ServedKind, Site
 from tandem.cache.kinds.tensors import check_tensor
 from tandem.cache.plan.arrays import integer
@@ -15,7 +15,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.spans import Last
+from tandem.cache.plan.spans import LAST
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Recurrent(ServedKind):
     shape: DeltaShape
 
     num_kv_heads = 1
-    keeps = Last()
+    keeps = LAST
     planes = 1
     dtype = torch.float32
     takes = DeltaInputs

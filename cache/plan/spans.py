@@ -202,7 +202,7 @@ class Last(Span):
         return min(num_tokens, 1)
 
 
-ALL = All()
+ALL, LAST = All(), Last()
 
 
 def span_of(window: int | None) -> Span:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index
 from tandem.cache.kernels.index_keys import SCORE_BYTES
+from tandem.cache.kernels.recurrent import DeltaInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.cache.plan.temperature import Temperature
@@ -107,6 +108,10 @@ class WithoutPages:
     ) -> Tensor:
         """See CachedAttention; no GPU serves such layers."""
         raise AssertionError(f"layer {layer} has K and V in one plane")
+
+    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+        """See CachedAttention; no GPU serves such layers."""
+        raise AssertionError(f"layer {layer} keeps a recurrent state")
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None

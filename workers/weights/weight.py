@@ -1,6 +1,7 @@
 """What a layer multiplies by. Nobody else knows in which form memory holds it."""
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
+
+Parts = tuple[tuple[str, int], ...]
+"""Names and numbers of rows of the tensors that one fused weight takes."""
 
 
 class Projection(Protocol):
@@ -108,3 +112,14 @@ def tensor_name(name: str, kind: str) -> str:
     one tensor."""
     module = name.removesuffix(".weight")
     return name if kind == "weight" else f"{module}_{kind}" if module == name else f"{module}.{kind}"
+
+
+def split_weights(prefix: str, fused: Weight, parts: Parts) -> dict[str, Tensor]:
+    """The tensors of each part, by their names in a checkpoint."""
+    ends = list(accumulate((count for _, count in parts), initial=0))
+    slices = [fused.slice(*rows).tensors() for rows in pairwise(ends)]
+    return {
+        f"{prefix}.{name}.{kind}": one[kind]
+        for kind in fused.tensors()
+        for (name, _), one in zip(parts, slices, strict=True)
+    }

@@ -7,30 +7,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, GroupPlan
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
 from tandem.cache.kernels.torch.delta_rule import chunk_conv, chunk_delta_rule, step_conv, step_delta_rule, unit
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.tables import PageTables, TokenLayout
-
-
-class DeltaShape(NamedTuple):
-    """Of the heads, and how many inputs of earlier tokens the convolution takes. A key head serves as many value heads
-    as there are of them for each."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    tail: int
-
-    @property
-    def channels(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def numbers(self) -> int:
-        """Of an entry: the tail [tail, channels], then the state [value_heads, key_dim, value_dim]."""
-        return self.tail * self.channels + self.value_heads * self.key_dim * self.value_dim
 
 
 class StatePlan(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.digest import digest_kv
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
 from tandem.cache.kernels.torch.delta_rule import (
     chunk_conv,
     chunk_delta_rule,
@@ -18,7 +18,6 @@ from tandem.cache.kernels.torch.delta_rule import (
     step_delta_rule,
     unit,
 )
-from tandem.cache.kernels.torch.recurrent import DeltaShape
 from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.recurrent import Recurrent

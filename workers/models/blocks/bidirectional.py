@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index, StepPages
+from tandem.cache.kernels.recurrent import DeltaInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
@@ -66,6 +67,9 @@ class Bidirectional:
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
     ) -> Tensor:
         raise NotImplementedError("an encoder's layers have no latents")
+
+    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+        raise NotImplementedError("an encoder's layers keep no states")
 
     def temperatures(self, rule: Temperature) -> Tensor:
         raise NotImplementedError("an encoder's layers have no temperatures")

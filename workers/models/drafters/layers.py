@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index, StepPages
+from tandem.cache.kernels.recurrent import DeltaInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
@@ -41,6 +42,10 @@ class LayersBehind:
     ) -> Tensor:
         """See CachedAttention."""
         return self._cached.attend_latents(self._first + layer, q, latents, keys, up, choice)
+
+    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+        """See CachedAttention; no drafter has such layers."""
+        raise AssertionError(f"layer {layer} keeps a recurrent state")
 
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention; a forward has one rule, the target's."""

@@ -371,12 +371,12 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
 
 
 def _check_memory(layout: KVLayout, num_pages: int) -> None:
-    """ConfigError if one worker's pages exceed this machine's memory. Pages of windows are not counted."""
+    """ConfigError if one worker's pages exceed this machine's memory. Pages of windows and states do not count."""
     groups = zip(layout.groups, layout.pages_together, strict=True)
     sizes = [
         layout.page_bytes(index) // together
         for index, (group, together) in enumerate(groups)
-        if not group.keeps.drops_past
+        if not group.keeps.drops_past and not group.keeps.last
     ]
     needed, there = num_pages * sum(sizes), machine_memory()
     if needed > there:

@@ -40,6 +40,8 @@ def prepare_attention(
             return ChunkedAttention(config, config.chunked, layer, parameters, kernels)
         if layer in config.readers:
             return ReadingAttention(config, layer, parameters, kernels)
+        if config.gated_output:
+            return GatedOutputAttention(config, layer, parameters, kernels)
         block = NormedValueAttention if config.value_norm else GroupedQueryAttention
         return block(config, layer, parameters, kernels)
     assert config.latent is not None  # parameters with latents come from it
@@ -55,7 +57,7 @@ class GroupedQueryAttention:
         norms = [one for one in (parameters.q_norm, parameters.k_norm) if one is not None]
         self.qk_norm = None
         if norms:  # those of all heads in one tensor, so that one call normalises both
-            pairs = zip(norms, self._counts, strict=False)
+            pairs = zip(norms, (config.num_heads, *self._counts[1:]), strict=False)
             weight = torch.cat([norm.expand(count, self._head_dim) for norm, count in pairs])
             self.qk_norm = HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)
         self._sinks = parameters.sinks
@@ -77,6 +79,15 @@ class GroupedQueryAttention:
             q, k = norm.apply(q, k)
         q, k, v = (F.pad(heads, (0, self._padding)) for heads in (q, k, v))
         return cached.attend(layer, q, k, v, self._sinks, None)[:, :, : self._head_dim].flatten(1)
+
+
+class GatedOutputAttention(GroupedQueryAttention):
+    """Behind each head of q the first product has a gate, whose sigmoid multiplies the head's output."""
+
+    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
+        heads, k, v = self._split(self.qkv.linear(x))
+        q, gate = heads.unflatten(1, (-1, 2)).unbind(2)
+        return self._attend(q, k, v, self.qk_norm, layer, cached) * gate.flatten(1).sigmoid()
 
 
 class NormedValueAttention(GroupedQueryAttention):

@@ -83,6 +83,7 @@ class ModelConfig:
     chunked: ChunkedConfig | None = None  # some layers attend in chunks
     compressed: CompressedConfig | None = None  # every layer keeps K and V in one plane, some compressed entries
     hyper: HyperConfig | None = None  # the residual is several streams
+    gated_output: bool = False  # the first product of attention makes a gate beside q, by which o is multiplied
     feed_forward_block: str = "mlp"  # the submodule of a dense layer, in weight names
     full_heads: HeadShape | None = None  # of the layers that see all, where theirs are others
     keys_as_values: bool = False  # v of the layers that see all is k, before that is normalised and rotated
@@ -124,13 +125,14 @@ class ModelConfig:
         return {layer: last[spans[layer]] for layer in range(first, self.num_layers)}
 
     def qkv_heads(self, layer: int) -> tuple[int, ...]:
-        """How many heads of q, k and v a layer's first product makes; a reader makes q alone, and v may be k."""
+        """How many heads of q, k and v a layer's first product makes; a reader makes q alone, and v may be k. With a
+        gated output each head of q has a gate behind it, which counts as one more."""
         if layer in self.readers:
             return (self.num_heads,)
         kv_heads = self.heads_of(layer).num_kv_heads
         if self.keys_as_values and self.layer_spans[layer] == ALL:
             return self.num_heads, kv_heads
-        return self.num_heads, kv_heads, kv_heads
+        return self.num_heads << self.gated_output, kv_heads, kv_heads
 
     def intermediate_size_of(self, layer: int) -> int:
         """Of its dense feed-forward."""

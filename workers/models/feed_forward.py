@@ -75,6 +75,7 @@ class MixtureOfExperts:
         self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activation, kernels)
         activate = choose_activation(activation, kernels)
         self._experts: Experts = prepare_experts(parameters, activate, alone=self._numbers is None)
+        self._shared_gate = None if parameters.shared_gate is None else parameters.shared_gate.prepare()
         self._factors = parameters.factors
         self._table = parameters.table
         if self._table is not None:
@@ -92,7 +93,10 @@ class MixtureOfExperts:
             weights = weights * self._factors[experts]
         experts = experts if self._numbers is None else self._numbers(experts)
         chosen = self._scaled(x, weights, experts) if self._routing.scales_input else self._experts(x, weights, experts)
-        return self._sum(chosen if self._shared is None else chosen.add_(self._shared(x)))
+        return self._sum(chosen if self._shared is None else chosen.add_(self._gated(self._shared(x), x)))
+
+    def _gated(self, shared: Tensor, x: Tensor) -> Tensor:
+        return shared if self._shared_gate is None else shared * self._shared_gate.linear(x).sigmoid()
 
     def _scaled(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """See Routing.scales_input. Each of a token's top_k inputs counts as a token."""

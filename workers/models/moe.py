@@ -20,6 +20,7 @@ class ExpertNames:
     projections: tuple[str, str, str] | None  # gate, up and down in `experts.<n>.<name>.weight`; None: no such layout
     transposed: bool = False  # in the second layout, rows are of inputs, not of outputs
     shared: str = "shared_experts"  # what every token takes besides, within the block
+    shared_gate: str | None = None  # a number for each token, whose sigmoid multiplies that; None: there is none
 
 
 GATED_NAMES = ExpertNames(block="mlp", router="gate", projections=("gate_proj", "up_proj", "down_proj"))

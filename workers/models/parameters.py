@@ -40,6 +40,7 @@ class MoeParameters:
     down: WeightStack  # [L, H, I]
     table: Tensor | None = None  # int64 [vocab, top_k]: the experts of each token id, where they are not chosen
     factors: Tensor | None = None  # [E], by which the weights of the chosen experts are multiplied
+    shared_gate: Weight | None = None  # [1, H], see ExpertNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,7 @@ def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator, layer: in
         gate_up=experts(2 * moe.intermediate_size, hidden),
         down=experts(hidden, moe.intermediate_size),
         factors=new.when(moe.beside, moe.num_experts),
+        shared_gate=None if moe.names.shared_gate is None else new.dense(1, hidden),
     )
 
 

@@ -56,6 +56,7 @@ class SmallBatchDecoder:
         return (
             isinstance(layer.attention, AttentionParameters)
             and config.chunked is None
+            and not config.gated_output
             and config.full_heads is None
             and not config.value_norm
             and not config.num_readers

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection
-from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -28,12 +27,10 @@ from tandem.workers.models.parameters import (
     LayerParameters,
     MoeParameters,
 )
-from tandem.workers.weights.weight import Weight
+from tandem.workers.weights.weight import split_weights
 
 NORM = re.compile(r"norm(?:_\d)?\.weight$")
-FACTORS = ("layer_scalar", "router.scale", "router.per_expert_scale")
-Parts = tuple[tuple[str, int], ...]
-"""Names and numbers of rows of the tensors that one fused tensor takes."""
+FACTORS = ("layer_scalar", "router.scale", "router.per_expert_scale", "linear_attn.norm.weight")
 
 
 def named_weights(
@@ -114,11 +111,12 @@ def _published_weights(
 
 
 def is_norm(name: str) -> bool:
-    return NORM.search(name) is not None
+    """Whether norm_offset is added to the tensor."""
+    return NORM.search(name) is not None and not is_factor(name)
 
 
 def is_factor(name: str) -> bool:
-    """Whether the tensor only multiplies, and is no norm's."""
+    """Whether the tensor only multiplies, and nothing is added to it."""
     return name.endswith(FACTORS)
 
 
@@ -150,7 +148,7 @@ def _attention_weights(
     rows = [heads * config.heads_of(layer).head_dim for heads in config.qkv_heads(layer)]
     separate = tuple(zip(("q_proj", "k_proj", "v_proj"), rows, strict=False))
     parts = (("qkv_proj", sum(rows)),) if config.fused_names else separate
-    return weights | parameters.o.named(f"{prefix}.o_proj") | _split(prefix, parameters.qkv, parts)
+    return weights | parameters.o.named(f"{prefix}.o_proj") | split_weights(prefix, parameters.qkv, parts)
 
 
 def _latent_weights(latent: LatentConfig, parameters: LatentParameters, prefix: str) -> dict[str, Tensor]:
@@ -162,7 +160,7 @@ def _latent_weights(latent: LatentConfig, parameters: LatentParameters, prefix: 
     weights[f"{prefix}.kv_a_layernorm.weight"] = parameters.latent_norm
     weights |= parameters.up.named(f"{prefix}.kv_b_proj")
     parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), ("kv_a_proj_with_mqa", entry_rows))
-    weights |= parameters.o.named(f"{prefix}.o_proj") | _split(prefix, parameters.down, parts)
+    weights |= parameters.o.named(f"{prefix}.o_proj") | split_weights(prefix, parameters.down, parts)
     weights.pop(f"{prefix}.q_proj.bias", None)  # q's only map has none
     return weights if parameters.index is None else weights | _index_weights(parameters.index, f"{prefix}.indexer")
 
@@ -180,7 +178,7 @@ def _index_weights(parameters: IndexParameters, prefix: str) -> dict[str, Tensor
 def _gated_weights(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:
     rows = gated.down.columns
     parts = (("gate_up_proj", 2 * rows),) if config.fused_names else (("gate_proj", rows), ("up_proj", rows))
-    return gated.down.named(f"{prefix}.down_proj") | _split(prefix, gated.gate_up, parts)
+    return gated.down.named(f"{prefix}.down_proj") | split_weights(prefix, gated.gate_up, parts)
 
 
 def _moe_weights(
@@ -194,6 +192,8 @@ def _moe_weights(
     weights |= _existing({f"{router}.e_score_correction_bias": parameters.correction})
     if parameters.shared is not None:
         weights |= _gated_weights(config, parameters.shared, f"{block}.{names.shared}")
+    if parameters.shared_gate is not None:
+        weights |= parameters.shared_gate.named(f"{block}.{names.shared_gate}")
     if names.projections is None or joined:
         for name, stack in (("gate_up_proj", parameters.gate_up), ("down_proj", parameters.down)):
             for kind, tensor in stack.tensors().items():
@@ -203,7 +203,7 @@ def _moe_weights(
     gate, up, down = names.projections
     parts = ((gate, moe.intermediate_size), (up, moe.intermediate_size))
     for index, expert in enumerate(config.experts):
-        weights |= _split(f"{experts}.{expert}", parameters.gate_up.one(index), parts)
+        weights |= split_weights(f"{experts}.{expert}", parameters.gate_up.one(index), parts)
         weights |= parameters.down.one(index).named(f"{experts}.{expert}.{down}")
     return weights
 
@@ -235,20 +235,9 @@ def _cross_weights(cross: CrossParameters, prefix: str) -> dict[str, Tensor]:
         f"{prefix}.post_cross_attn_layernorm.weight": cross.behind,
         **cross.q.named(f"{attention}.q_proj"),
         **cross.o.named(f"{attention}.o_proj"),
-        **_split(attention, cross.kv, (("k_proj", rows), ("v_proj", rows))),
+        **split_weights(attention, cross.kv, (("k_proj", rows), ("v_proj", rows))),
     }
 
 
 def _existing(weights: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if tensor is not None}
-
-
-def _split(prefix: str, fused: Weight, parts: Parts) -> dict[str, Tensor]:
-    """The rows of each part."""
-    ends = list(accumulate((count for _, count in parts), initial=0))
-    slices = [fused.slice(*rows).tensors() for rows in pairwise(ends)]
-    return {
-        f"{prefix}.{name}.{kind}": one[kind]
-        for kind in fused.tensors()
-        for (name, _), one in zip(parts, slices, strict=True)
-    }

@@ -25,6 +25,22 @@ DEEPSEEK = {
     "head_dim": 8,
     "num_key_value_heads": None,
 }
+RECURRENT = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+}
+SHARED_EXPERT = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 INDEXED = {"q_lora_rank": 48, "num_key_value_heads": 4, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 64}
 # What each family writes into config.json besides the common fields.
 ARCHITECTURES: dict[str, dict[str, object]] = {
@@ -135,6 +151,14 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
+    },
+    "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], **RECURRENT, **SHARED_EXPERT},
+    "qwen3_5": {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], **RECURRENT},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        **RECURRENT,
+        **SHARED_EXPERT,
     },
     "seed_oss": {"architectures": ["SeedOssForCausalLM"]},
     "t5gemma": {"architectures": ["T5GemmaForConditionalGeneration"], "is_encoder_decoder": True},

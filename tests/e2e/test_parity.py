@@ -8,7 +8,7 @@ import pytest
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
-from tests.support.checkpoints import CASES, FAMILIES, save_checkpoint
+from tests.support.checkpoints import CASES, FAMILIES, KEEP_STATES, save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.drafters import SPECULATING, KnownDrafter, drafting
 from tests.support.held_prefill import prefill_held
@@ -19,8 +19,8 @@ CHUNK, PAGE = 48, 8
 # One token; around a page, around a chunk, several chunks.
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 OUTPUT = PAGE + 1  # a page begins in every decode
-# Cases of unlike caches: plain pages, latents, index keys, compressed KV, windows, windows with sinks, experts.
-SEVERAL = ("llama", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "gpt_oss", "qwen3_moe")
+# Cases of unlike caches: plain pages, latents, index keys, compressed KV, windows, windows with sinks, experts, states.
+SEVERAL = ("llama", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next")
 # Whose steps do what those of another case do: projections and tables of RoPE are others.
 LIKE_OTHERS = ("-bias", "-tied", "-eps", "-theta", "-linear", "-llama3", "-yarn", "-yarn-options", "-head-dim", "-mqa")
 ISLANDS = [(case, each) for case in CASES for each in ((1, 2) if case in SEVERAL else (1,))]
@@ -82,7 +82,11 @@ def test_alone_and_sixteen_at_once(known: Known, each: int) -> None:
 
 
 @pytest.mark.gate("llama", "deepseek_v3", "gemma3")
-@pytest.mark.parametrize("known", [case for case in CASES if not case.endswith(LIKE_OTHERS)], indirect=True)
+@pytest.mark.parametrize(
+    "known",
+    [case for case, (family, _) in CASES.items() if family not in KEEP_STATES and not case.endswith(LIKE_OTHERS)],
+    indirect=True,
+)
 def test_with_drafts_right_and_wrong(known: Known) -> None:
     drafter = KnownDrafter(known.prompts, known.tokens, right=0.7)
     with (

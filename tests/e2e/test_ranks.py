@@ -27,7 +27,16 @@ from tests.support.waiting import until
 CHUNK, OUTPUT = 48, 9
 LENGTHS = (1, 8, 9, 47, 70, 149)
 SHAPES = ((1, 2), (2, 1), (2, 2), (2, 4))
-GATE = ("llama-1+2", "qwen3-2+1", "gemma3-2+2", "deepseek_v3-2+1", "deepseek_v3-1+2", "deepseek_v4-1+2", "gpt_oss-2+4")
+GATE = (
+    "llama-1+2",
+    "qwen3-2+1",
+    "gemma3-2+2",
+    "deepseek_v3-2+1",
+    "deepseek_v3-1+2",
+    "deepseek_v4-1+2",
+    "gpt_oss-2+4",
+    "qwen3_next-1+2",
+)
 
 
 def shape_of(prefill: int, decode: int) -> dict[str, Any]:

@@ -31,6 +31,9 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
 }
 COMMON: dict[str, Any] = {
@@ -56,6 +59,15 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+# Sizes of heads that no other size equals, so that none can stand in for another.
+RECURRENT = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+QWEN3_NEXT = {**RECURRENT, **QWEN3_MOE, "shared_expert_intermediate_size": 24}
 GEMMA3 = {"sliding_window": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
 GEMMA4 = {
     "sliding_window": 24,
@@ -298,6 +310,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
+    "qwen3_next": ("qwen3_next", QWEN3_NEXT),
+    "qwen3_next-options": (
+        "qwen3_next",
+        {
+            **QWEN3_NEXT,
+            "num_hidden_layers": 5,
+            "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_num_value_heads": 2,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **THETA},
+        },
+    ),
+    "qwen3_5": ("qwen3_5", RECURRENT),
+    "qwen3_5-tied": ("qwen3_5", {**RECURRENT, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe", QWEN3_NEXT),
     "seed_oss": ("seed_oss", {}),
     "seed_oss-options": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
 }
@@ -320,6 +351,8 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
                 parameter.normal_(1, 0.3, generator=generator)
             else:
                 parameter.normal_(0, 0.15, generator=generator)
+            if family in KEEP_STATES and name.endswith("norm.weight") and "linear_attn" not in name:
+                parameter.sub_(1)  # the model adds 1: as in Gemma, but recurrent layers magnify what is rounded
             if family == "gemma4" and name.endswith("q_norm.weight"):
                 parameter.mul_(0.3)  # scores are not scaled: large ones would magnify what is rounded
         for name, buffer in model.named_buffers():
@@ -332,6 +365,8 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
     return model
 
 
+KEEP_STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families with recurrent layers: CPUs alone serve them, and nothing is taken back, so that nothing can draft."""
 CHOOSE_POSITIONS = ("deepseek_v32", "glm_moe_dsa")
 """Families whose tokens attend to positions that an index chooses."""
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index, IndexQuery
+from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
@@ -26,6 +27,7 @@ class Sequence:
     index_keys: dict[int, Tensor] = field(default_factory=dict)
     chosen: Tensor | None = None
     compressed: dict[int, Fed] = field(default_factory=dict)
+    fed: dict[int, DeltaInputs] = field(default_factory=dict)  # by layer, all inputs of a recurrent state
 
 
 class ReferenceAttention:
@@ -99,6 +101,20 @@ class ReferenceAttention:
             sequence.chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
             begin += count
 
+    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+        """The state is made anew each time, of all that it was ever given."""
+        assert self._config.recurrent is not None
+        outputs, begin = [], 0
+        for sequence, count in self.batch:
+            new = x._replace(**{name: getattr(x, name)[begin : begin + count] for name in OF_TOKENS})
+            held = sequence.fed.get(layer)
+            if held is not None:
+                new = x._replace(**{name: torch.cat((getattr(held, name), getattr(new, name))) for name in OF_TOKENS})
+            sequence.fed[layer] = new
+            outputs.append(delta_rule(self._config.recurrent.shape, new)[-count:])
+            begin += count
+        return torch.cat(outputs)
+
     def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
         """K and V of none are added to those of the layer that is read."""
         none = q.new_empty((q.shape[0], 0, q.shape[2]))
@@ -153,6 +169,29 @@ class ReferenceAttention:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, count, 1)], -1)
         weights = scores.softmax(-1)[..., : k.shape[0]].to(v.dtype)
         return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+OF_TOKENS = ("mixed", "log_decay", "beta")  # fields of DeltaInputs with a row for each token
+
+
+def delta_rule(shape: DeltaShape, x: DeltaInputs) -> Tensor:
+    """o of all tokens of one sequence, token by token as the rule is defined."""
+    padded = torch.cat((x.mixed.new_zeros(shape.tail, shape.channels), x.mixed))
+    taps = x.conv.t()
+    mixed = torch.stack([(padded[at : at + shape.tail + 1] * taps).sum(0) for at in range(x.mixed.shape[0])])
+    keys = shape.key_heads * shape.key_dim
+    q, k, v = (mixed * mixed.sigmoid()).double().split((keys, keys, shape.value_heads * shape.value_dim), 1)
+    q, k = (one.unflatten(1, (shape.key_heads, -1)) for one in (q, k))
+    q, k = (one / (one.square().sum(2, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    q, k = (one.repeat_interleave(shape.value_heads // shape.key_heads, 1) for one in (q, k))
+    v, outputs = v.unflatten(1, (shape.value_heads, -1)), []
+    state = torch.zeros(shape.value_heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
+    for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, x.log_decay.double(), x.beta.double(), strict=True):
+        state = state * g_t.exp()[:, None, None]
+        delta = (v_t - torch.einsum("hkv,hk->hv", state, k_t)) * beta_t[:, None]
+        state = state + torch.einsum("hk,hv->hkv", k_t, delta)
+        outputs.append(torch.einsum("hkv,hk->hv", state, q_t) * shape.key_dim**-0.5)
+    return torch.stack(outputs).to(x.mixed.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, begin: int = 0) -> Tensor:

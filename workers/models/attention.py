@@ -17,6 +17,8 @@ from tandem.workers.models.indexer.indexer import Indexer
 from tandem.workers.models.indexer.row_order import halves_first
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.parameters import AttentionParameters, LatentParameters
+from tandem.workers.models.recurrent.gated_delta_net import GatedDeltaNet
+from tandem.workers.models.recurrent.parameters import RecurrentParameters
 from tandem.workers.models.window_fields import ChunkedConfig
 
 LATENT_NORM_EPS = 1e-6  # transformers gives these norms their class's, not the config's
@@ -29,9 +31,12 @@ AttentionBlock = Callable[[Tensor, int, CachedAttention], Tensor]
 def prepare_attention(
     config: ModelConfig,
     layer: int,
-    parameters: AttentionParameters | LatentParameters | SharedParameters,
+    parameters: AttentionParameters | LatentParameters | SharedParameters | RecurrentParameters,
     kernels: LayerKernels,
 ) -> AttentionBlock:
+    if isinstance(parameters, RecurrentParameters):
+        assert config.recurrent is not None  # parameters of a state come from it
+        return GatedDeltaNet(config.recurrent, config.rms_norm_eps, parameters)
     if isinstance(parameters, SharedParameters):
         assert config.compressed is not None  # parameters of one plane come from it
         return SharedKVAttention(config.compressed, config.head_dim, config.rms_norm_eps, parameters, kernels)

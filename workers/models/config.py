@@ -9,12 +9,13 @@ from tandem.cache.kernels.base import GPU_HEAD_DIMS
 from tandem.cache.plan.layout import DTYPES
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shard import WHOLE, Shard
-from tandem.cache.plan.spans import ALL, Chunk, Span, span_of
+from tandem.cache.plan.spans import ALL, LAST, Chunk, Span, span_of
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.activation import Activation, read_activation
 from tandem.workers.models.compressed.fields import CompressedConfig, HyperConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
+from tandem.workers.models.recurrent.fields import RecurrentConfig
 from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import NO_WINDOWS, ChunkedConfig, Windows, read_layer_windows
 from tandem.workers.sampling.posted_samples import MAX_VOCAB
@@ -83,6 +84,7 @@ class ModelConfig:
     chunked: ChunkedConfig | None = None  # some layers attend in chunks
     compressed: CompressedConfig | None = None  # every layer keeps K and V in one plane, some compressed entries
     hyper: HyperConfig | None = None  # the residual is several streams
+    recurrent: RecurrentConfig | None = None  # some layers keep a state in place of K and V
     gated_output: bool = False  # the first product of attention makes a gate beside q, by which o is multiplied
     feed_forward_block: str = "mlp"  # the submodule of a dense layer, in weight names
     full_heads: HeadShape | None = None  # of the layers that see all, where theirs are others
@@ -107,6 +109,8 @@ class ModelConfig:
     def layer_spans(self) -> tuple[Span, ...]:
         """What each layer keeps."""
         windows = self.layer_windows or (None,) * self.num_layers
+        if self.recurrent is not None:
+            return tuple(LAST if layer in self.recurrent.layers else ALL for layer in range(self.num_layers))
         if self.chunked is None:
             return tuple(map(span_of, windows))
         chunk, chunked = Chunk(self.chunked.size), self.chunked.layers
@@ -177,6 +181,8 @@ class ModelConfig:
             return "the model keeps latents"
         if self.encoder is not None:
             return "the model has an encoder"
+        if self.recurrent is not None:
+            return "the model keeps recurrent states"
         if any(keeps.drops_past for keeps in self.layer_spans):
             return "the model has layers with windows or chunks"
         return f"the model's RoPE is {self.rope.rope_type}, by length" if self.rope.by_length else ""

@@ -17,6 +17,7 @@ from tandem.workers.models.config import ModelConfig, PerLayerConfig
 from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
+from tandem.workers.models.recurrent.parameters import RecurrentParameters, allocate_recurrent
 from tandem.workers.weights.allocator import ALL_DENSE, Allocator, Forms
 from tandem.workers.weights.weight import Weight, WeightStack
 
@@ -133,7 +134,7 @@ class LayerParameters:
     """One layer. I intermediate, H hidden. A tensor is None where the model has none."""
 
     norms: LayerNorms
-    attention: AttentionParameters | LatentParameters | SharedParameters
+    attention: AttentionParameters | LatentParameters | SharedParameters | RecurrentParameters
     feed_forward: GatedParameters | MoeParameters
     beside: BesideParameters | None = None
     per_layer: PerLayerParameters | None = None
@@ -215,7 +216,9 @@ def _allocate_cross(config: ModelConfig, encoder: ModelConfig, new: Allocator, n
 
 def _allocate_any_attention(
     config: ModelConfig, layer: int, new: Allocator, new_norm: Allocator
-) -> AttentionParameters | LatentParameters | SharedParameters:
+) -> AttentionParameters | LatentParameters | SharedParameters | RecurrentParameters:
+    if config.recurrent is not None and layer in config.recurrent.layers:
+        return allocate_recurrent(config.recurrent, config.hidden_size, new)
     if config.compressed is not None:
         exact, sizes = Allocator(torch.float32, new.device), (config.hidden_size, config.num_heads, config.head_dim)
         return allocate_shared(config.compressed, layer, *sizes, new, new_norm, exact)

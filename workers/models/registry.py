@@ -23,6 +23,7 @@ from tandem.workers.models.families import (
     mistral,
     phi3,
     qwen,
+    qwen_next,
     seed_oss,
     t5gemma,
 )
@@ -51,6 +52,11 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
         "Qwen2ForCausalLM": qwen.read_qwen2,
         "Qwen3ForCausalLM": qwen.read_qwen3,
         "Qwen3MoeForCausalLM": qwen.read_qwen3_moe,
+        "Qwen3NextForCausalLM": qwen_next.read_qwen3_next,
+        "Qwen3_5ForCausalLM": qwen_next.read_qwen3_5,
+        "Qwen3_5ForConditionalGeneration": qwen_next.read_qwen3_5_of_images,
+        "Qwen3_5MoeForCausalLM": qwen_next.read_qwen3_5_moe,
+        "Qwen3_5MoeForConditionalGeneration": qwen_next.read_qwen3_5_moe_of_images,
         "SeedOssForCausalLM": seed_oss.read_seed_oss,
         "T5GemmaForConditionalGeneration": t5gemma.read_t5gemma,
     }

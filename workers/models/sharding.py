@@ -26,7 +26,8 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The config of one shard of a whole model. InvalidArgument when the ranks cannot divide its sizes.
 
     num_heads, num_kv_heads, intermediate_size and moe.shared_size become those of the shard. num_experts stays, since
-    each rank routes to all experts; ModelConfig.experts is the range that the shard holds.
+    each rank routes to all experts; ModelConfig.experts is the range that the shard holds. Each rank computes the whole
+    of recurrent layers.
     """
     moe, whole = config.moe, config.latent is not None  # all ranks keep the whole latents
     full, compressed = config.full_heads, config.compressed

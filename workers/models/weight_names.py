@@ -27,6 +27,7 @@ from tandem.workers.models.parameters import (
     LayerParameters,
     MoeParameters,
 )
+from tandem.workers.models.recurrent.parameters import RecurrentParameters, recurrent_weights
 from tandem.workers.weights.weight import split_weights
 
 NORM = re.compile(r"norm(?:_\d)?\.weight$")
@@ -66,7 +67,10 @@ def layer_weights(
         return _published_weights(config, layer, layer.attention, prefix)
     weights = _norm_weights(config, layer.norms, prefix)
     attention = f"{prefix}.self_attn"
-    if isinstance(layer.attention, AttentionParameters):
+    if isinstance(layer.attention, RecurrentParameters):
+        assert config.recurrent is not None  # else the layer had no state
+        weights.update(recurrent_weights(config.recurrent, layer.attention, f"{prefix}.linear_attn"))
+    elif isinstance(layer.attention, AttentionParameters):
         weights.update(_attention_weights(config, index, layer.attention, attention))
     else:
         assert config.latent is not None  # else the layer had no latents

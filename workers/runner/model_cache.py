@@ -14,6 +14,7 @@ from tandem.cache.kinds.heads import Heads
 from tandem.cache.kinds.index import IndexKeys
 from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.latent import Latent
+from tandem.cache.kinds.recurrent import Recurrent
 from tandem.cache.kinds.shared import Shared
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
@@ -32,7 +33,8 @@ def kv_layout(
     model: ModelConfig, page_size: int, scales: KVScales | None = None, drafter: ModelConfig | None = None
 ) -> KVLayout:
     """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
-    keys beside them. Readers are in none. What layer i keeps of an encoder is layer num_layers + i, in a last group.
+    keys beside them; recurrent states come last. Readers are in none. What layer i keeps of an encoder is layer
+    num_layers + i, in a last group.
 
     drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
@@ -71,13 +73,15 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
         )
     layers_of: dict[Span, list[int]] = {}
     for layer, keeps in enumerate(model.layer_spans):
-        if layer not in model.readers:
+        if layer not in model.readers and not keeps.last:
             layers_of.setdefault(keeps, []).append(layer)
     groups: list[LayerGroup] = []
     for keeps, layers in layers_of.items():
         heads = model.heads_of(layers[0])
         kind = KV(heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps, replicas=heads.replicas)
         groups.append(LayerGroup(tuple(layers), kind))
+    if model.recurrent is not None:
+        groups.append(LayerGroup(tuple(sorted(model.recurrent.layers)), Recurrent(model.recurrent.shape)))
     if model.encoder is not None:
         given = GivenKV(model.num_kv_heads, model.stored_head_dim(model.head_dim), replicas=model.kv_replicas)
         groups.append(LayerGroup(tuple(range(model.num_layers, 2 * model.num_layers)), given))
@@ -140,7 +144,7 @@ def make_cache(
 
 
 def _rope(owner: ModelConfig, group: LayerGroup) -> RopeParameters:
-    if group.keeps.given:
+    if group.keeps.given or group.keeps.last:
         return RopeParameters("none", 0)
     if owner.compressed is not None:
         has_window_alone = owner.compressed.every(group.layers[0]) is None

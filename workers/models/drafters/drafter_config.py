@@ -15,6 +15,11 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
 
     It computes in the target's dtype. Raises ModelError.
     """
+    if target.recurrent is not None and speculation.method != "none":
+        raise UnsupportedFeature(
+            f"speculation.method is {speculation.method!r}; {target.architecture} keeps recurrent states, which drafts "
+            "cannot be taken out of: none is accepted"
+        )
     if target.hyper is not None and speculation.method in ("mtp", "eagle3"):
         raise UnsupportedFeature(
             f"speculation.method is {speculation.method}; {target.architecture} has no single residual that a drafter "
@@ -49,5 +54,5 @@ def check_drafter(folder: str, drafter: ModelConfig) -> None:
         )
     indexed = drafter.latent is not None and drafter.latent.index is not None
     tempered = drafter.chunked is not None and drafter.chunked.temperature is not None
-    if indexed or tempered or drafter.compressed is not None:
+    if indexed or tempered or drafter.compressed is not None or drafter.recurrent is not None:
         raise UnsupportedFeature(f"{folder} is {drafter.architecture}, which does not serve as a drafter")

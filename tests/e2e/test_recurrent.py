@@ -1,0 +1,188 @@
+"""Models with recurrent layers through the gRPC server: cuts of prompts, models for images, n, moves, refusals."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cluster.errors import InvalidRequest
+from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, UnsupportedFeature
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import check_weights
+from tandem.workers.runner.model_cache import kv_layout
+from tests.support.checkpoints import make_model, save_checkpoint
+from tests.support.client_requests import GREEDY, complete, complete_all
+from tests.support.http_client import COMPLETIONS, answer
+from tests.support.island import Island, running_island
+from tests.support.moves import move_back_and_forth
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.tvm_cache import TvmCache
+from tests.support.waiting import until
+
+CHUNK = 64  # tokens that the delta rule takes at a time
+LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
+OUTPUT = 9
+VISION: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=32, num_heads=2, depth=1, patch_size=4, out_hidden_size=64,
+    num_position_embeddings=16,
+)  # fmt: skip
+SECTIONS = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+
+
+def rewrite(folder: Path, changes: dict[str, Any]) -> None:
+    """Fields of config.json become these; None: they are left out."""
+    path = folder / "config.json"
+    fields = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+
+
+def is_idle(island: Island) -> bool:
+    """Whether no sequence is left, and no page of K and V or of states is in use."""
+    caches = [TvmCache.of(worker.cache) for worker in island.workers]
+    return all(one.is_empty and one.room(1).free == one.room(1).total for one in caches)
+
+
+@pytest.mark.gate("64")
+@pytest.mark.parametrize("chunk", [1, CHUNK - 1, CHUNK, CHUNK + 1])
+def test_prompts_are_cut_anywhere(chunk: int, tmp_path: Path) -> None:
+    """All at once, so that chunks of some share forwards with others' rows, beside requests that are cancelled."""
+    folder = save_checkpoint("qwen3_next", tmp_path)
+    prompts = [random_prompt(length, length) for length in LENGTHS]
+    expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
+    with running_island(folder, {"scheduler.max_batch_tokens": chunk}) as island, island.client() as client:
+        for prompt in prompts[2:]:
+            cancelled = client.generate(prompt, max_tokens=20, **GREEDY)
+            next(cancelled)
+            cancelled.close()
+        assert complete_all(island.address, prompts * 2, max_tokens=OUTPUT, **GREEDY) == expected * 2
+        until(lambda: is_idle(island))
+
+
+def save_with_images(case: str, folder: Path) -> Any:
+    """The text decoder, in float32."""
+    import transformers
+
+    text: Any = make_model(case)
+    name = "Qwen3_5Moe" if case.endswith("moe") else "Qwen3_5"
+    config_class, model_class = (getattr(transformers, f"{name}{of}") for of in ("Config", "ForConditionalGeneration"))
+    vision = getattr(transformers, f"{name}VisionConfig")(**VISION)
+    text.config.rope_parameters |= SECTIONS
+    model = model_class(config_class(vision_config=vision.to_dict(), text_config=text.config.to_dict()))
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(folder)
+    return text
+
+
+@pytest.mark.gate("qwen3_5")
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_decoder_of_a_model_for_images(case: str, tmp_path: Path) -> None:
+    oracle = save_with_images(case, tmp_path)
+    prompts = [random_prompt(length, length) for length in (1, CHUNK + 1, 2 * CHUNK - 2)]
+    expected = greedy_all(oracle, prompts, OUTPUT)
+    with running_island(tmp_path) as island:
+        assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+
+
+def test_other_tensors_are_named(tmp_path: Path) -> None:
+    save_with_images("qwen3_5", tmp_path)
+    config = load_config(tmp_path)
+    check_weights(tmp_path, config)
+    with pytest.raises(InvalidWeights, match=r"the checkpoint has model.visual.* which Qwen3_5ForConditionalGen"):
+        check_weights(tmp_path, dataclasses.replace(config, skipped_weights=()))
+    rewrite(tmp_path, {"architectures": ["Qwen3_5MoeForConditionalGeneration"]})
+    with pytest.raises(InvalidConfig, match="num_experts is missing"):
+        load_config(tmp_path)
+
+
+def test_each_choice_has_a_state_of_its_own_and_no_prompt_is_found(tmp_path: Path) -> None:
+    folder = save_checkpoint("qwen3_5", tmp_path)
+    prompt = random_prompt(CHUNK + 5, 1)
+    expected = greedy(load_oracle(folder), prompt, OUTPUT)
+    asked: dict[str, Any] = {"prompt": prompt, "n": 2, "max_tokens": OUTPUT, "return_token_ids": True}
+    with running_island(folder, {"gateway.http_port": 0}) as island:
+        found = answer(island.http, COMPLETIONS, **asked, **GREEDY)["choices"]
+        assert [choice["token_ids"] for choice in found] == [expected] * 2
+        drawn = answer(island.http, COMPLETIONS, **asked, temperature=0.9, seed=4, ignore_eos=True)["choices"]
+        alone = answer(island.http, COMPLETIONS, **asked | {"n": 1}, temperature=0.9, seed=5, ignore_eos=True)
+        assert drawn[1]["token_ids"] == alone["choices"][0]["token_ids"] != drawn[0]["token_ids"]
+        usage = complete(island.address, prompt, max_tokens=1, **GREEDY)[-1].usage
+        assert usage is not None
+        assert usage.cached_tokens == 0
+        with pytest.raises(InvalidRequest, match=r"sliding is set; the model keeps recurrent states, so that"):
+            complete(island.address, prompt, sliding={"window": 32, "sinks": 4})
+        until(lambda: is_idle(island))
+
+
+@pytest.mark.long
+def test_requests_that_move_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And prompts that their decode worker computes beside its rows."""
+    move_back_and_forth(2, monkeypatch)
+    folder = save_checkpoint("qwen3_next", tmp_path)
+    prompts = [random_prompt(5 + 9 * number, seed=number) for number in range(6)]
+    expected = greedy_all(load_oracle(folder), prompts, 40)
+    settings = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02, "scheduler.max_batch_tokens": 48}
+    with running_island(folder, settings) as island:
+        assert complete_all(island.address, prompts, max_tokens=40, **GREEDY) == expected
+        until(lambda: is_idle(island))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"hidden_act": "gelu"}, UnsupportedFeature, "hidden_act is 'gelu'; only 'silu' is served"),
+        ({"attn_output_gate": False}, UnsupportedFeature, "attn_output_gate is False; only True is served"),
+        ({"layer_types": ["linear_attention"] * 3}, InvalidConfig, "it must be a list of 4, num_hidden_layers"),
+        ({"layer_types": ["mamba"] * 4}, UnsupportedFeature, "layer_types has 'mamba'; only linear_attention, full"),
+        ({"layer_types": ["linear_attention"] * 4}, UnsupportedFeature, "all 4 layers keep recurrent states; at least"),
+        (
+            {"linear_num_value_heads": 5},
+            InvalidConfig,
+            "linear_num_value_heads is 5; it must be a multiple of linear_n",
+        ),
+        ({"linear_conv_kernel_dim": 1}, InvalidConfig, "linear_conv_kernel_dim is 1; it must be an integer of at leas"),
+    ],
+)
+def test_what_is_not_served(tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    folder = save_checkpoint("qwen3_next", tmp_path)
+    rewrite(folder, changes)
+    with pytest.raises(error, match=message):
+        load_config(folder)
+
+
+def test_layers_by_an_interval(tmp_path: Path) -> None:
+    folder = save_checkpoint("qwen3_next", tmp_path)
+    written = load_config(folder)
+    rewrite(folder, {"layer_types": None})
+    assert load_config(folder) == written
+    rewrite(folder, {"full_attention_interval": 2})
+    layout = kv_layout(load_config(folder), 16)
+    assert [group.layers for group in layout.groups] == [(1, 3), (0, 2)]
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp", "eagle3", "draft_model"])
+def test_nothing_drafts_for_it(method: Any, tmp_path: Path) -> None:
+    config = load_config(save_checkpoint("qwen3_next", tmp_path))
+    with pytest.raises(
+        UnsupportedFeature, match=f"speculation.method is '{method}'; Qwen3NextForCausalLM keeps recurr"
+    ):
+        load_drafter_config(SpeculationSettings(method=method, draft=str(tmp_path)), config)
+
+
+def test_it_drafts_for_nothing(tmp_path: Path) -> None:
+    folder = save_checkpoint("qwen3_next", tmp_path / "drafter")
+    target = load_config(save_checkpoint("llama", tmp_path / "target"))
+    with pytest.raises(UnsupportedFeature, match="is Qwen3NextForCausalLM, which does not serve as a drafter"):
+        load_drafter_config(SpeculationSettings(method="draft_model", draft=str(folder)), target)
+
+
+def test_states_have_no_scales(tmp_path: Path) -> None:
+    config = load_config(save_checkpoint("qwen3_next", tmp_path))
+    with pytest.raises(InvalidArgument, match="scales are given, but the layout has groups with states; only K and V"):
+        kv_layout(config, 16, KVScales.uniform(4))

@@ -1,0 +1,108 @@
+"""A model with recurrent layers in a cluster of processes, of which one dies: states are computed again."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tandem.cluster.client import Client
+from tandem.cluster.config.cluster_config import load_config
+from tandem.cluster.errors import ConfigError
+from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
+from tandem.proto import inference_pb2
+from tests.support.client_requests import GREEDY, complete_all, tokens_of
+from tests.support.local_processes import LocalProcesses
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.steady_steps import STEADY
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VOCABULARY, CHUNK = 512, 64
+SETTINGS: dict[str, Any] = {
+    "island.threads_per_worker": 1,
+    "island.verify_kv": True,
+    "gateway.processes": 1,
+    "gateway.port": 0,
+    "gateway.max_attempts": 20,
+    "cache.num_pages": 64,
+    "scheduler.max_batch_tokens": CHUNK,
+    "scheduler.max_sequences": 4,
+    "recovery.max_restarts": 20,
+    "recovery.drain_seconds": 60.0,  # an answer takes long on a busy machine
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """folder: of the checkpoint. address: HOST:PORT."""
+
+    folder: str
+    address: str
+    oracle: "PreTrainedModel"
+
+    def island(self) -> inference_pb2.IslandInfo:
+        with Client(self.address) as client:
+            (island,) = client.cluster_info().islands
+        return island
+
+    def serves(self, epoch: int) -> bool:
+        island = self.island()
+        return island.epoch == epoch and len(island.workers) == 2
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("qwen3_next")
+    make_checkpoint(folder, "qwen3_next")
+    cluster = Cluster(load_config(None, {"model.path": str(folder), **SETTINGS}), LocalProcesses(2 * STEADY))
+    address = cluster.start()
+    try:
+        yield Served(str(folder), address, load_oracle(folder))
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.gate("decode")
+@pytest.mark.parametrize("lost", [0, 1], ids=["prefill", "decode"])
+def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
+    """Beside a request that goes on, and one that comes later. What clients have is computed again as a prompt."""
+    prompt, count = random_prompt(CHUNK - 10, 7 + lost, VOCABULARY), 2 * CHUNK
+    expected = greedy(served.oracle, prompt, count)
+    island, updates = served.island(), []
+    pid = island.workers[lost].pid
+    with Client(served.address) as client:
+        for update in client.generate(prompt, timeout=100, max_tokens=count, **GREEDY):
+            updates.append(update)
+            if len(updates) == 3:
+                os.kill(pid, signal.SIGKILL)
+    assert tokens_of(updates) == expected
+    timings = updates[-1].timings
+    assert timings is not None
+    assert timings.attempts == 1 + lost  # what decodes does not need the prefill worker
+    until(lambda: served.serves(island.epoch + 1))
+    prompts = [random_prompt(length, length, VOCABULARY) for length in (1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)]
+    assert complete_all(served.address, prompts, max_tokens=9, **GREEDY) == greedy_all(served.oracle, prompts, 9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculation.method": "ngram"}, "speculation.method is 'ngram'; Qwen3NextForCausalLM keeps recurrent states"),
+        ({"cache.kv_cache_dtype": "fp8_e4m3"}, "the layout has groups with states; only K and V have 8 bits"),
+        (
+            {"island.device": "cuda", "island.transport": "nvshmem"},
+            r"layers \[0, 1, 2\] keep recurrent states, and kernels on a G",
+        ),
+    ],
+    ids=["drafts", "8 bits", "a GPU"],
+)
+def test_a_cluster_refuses_what_states_do_not_have(served: Served, settings: dict[str, Any], message: str) -> None:
+    config = load_config(None, {"model.path": served.folder, **SETTINGS, **settings})
+    with pytest.raises((ConfigError, ValueError), match=message):
+        Cluster(config, LocalProcesses()).start()

@@ -11,7 +11,8 @@ from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.errors import MembershipRefused
 from tandem.transfer.regions import Regions, regions_between
 
-MAX_HANDLE_BYTES = 4096
+HANDLE_BYTES = 4096  # most of a handle, with PEER_BYTES for each PE
+PEER_BYTES = 1024
 
 Detail = dict[str, int | str]
 
@@ -29,6 +30,7 @@ class TransportConfig:
     epoch: int
     endpoint: Endpoint = LOOPBACK  # the only part that PEs have each for themselves, beside numbers and layouts
     layouts: tuple[KVLayout, ...] = ()  # of each PE, shards of one layout; none where all have `layout`
+    epochs: tuple[int, ...] = ()  # of each PE, where some have replaced others; none where all have `epoch`
     scratch_bytes: int = 0  # see Transport.scratch
     device: str = "cpu"  # where pools are: on a GPU, "cuda", they are on the device current at open()
 
@@ -48,10 +50,33 @@ class TransportConfig:
             )
         if self.epoch < 0:
             raise InvalidArgument(f"epoch is {self.epoch}; it must be at least 0")
+        if self.epochs and (len(self.epochs) != self.num_pes or self.epochs[self.pe] != self.epoch):
+            raise InvalidArgument(
+                f"epochs is {self.epochs}; one for each of the {self.num_pes} PEs is accepted, that of PE {self.pe} "
+                f"being {self.epoch}"
+            )
 
     def of(self, pe: int) -> "TransportConfig":
         """The same island, as another PE is configured but for its endpoint."""
-        return self if pe == self.pe else replace(self, pe=pe, layout=self.layouts[pe] if self.layouts else self.layout)
+        layout, epoch = self.layouts[pe] if self.layouts else self.layout, self.all_epochs[pe]
+        return self if pe == self.pe else replace(self, pe=pe, layout=layout, epoch=epoch)
+
+    @property
+    def all_epochs(self) -> tuple[int, ...]:
+        """Of each PE."""
+        return self.epochs or (self.epoch,) * self.num_pes
+
+    @property
+    def vacant(self) -> frozenset[int]:
+        """PEs whose place nobody has: their epoch is 0, beside those of others."""
+        return frozenset(pe for pe, epoch in enumerate(self.epochs) if not epoch and pe != self.pe)
+
+    def renewed(self, pe: int, epoch: int) -> "TransportConfig":
+        """The same PE once another has begun an epoch of its own. InvalidArgument unless it is a later one."""
+        before = self.all_epochs
+        if pe == self.pe or epoch <= before[pe]:
+            raise InvalidArgument(f"epoch of PE {pe} is {epoch}; a later one than {before[pe]}, of a peer, is accepted")
+        return replace(self, epochs=(*before[:pe], epoch, *before[pe + 1 :]))
 
     @property
     def regions(self) -> list[Regions]:
@@ -65,10 +90,20 @@ def make_handle(transport: str, config: TransportConfig, detail: Detail) -> byte
 
 
 def read_handles(transport: str, config: TransportConfig, handles: Sequence[bytes]) -> list[Detail]:
-    """The details of PE 0, 1, …; MembershipRefused unless all handles are of this island, epoch and memory shape."""
+    """The details of PE 0, 1, …, none of a vacant one; MembershipRefused unless all handles are of this island, of
+    their PEs' epochs, and of this memory shape."""
     if len(handles) != config.num_pes:
         raise MembershipRefused(f"{len(handles)} handles were given; the island has {config.num_pes} PEs")
-    return [_read_handle(_identity(transport, config.of(pe)) | {"pe": pe}, pe, data) for pe, data in enumerate(handles)]
+    vacant = config.vacant
+    return [{} if pe in vacant else read_handle(transport, config, pe, data) for pe, data in enumerate(handles)]
+
+
+def read_handle(transport: str, config: TransportConfig, pe: int, data: bytes) -> Detail:
+    """The details of one PE; see read_handles."""
+    most = HANDLE_BYTES + PEER_BYTES * config.num_pes
+    if len(data) > most:
+        raise MembershipRefused(f"PE {pe}'s handle has {len(data)} bytes; at most {most} are accepted")
+    return _read_handle(_identity(transport, config.of(pe)) | {"pe": pe}, pe, data)
 
 
 def _identity(transport: str, config: TransportConfig) -> dict[str, Any]:
@@ -87,8 +122,6 @@ def _identity(transport: str, config: TransportConfig) -> dict[str, Any]:
 
 
 def _read_handle(expected: dict[str, Any], pe: int, data: bytes) -> Detail:
-    if len(data) > MAX_HANDLE_BYTES:
-        raise MembershipRefused(f"PE {pe}'s handle has {len(data)} bytes; at most {MAX_HANDLE_BYTES} are accepted")
     try:
         handle = json.loads(data)
     except ValueError as error:

@@ -3,6 +3,8 @@
                  PE 0 (prefill)                        PE 1 (decode)
 control plane    open() → handle ───────┐       ┌───── open() → handle
                  join([h0, h1]) ◄───────┴───────┴────► join([h0, h1])
+                 cut(1), offer(1, e) → handle ────►    a new process in its place: open(), join()
+                 reach(1, handle), admit(1)
 data             write_slots(1, …) ────────────────►   pools
                  write_tokens(1, …) ───────────────►   pools
                  post(1, row, signal, payload)  ───►   mailbox(), read each step: all of it is there
@@ -20,7 +22,7 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import load_page_runs
-from tandem.transfer.errors import TransportClosed, TransportTimeout
+from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
 from tandem.transfer.membership import TransportConfig
 
 
@@ -48,6 +50,7 @@ class Transport(ABC):
 
     quiet_seconds = 30.0  # longest wait of quiet()
     silent_seconds = 0.0  # for so long a link to a peer may be down, and writes then go on
+    elastic = False  # whether cut(), offer(), reach() and admit() replace one peer while the others go on
 
     def __init__(self, config: TransportConfig) -> None:
         self.config = config
@@ -140,9 +143,36 @@ class Transport(ABC):
         """Why a peer cannot be written any more in this epoch; empty where none is known lost. From any thread."""
         return ""
 
+    def cut(self, pe: int) -> None:
+        """Ends all between this PE and a peer, dead or alive: when it returns, nothing that the peer has written lands
+        here any more, and nothing is read here for it. From any thread; idempotent. TransportTimeout.
+
+        Then writes and posts to the peer raise PeerGone, fences are quiet, and `lost` does not speak of it. Others do
+        not notice. See decision 0148.
+        """
+        raise self._not_elastic(pe)
+
+    def offer(self, pe: int, epoch: int) -> bytes:
+        """After cut(): a handle for the process that takes the peer's place in a later epoch, of its own. From any
+        thread. An offer that was not admitted ends with the next cut()."""
+        raise self._not_elastic(pe)
+
+    def reach(self, pe: int, handle: bytes) -> None:
+        """After offer(): reaches the memory of the process that has taken the peer's place. From any thread. Raises
+        as join()."""
+        raise self._not_elastic(pe)
+
+    def admit(self, pe: int) -> None:
+        """After reach(): from now on calls go to that process. The owner has ended all that it did for the one
+        before."""
+        raise self._not_elastic(pe)
+
     @abstractmethod
     def close(self) -> None:
         """Releases all memory; idempotent. The own memory goes with the last tensor over it and the last peer."""
+
+    def _not_elastic(self, pe: int) -> TransportError:
+        return TransportError(f"PE {pe} cannot be replaced: the peers of {type(self).__name__} stay for an epoch")
 
     def _check_peer(self, pe: int) -> None:
         if not self._joined:

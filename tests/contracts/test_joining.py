@@ -132,8 +132,8 @@ def test_bytes_that_are_no_handle_are_refused(unjoined: list[Transport], bad: by
 
 def test_a_handle_that_is_too_long_is_refused_unread(unjoined: list[Transport]) -> None:
     handles = [transport.open() for transport in unjoined]
-    with pytest.raises(MembershipRefused, match="PE 1's handle has 4097 bytes; at most 4096 are accepted"):
-        unjoined[0].join([handles[0], handles[1].ljust(4097), handles[2]])
+    with pytest.raises(MembershipRefused, match="PE 1's handle has 7169 bytes; at most 7168 are accepted"):
+        unjoined[0].join([handles[0], handles[1].ljust(7169), handles[2]])
 
 
 def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
@@ -151,6 +151,8 @@ def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
         ({"num_pages": (3,)}, r"num_pages is \(3,\); it must be 2 numbers"),
         ({"num_signals": 0}, "num_signals is 0"),
         ({"epoch": -1}, "epoch is -1"),
+        ({"epochs": (7, 7)}, "epochs is .*; one for each of the 3 PEs is accepted"),
+        ({"epochs": (8, 7, 7)}, "that of PE 0 being 7"),
     ],
 )
 def test_a_config_out_of_range_is_refused(config: TransportConfig, change: dict[str, int], message: str) -> None:

@@ -66,9 +66,9 @@ class Gate:
         self.is_open, self.reached = False, threading.Event()
         is_done = exchange.Exchange._is_done
 
-        def gated(one: exchange.Exchange, handle: Any) -> bool:
+        def gated(one: exchange.Exchange, handle: Any, link: Any) -> bool:
             if handle is None or self.is_open or one is not held._exchange:
-                return is_done(one, handle)
+                return is_done(one, handle, link)
             self.reached.set()
             return False
 
@@ -275,8 +275,9 @@ def test_a_copy_that_no_pe_sends_is_not_sorted_in(pair: list[NixlTransport], hea
 
 def test_notes_of_an_agent_that_is_not_of_this_epoch_are_ignored(pair: list[NixlTransport]) -> None:
     sender, receiver = pair
-    name, peer = next(iter(receiver._exchange._names.items()))  # type: ignore[union-attr]
-    receiver._exchange._names = {f"{name} of another epoch": peer}  # type: ignore[union-attr]
+    remote = receiver._links[0].remote
+    assert remote is not None
+    remote.name += " of another epoch"
     sender.post(1, 0, 1, 1)
     until(lambda: sender._peers[1].done == 1)
     sender.quiet_seconds = 0.3

@@ -284,8 +284,7 @@ def test_strangers_are_turned_away_and_do_not_hold_up_a_join(said: bytes) -> Non
 
 def test_nobody_can_connect_once_all_have(pair: list[TcpTransport]) -> None:
     for transport in pair:
-        assert transport._listener is not None
-        address = transport._listener.address
+        address = transport._listeners[transport.pe].address
 
         def is_closed(address: tuple[str, int] = address) -> bool:
             try:

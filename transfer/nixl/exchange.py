@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tandem.transfer.errors import TransportError, TransportTimeout
+from tandem.transfer.nixl.link import Link
 from tandem.transfer.nixl.memory import NixlMemory
 from tandem.transfer.nixl.peer import Item, Kind, Note, Peer
 
@@ -22,26 +23,31 @@ log = logging.getLogger(__name__)
 
 
 class Exchange:
-    """Of one epoch. Without a thread of NIXL's own, which would keep a core busy."""
+    """Of one epoch. Without threads of NIXL's own, which would keep a core busy."""
 
-    def __init__(
-        self, agent: Any, names: dict[str, Peer], memory: NixlMemory, write_seconds: float, silent_seconds: float
-    ) -> None:
-        """agent: has the peers' metadata, and is this thread's from now on. names: of the peers' agents. write_seconds,
-        silent_seconds: how long a write may take, and a peer be silent, until the peer is lost."""
-        self._agent, self._names, self._memory = agent, names, memory
+    def __init__(self, memory: NixlMemory, write_seconds: float, silent_seconds: float) -> None:
+        """write_seconds, silent_seconds: how long a write may take, and a peer be silent, until the peer is lost."""
+        self._memory = memory
         self._write_seconds, self._silent_seconds = write_seconds, silent_seconds
-        self._begun: dict[int, deque[tuple[Item, Any]]] = {peer.pe: deque() for peer in names.values()}
-        self._moved = dict.fromkeys(self._begun, 0.0)  # when the oldest write of a peer came to be the oldest
-        self._sent, self._said = dict.fromkeys(self._begun, 0), dict.fromkeys(self._begun, 0)  # numbers of notes
-        self._beat = dict.fromkeys(self._begun, 0.0)
-        self._heard = dict.fromkeys(self._begun, 0.0)  # 0 until the first note: it may not have joined
-        self._gone: set[int] = set()
+        self._links: list[Link] = []
+        self._added: deque[Link] = deque()
         self._turned = time.monotonic()
         self._due = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
         self._thread.start()
+
+    def add(self, link: Link) -> None:
+        """The link, which is connected, is this thread's from now on. From any thread."""
+        self._added.append(link)
+        self._due.set()
+
+    def cut(self, link: Link, reason: str) -> None:
+        """Nothing lands here from that link any more. From any thread. TransportTimeout."""
+        link.peer.fail(reason)
+        self._due.set()
+        if not link.ended.wait(END_SECONDS):
+            raise TransportTimeout(f"the connection of PE {link.peer.pe} did not end within {END_SECONDS:g} s")
 
     def wake(self) -> None:
         """Something was given to a peer."""
@@ -64,26 +70,30 @@ class Exchange:
             self._turns()
         except Exception as error:
             log.exception("NIXL ends")
-            for peer in self._names.values():
-                peer.fail(f"NIXL has ended here: {error}")
-        for name, peer in self._names.items():
-            self._let_go(name, peer)
+            for link in self._links:
+                link.peer.fail(f"NIXL has ended here: {error}")
+        for link in (*self._links, *self._added):
+            link.end()
 
     def _turns(self) -> None:
         busy_until = 0.0
         while not self._ended:
             now = time.monotonic()
+            while self._added:
+                self._links.append(self._added.popleft())
             self._allow_pause(now)
-            moved = self._take_notes(now)
-            for name, peer in self._names.items():
-                if peer.failure:
-                    self._let_go(name, peer)
+            moved = False
+            for link in list(self._links):
+                if link.peer.failure:
+                    link.end()
+                    self._links.remove(link)
                     continue
                 try:
-                    moved |= self._advance(name, peer, now)
+                    moved |= self._take_notes(link, now)
+                    moved |= not link.peer.failure and self._advance(link, now)
                 except Exception as error:  # NIXL's have no common class
-                    peer.fail(f"its connection is lost: {error}")
-            if moved or any(self._begun.values()):
+                    link.peer.fail(f"its connection is lost: {error}")
+            if moved or any(link.begun for link in self._links):
                 busy_until = now + BUSY_SECONDS
             if not moved:
                 self._due.wait(BUSY_PAUSE_SECONDS if now < busy_until else IDLE_SECONDS)
@@ -92,25 +102,25 @@ class Exchange:
     def _allow_pause(self, now: float) -> None:
         """Where this process was stopped, its peers were not silent for so long."""
         if now > self._turned + BEAT_SECONDS:
-            for times in (self._heard, self._moved):
-                times.update({pe: now for pe, then in times.items() if then})
+            for link in self._links:
+                link.heard, link.moved = link.heard and now, link.moved and now
         self._turned = now
 
-    def _take_notes(self, now: float) -> bool:
-        arrived = self._agent.get_new_notifs()
+    def _take_notes(self, link: Link, now: float) -> bool:
+        assert link.remote is not None, "it is connected"
+        arrived = link.agent.get_new_notifs()
         for name, notes in arrived.items():
-            peer = self._names.get(name)
-            if peer is None:
+            if name != link.remote.name:
                 log.warning("notes of an agent that is not of this epoch are ignored")
                 continue
-            self._heard[peer.pe] = now
+            link.heard = now
             try:
                 for note in notes:
-                    if not peer.failure:
-                        self._take(peer, *Note.unpack(note))
+                    if not link.peer.failure:
+                        self._take(link.peer, *Note.unpack(note))
             except Exception as error:
-                log.exception("PE %d is cut off", peer.pe)
-                peer.fail(f"it was cut off: {error}")
+                log.exception("PE %d is cut off", link.peer.pe)
+                link.peer.fail(f"it was cut off: {error}")
         return bool(arrived)
 
     def _take(self, peer: Peer, note: Note, number: int) -> None:
@@ -133,66 +143,54 @@ class Exchange:
             raise TransportError(f"a note has row {note.row}; 0 … {memory.num_signals - 1} are accepted")
         peer.landed = number
 
-    def _advance(self, name: str, peer: Peer, now: float) -> bool:
+    def _advance(self, link: Link, now: float) -> bool:
         """Begins what may begin, ends what is done, says what has landed. TransportError, or one of NIXL's."""
-        pe, begun = peer.pe, self._begun[peer.pe]
+        assert link.remote is not None, "it is connected"
+        peer, begun, name = link.peer, link.begun, link.remote.name
         moved = False
         while len(begun) < AT_ONCE and peer.waiting and _is_ready(peer.waiting[0]):
             item = peer.waiting.popleft()
             if not begun:
-                self._moved[pe] = now
-            begun.append((item, self._begin(name, item)))
+                link.moved = now
+            begun.append((item, self._begin(link, item)))
             moved = True
-        while begun and self._is_done(begun[0][1]):
+        while begun and self._is_done(begun[0][1], link):
             item, handle = begun.popleft()
             if handle is not None:
                 handle.release()
             if item.note is not None:
-                self._sent[pe] += 1
-                self._agent.send_notif(name, item.note.pack(self._sent[pe]))
-            self._moved[pe], moved = now, True
+                link.sent += 1
+                link.agent.send_notif(name, item.note.pack(link.sent))
+            link.moved, moved = now, True
             with peer.lock:
                 peer.done += 1
                 peer.progress.notify_all()
-        if begun and now > self._moved[pe] + self._write_seconds:
+        if begun and now > link.moved + self._write_seconds:
             raise TransportError(f"a write has taken more than {self._write_seconds:g} s")
-        if self._heard[pe] and now > self._heard[pe] + self._silent_seconds:
+        if link.heard and now > link.heard + self._silent_seconds:
             raise TransportError(f"it has been silent for {self._silent_seconds:g} s")
-        if self._said[pe] != peer.landed or now > self._beat[pe] + BEAT_SECONDS:
-            self._said[pe], self._beat[pe] = peer.landed, now
-            self._agent.send_notif(name, Note(Kind.LANDED).pack(peer.landed))
+        if link.said != peer.landed or now > link.beat + BEAT_SECONDS:
+            link.said, link.beat = peer.landed, now
+            link.agent.send_notif(name, Note(Kind.LANDED).pack(peer.landed))
         return moved
 
-    def _begin(self, name: str, item: Item) -> Any:
+    def _begin(self, link: Link, item: Item) -> Any:
         """A handle of the write that is under way; None without one."""
-        if item.source is None or item.target is None:
+        if item.source is None or item.target is None or link.remote is None:
             return None
-        sides = [self._agent.get_xfer_descs(one.spans, one.memory) for one in (item.source, item.target)]
-        handle = self._agent.initialize_xfer("WRITE", *sides, name)
-        if self._agent.transfer(handle) == "ERR":
+        agent = link.agent
+        sides = [agent.get_xfer_descs(one.spans, one.memory) for one in (item.source, item.target)]
+        handle = agent.initialize_xfer("WRITE", *sides, link.remote.name)
+        if agent.transfer(handle) == "ERR":
             handle.release()
             raise TransportError("NIXL cannot begin a write")
         return handle
 
-    def _is_done(self, handle: Any) -> bool:
-        state = "DONE" if handle is None else self._agent.check_xfer_state(handle)
+    def _is_done(self, handle: Any, link: Link) -> bool:
+        state = "DONE" if handle is None else link.agent.check_xfer_state(handle)
         if state == "ERR":
             raise TransportError("a write of NIXL failed")
         return state == "DONE"
-
-    def _let_go(self, name: str, peer: Peer) -> None:
-        """Cancels what is under way to a peer, and ends the connection."""
-        if peer.pe in self._gone:
-            return
-        self._gone.add(peer.pe)
-        try:
-            for _, handle in self._begun[peer.pe]:
-                if handle is not None:
-                    handle.release()
-            self._begun[peer.pe].clear()
-            self._agent.remove_remote_agent(name)
-        except Exception:
-            log.exception("the connection to PE %d did not end", peer.pe)
 
 
 def _is_ready(item: Item) -> bool:

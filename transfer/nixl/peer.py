@@ -68,7 +68,7 @@ class Item:
 
 
 class Peer:
-    """Shared by both threads, under `lock`. Once it is lost it stays so for the rest of the epoch."""
+    """Shared by both threads, under `lock`. A lost one stays lost: another process in its place is another Peer."""
 
     def __init__(self, pe: int) -> None:
         self.pe = pe
@@ -81,6 +81,7 @@ class Peer:
         self.acknowledged = 0  # of those, what the peer says has landed there
         self.landed = 0  # notes of the peer, here
         self.failure = ""
+        self.is_over = False  # whether it was cut: nothing is under way any more
         self._slot_notes = [0] * SLOTS
         self._staged = 0
 
@@ -113,6 +114,13 @@ class Peer:
         if self.failure:
             raise PeerGone(f"PE {self.pe}: {self.failure}")
 
+    def end(self, reason: str) -> None:
+        """As fail(), once nothing is under way any more; fences are quiet then."""
+        self.fail(reason)
+        with self.lock:
+            self.is_over = True
+            self.progress.notify_all()
+
     def fail(self, reason: str) -> None:
         """Whoever waits for something wakes. Only the first reason stays."""
         with self.lock:
@@ -135,7 +143,7 @@ class NixlFence:
 
     def has_landed(self) -> bool:
         """As is_quiet. The caller has the peer's lock."""
-        if self.peer.done >= self._given and self.peer.acknowledged >= self._notes:
+        if self.peer.is_over or (self.peer.done >= self._given and self.peer.acknowledged >= self._notes):
             return True
         self.peer.check()
         return False

@@ -19,19 +19,21 @@ have landed.
 **GPUs.** Pools are then on the GPU, and an item waits for an event of the stream that computes it. A first token is
 copied to the host on that stream, and the thread reads it once its event has come. No GPU has run this yet.
 
+**Peers.** Each peer has an agent of its own (`Link`), so that cut() can end all that this peer may do.
+
 **Loss.** A peer is lost when NIXL says so, when a write takes too long, or when it has sent no sign of life for as
-long as its endpoint allows. It stays so for the rest of the epoch: writes, posts and fences raise PeerGone.
+long as its endpoint allows. It stays so for the rest of its epoch: writes, posts and fences raise PeerGone.
 
 **Epochs.** An agent's name has a token that each open() draws anew, and notes of other names are ignored. close() ends
 the thread with its writes, takes the memory back from NIXL, and ends all connections with the agent. UCX encrypts
 nothing and asks nobody for a certificate: see docs/security.md.
 """
 
-import base64
 import logging
 import os
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,15 +43,18 @@ from nixl import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingI
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import CopyPlan, plan_copy
 from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
-from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
+from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handle, read_handles
 from tandem.transfer.nixl.devices import settings
 from tandem.transfer.nixl.exchange import Exchange
+from tandem.transfer.nixl.link import Link, Remote
 from tandem.transfer.nixl.memory import NixlMemory
 from tandem.transfer.nixl.peer import SLOTS, Item, Kind, NixlFence, Note, Peer, Spans
 from tandem.transfer.page_pool import movable, rows_for
+from tandem.transfer.segment import TOKEN_BYTES
 from tandem.transfer.tcp.frames import Kind as Staged
 from tandem.transfer.transport import Fence, Int64Array, QuietFence, Transport
 
@@ -57,22 +62,6 @@ NAME = "nixl"
 WRITE_BYTES = 8 << 20  # of pages; longer pushes are cut, so that other peers have their turn
 STAGE_BYTES = 64 << 10  # layers of a page from which it pays to send the first layers apart
 SILENT_SECONDS = 3.0  # a peer is not lost sooner: signs of life come once a second
-FIELDS = ("name", "metadata", "memory", "device", "pools", "inbox", "slot_bytes")
-
-
-class Remote:
-    """Where a peer's memory is, by its handle. TransportError where that says nothing of it."""
-
-    def __init__(self, pe: int, detail: Detail, num_pools: int) -> None:
-        try:
-            self.name, self.metadata = str(detail["name"]), base64.b64decode(str(detail["metadata"]), validate=True)
-            self.memory, self.device = str(detail["memory"]), int(detail["device"])
-            self.pools = [int(address) for address in str(detail["pools"]).split(",")]
-            self.inbox, self.slot_bytes = int(detail["inbox"]), int(detail["slot_bytes"])
-            if len(self.pools) != num_pools or self.memory not in ("DRAM", "VRAM"):
-                raise ValueError(f"{len(self.pools)} pools in {self.memory}")
-        except (KeyError, ValueError) as error:
-            raise TransportError(f"PE {pe}'s handle has detail {detail}; it must have {', '.join(FIELDS)}") from error
 
 
 class NixlTransport(Transport):
@@ -81,15 +70,16 @@ class NixlTransport(Transport):
     join() returns before peers answer: one whose process has ended is found lost soon after.
     """
 
+    elastic = True
+
     def __init__(self, config: TransportConfig) -> None:
         super().__init__(config)
         self.silent_seconds = config.endpoint.silent_seconds
         self.quiet_seconds = max(self.quiet_seconds, self.silent_seconds)
         self._memory: NixlMemory | None = None
-        self._agent: Any = None
-        self._registered: list[Any] = []
         self._peers: dict[int, Peer] = {}
-        self._remotes: dict[int, Remote] = {}
+        self._links: dict[int, Link] = {}
+        self._offers: dict[int, Link] = {}
         self._exchange: Exchange | None = None
 
     def open(self) -> bytes:
@@ -99,52 +89,55 @@ class NixlTransport(Transport):
         logging.getLogger("nixl").setLevel(logging.WARNING)  # else it writes to stdout
         for name, value in settings(self.config.endpoint, cuda=memory.device is not None).items():
             os.environ.setdefault(name, value)  # UCX reads them when a backend is made
-        name = f"{self.config.island}-{self.epoch}-{self.pe}-{memory.token.hex()}"
-        try:
-            self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-            self._registered = [self._agent.register_memory(list(memory.tensors))]
-            self._registered.append(self._agent.register_memory([memory.inbox, memory.outbox]))
-            metadata = self._agent.get_agent_metadata()
-        except Exception as error:  # NIXL's have no common class
-            raise TransportError(f"NIXL cannot use the memory or the network of PE {self.pe}: {error}") from error
+        self._peers = {pe: Peer(pe) for pe in range(self.num_pes) if pe != self.pe}
+        for pe in self.config.vacant:
+            self._peers[pe].end("nobody has its place")
+        name = self._name(memory.token)
+        peers = (peer for peer in self._peers.values() if not peer.is_over)
+        self._links = {peer.pe: Link(peer, name, memory, _make_agent) for peer in peers}
         self._memory = memory
-        detail: Detail = {
-            "name": name,
-            "metadata": base64.b64encode(metadata).decode(),
-            "memory": memory.kind,
-            "device": memory.device_index,
-            "pools": ",".join(str(pool.data_ptr()) for pool in memory.tensors),
-            "inbox": memory.inbox.data_ptr(),
-            "slot_bytes": memory.slot_bytes,
-        }
-        return make_handle(NAME, self.config, detail)
+        return self._handle(memory, name, self._links)
 
     def join(self, handles: Sequence[bytes]) -> None:
         memory = self._memory
         if memory is None:
             raise TransportClosed(f"PE {self.pe} is not open; join() comes after open()")
         details = read_handles(NAME, self.config, handles)
-        others = [pe for pe in range(self.num_pes) if pe != self.pe]
-        remotes = {pe: Remote(pe, details[pe], len(memory.pools)) for pe in others}
-        added: list[str] = []
-        try:
-            for pe, remote in remotes.items():
-                added.append(self._agent.add_remote_agent(remote.metadata).decode())
-                if added[-1] != remote.name:
-                    raise TransportError(f"PE {pe}'s metadata is of agent {added[-1]!r}; {remote.name!r} is expected")
-                self._agent.make_connection(remote.name)
-        except Exception as error:
-            for name in added:
-                self._agent.remove_remote_agent(name)
-            raise (
-                error if isinstance(error, TransportError) else TransportError(f"NIXL cannot join: {error}")
-            ) from error
-        self._remotes, self._peers = remotes, {pe: Peer(pe) for pe in others}
-        names = {remotes[pe].name: peer for pe, peer in self._peers.items()}
-        self._exchange = Exchange(
-            self._agent, names, memory, self.quiet_seconds, max(self.silent_seconds, SILENT_SECONDS)
-        )
+        remotes = {pe: Remote(pe, self.pe, details[pe], len(memory.pools)) for pe in self._links}
+        for pe, link in self._links.items():
+            link.connect(remotes[pe])
+        self._exchange = Exchange(memory, self.quiet_seconds, max(self.silent_seconds, SILENT_SECONDS))
+        for link in self._links.values():
+            self._exchange.add(link)
         self._joined = True
+
+    def cut(self, pe: int) -> None:
+        peer = self._peer_of(pe)
+        if pe in self._links:
+            self._running.cut(self._links[pe], "it was cut off")
+        if pe in self._offers:
+            self._end_offer(pe)
+        peer.end("it was cut off")
+
+    def offer(self, pe: int, epoch: int) -> bytes:
+        memory = self._own
+        if not self._peer_of(pe).is_over:
+            raise TransportError(f"PE {pe} is still there; cut() comes before offer()")
+        if pe in self._offers:
+            self._end_offer(pe)
+        self.config, name = self.config.renewed(pe, epoch), self._name(secrets.token_bytes(TOKEN_BYTES))
+        self._offers[pe] = Link(Peer(pe), name, memory, _make_agent)
+        return self._handle(memory, name, {pe: self._offers[pe]})
+
+    def reach(self, pe: int, handle: bytes) -> None:
+        detail = read_handle(NAME, self.config, pe, handle)
+        self._offers[pe].connect(Remote(pe, self.pe, detail, len(self._own.pools)))
+        self._running.add(self._offers[pe])
+
+    def admit(self, pe: int) -> None:
+        link = self._offers.pop(pe)
+        assert link.remote is not None, "reach() comes first"
+        self._peers[pe], self._links[pe] = link.peer, link
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
@@ -236,7 +229,7 @@ class NixlTransport(Transport):
     @property
     def lost(self) -> str:
         for peer in self._peers.values():
-            if peer.failure and self._joined:
+            if peer.failure and self._joined and not peer.is_over:
                 return f"PE {peer.pe}: {peer.failure}"
         return ""
 
@@ -244,12 +237,56 @@ class NixlTransport(Transport):
         self._joined = False
         if self._exchange is not None:
             self._exchange.close()
+        for link in (*self._links.values(), *self._offers.values()):
+            link.end()
         for peer in self._peers.values():
             peer.fail("this PE has left the island")
-        for registered in self._registered:
-            self._agent.deregister_memory(registered)
-        self._exchange, self._agent, self._memory = None, None, None
-        self._registered, self._peers, self._remotes = [], {}, {}
+        self._exchange, self._memory = None, None
+        self._links, self._offers, self._peers = {}, {}, {}
+
+    @property
+    def _running(self) -> Exchange:
+        assert self._exchange is not None, "joined"
+        return self._exchange
+
+    def _peer_of(self, pe: int) -> Peer:
+        self._check_peer(pe)
+        if pe == self.pe:
+            raise InvalidArgument(f"pe is {pe}, this PE itself; another one of 0 … {self.num_pes - 1} is accepted")
+        return self._peers[pe]
+
+    def _remote(self, pe: int) -> Remote:
+        """PeerGone where nobody has the PE's place."""
+        peer = self._peers[pe]
+        with peer.lock:
+            peer.check()
+        remote = self._links[pe].remote
+        assert remote is not None, "joined"
+        return remote
+
+    def _end_offer(self, pe: int) -> None:
+        link = self._offers.pop(pe)
+        if link.remote is None:
+            link.end()
+        else:
+            self._running.cut(link, "its offer was taken back")
+
+    def _name(self, token: bytes) -> str:
+        """Of this PE's agents. Nobody guesses it."""
+        return f"{self.config.island}-{self.epoch}-{self.pe}-{token.hex()}"
+
+    def _handle(self, memory: NixlMemory, name: str, links: Mapping[int, Link]) -> bytes:
+        """For the peers of those links."""
+        detail: Detail = {
+            "name": name,
+            "metadata": ",".join(links[pe].metadata if pe in links else "" for pe in range(self.num_pes)),
+            "memory": memory.kind,
+            "device": memory.device_index,
+            "pools": ",".join(str(pool.data_ptr()) for pool in memory.tensors),
+            "inbox": memory.inbox.data_ptr(),
+            "slot_bytes": memory.slot_bytes,
+        }
+        return make_handle(NAME, self.config, detail)
 
     @property
     def _own(self) -> NixlMemory:
@@ -259,7 +296,7 @@ class NixlTransport(Transport):
 
     def _write_pages(self, pe: int, group: int, plan: CopyPlan, stages: Stages) -> None:
         """The whole pages of a plan, straight from the own pool; with stages its first layers as they are stored."""
-        own, remote, size = self._own, self._remotes[pe], self.layout.page_bytes(group)
+        own, remote, size = self._own, self._remote(pe), self.layout.page_bytes(group)
         layers = len(self.layout.groups[group].layers)
         source, target = _spans(plan, own.tensors[group].data_ptr(), remote.pools[group], size)
         if len(stages) < 2 or size < STAGE_BYTES * len(stages):
@@ -275,7 +312,7 @@ class NixlTransport(Transport):
 
     def _write(self, pe: int, source: np.ndarray, target: np.ndarray, ready: "torch.cuda.Event | None") -> None:
         """source, target: int64 [n, 2], address and bytes."""
-        own, remote = self._own, self._remotes[pe]
+        own, remote = self._own, self._remote(pe)
         number = np.cumsum(source[:, 1]) // WRITE_BYTES
         edges = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(source)]
         mine = np.insert(source, 2, own.device_index, axis=1).astype(np.uint64)
@@ -288,7 +325,7 @@ class NixlTransport(Transport):
     def _stage(
         self, pe: int, kind: Staged, group: int, layer: int, places: Int32Array, planes: Sequence[Tensor]
     ) -> None:
-        own, remote = self._own, self._remotes[pe]
+        own, remote = self._own, self._remote(pe)
         slot = self._peers[pe].free_slot(self.quiet_seconds)
         size = own.stage(pe, slot, kind, group, layer, places, planes)
         begin = remote.inbox + (self.pe * SLOTS + slot) * remote.slot_bytes
@@ -306,8 +343,12 @@ class NixlTransport(Transport):
 
     def _give(self, pe: int, item: Item) -> None:
         self._peers[pe].give(item)
-        assert self._exchange is not None, "joined"
-        self._exchange.wake()
+        self._running.wake()
+
+
+def _make_agent(name: str) -> Any:
+    """Without NIXL's own thread, which never sleeps."""
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
 
 
 def _spans(plan: CopyPlan, source: int, target: int, page_bytes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tandem.transfer.endpoint import PAGES_NAME, Endpoint
 from tandem.transfer.errors import MembershipRefused, PeerGone, TransportError, TransportTimeout
@@ -54,9 +54,9 @@ def connect(endpoint: Endpoint, address: tuple[str, int], hello: Hello) -> socke
 
 
 class Listener:
-    """Accepts each connection of each other PE once, and closes when all are there."""
+    """Accepts each connection of the expected PEs once, and closes when all are there."""
 
-    def __init__(self, config: TransportConfig, token: bytes, receive: Receive) -> None:
+    def __init__(self, config: TransportConfig, token: bytes, receive: Receive, expected: Iterable[int]) -> None:
         """token: what connections must show. TransportError when the address cannot be listened on."""
         self._config = config
         self._token = token.hex()
@@ -73,6 +73,7 @@ class Listener:
         self._lock = threading.Lock()
         self._strangers: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
+        self._expected = set(expected)
         self._accepted: set[tuple[int, int]] = set()  # PE and number of each connection
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="tcp-listener", daemon=True)
@@ -94,6 +95,14 @@ class Listener:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 raise TransportTimeout(f"a connection of PE {self._config.pe} did not end within {END_SECONDS:g} s")
+
+    def forget(self, pe: int) -> None:
+        """No connection of that PE is accepted any more."""
+        with self._lock:
+            self._expected.discard(pe)
+            self._accepted = {one for one in self._accepted if one[0] != pe}
+        if self._is_over:
+            cut(self._socket)
 
     def _accept(self) -> None:
         with self._socket:
@@ -120,11 +129,7 @@ class Listener:
     @property
     def _is_over(self) -> bool:
         with self._lock:
-            return self._closed or len(self._accepted) == self._num_expected
-
-    @property
-    def _num_expected(self) -> int:
-        return (self._config.num_pes - 1) * (DATA_CONNECTIONS + 1)
+            return self._closed or len(self._accepted) == len(self._expected) * (DATA_CONNECTIONS + 1)
 
     def _serve(self, connection: socket.socket) -> None:
         """Of one connection, from its first byte to its end."""
@@ -198,6 +203,8 @@ class Listener:
         if not 0 <= hello.connection <= DATA_CONNECTIONS:
             return f"connection is {hello.connection}; 0 … {DATA_CONNECTIONS} are accepted"
         with self._lock:
+            if hello.pe not in self._expected:
+                return f"pe is {hello.pe}; one of {sorted(self._expected)} is expected here"
             if self._closed or (hello.pe, hello.connection) in self._accepted:
                 return f"connection {hello.connection} of PE {hello.pe} was there already"
             self._accepted.add((hello.pe, hello.connection))

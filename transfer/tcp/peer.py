@@ -2,9 +2,10 @@
 
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from tandem.transfer.errors import PeerGone
+from tandem.transfer.errors import PeerGone, TransportTimeout
 from tandem.transfer.tcp.frames import DATA_CONNECTIONS
 
 Counts = tuple[int, ...]  # of frames on each data connection, then of posts
@@ -14,7 +15,7 @@ class Peer:
     """Shared by the step thread and the threads of this peer's connections, under `lock`.
 
     Where one connection is lost, all are: nobody knows what of its frames has landed, so that no later signal may. The
-    peer stays lost for the rest of the epoch.
+    peer stays lost for the rest of its epoch. Another process in its place is another Peer.
     """
 
     def __init__(self, pe: int) -> None:
@@ -28,13 +29,28 @@ class Peer:
         self.signals_due = threading.Condition(self.lock)
         self.frames_due = [threading.Condition(self.lock) for _ in range(DATA_CONNECTIONS)]
         self.failure = ""
+        self.is_over = False  # whether end() has returned
         self._sockets: list[socket.socket] = []
+        self._receivers = 0
 
     def adopt(self, connection: socket.socket) -> None:
         """From now on fail() ends this connection. PeerGone after a loss."""
         with self.lock:
             self.check()
             self._sockets.append(connection)
+
+    @contextmanager
+    def receiving(self, connection: socket.socket) -> Iterator[None]:
+        """While a thread reads the connection into pages or the mailbox. PeerGone after a loss."""
+        self.adopt(connection)
+        with self.lock:
+            self._receivers += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._receivers -= 1
+                self.progress.notify_all()
 
     def check(self) -> None:
         """PeerGone after a loss. The caller has the lock."""
@@ -50,6 +66,14 @@ class Peer:
             self._sockets.clear()
             for waiting in (self.frame_landed, self.progress, self.signals_due, *self.frames_due):
                 waiting.notify_all()
+
+    def end(self, reason: str, seconds: float) -> None:
+        """As fail(); then nothing of the peer lands any more. TransportTimeout."""
+        self.fail(reason)
+        with self.lock:
+            if not self.progress.wait_for(lambda: not self._receivers, seconds):
+                raise TransportTimeout(f"a connection of PE {self.pe} did not end within {seconds:g} s")
+            self.is_over = True
 
     def has_landed(self, counts: Counts) -> bool:
         """Whether the peer says so of all frames and posts that `counts` counts. The caller has the lock."""

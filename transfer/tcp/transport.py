@@ -13,16 +13,19 @@ carries how many frames were given to each data connection before it. The receiv
 from each, and applies the post when all counts are reached. So whoever sees a signal sees all that was written before
 it. A receiver tells its counts; a fence is quiet once they reach those of its making.
 
-**Loss.** Where one connection to or from a peer ends, all of them do, for the rest of the epoch: writes, posts and
+**Loss.** Where one connection to or from a peer ends, all of them do, for the rest of its epoch: writes, posts and
 fences then raise PeerGone. Nothing is sent twice, and no signal passes frames that were lost.
 
 **Epochs.** A connection begins with island, epoch, PE and a token from the handle, which each open() draws anew; with
 certificates it is mutual TLS of the cluster's own authority. The listener closes when all have connected. close() ends
-all connections, and returns when no thread writes into the pages any more.
+all connections, and returns when no thread writes into the pages any more. So does cut() with those of one peer. An
+offer to the process that takes the peer's place is another listener, with a token of its own.
 """
 
+import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from socket import socket
 
@@ -30,12 +33,14 @@ import torch
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
-from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
+from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handle, read_handles
 from tandem.transfer.page_pool import movable, rows_for
-from tandem.transfer.tcp.connections import Listener, connect
+from tandem.transfer.segment import TOKEN_BYTES
+from tandem.transfer.tcp.connections import END_SECONDS, Listener, connect
 from tandem.transfer.tcp.frames import (
     DATA_CONNECTIONS,
     Kind,
@@ -64,10 +69,26 @@ class CountFence:
 
     def is_quiet(self) -> bool:
         with self.peer.lock:
-            if self.peer.has_landed(self.counts):
+            if self.peer.is_over or self.peer.has_landed(self.counts):
                 return True
             self.peer.check()
             return False
+
+
+@dataclass(eq=False)
+class Offer:
+    """A place for another process, until it is admitted. sender: once it is reached."""
+
+    peer: Peer
+    listener: Listener
+    sender: Sender | None = None
+
+    def end(self) -> None:
+        """Nothing of that process lands any more."""
+        self.peer.end("its offer was taken back", END_SECONDS)
+        self.listener.close()
+        if self.sender is not None:
+            self.sender.join()
 
 
 class TcpTransport(Transport):
@@ -75,6 +96,8 @@ class TcpTransport(Transport):
 
     ValueError for another host than loopback without certificates.
     """
+
+    elastic = True
 
     def __init__(self, config: TransportConfig) -> None:
         super().__init__(config)
@@ -85,7 +108,8 @@ class TcpTransport(Transport):
         self.silent_seconds = config.endpoint.silent_seconds
         self.quiet_seconds = max(self.quiet_seconds, self.silent_seconds)
         self._memory: PageMemory | None = None
-        self._listener: Listener | None = None
+        self._listeners: dict[int, Listener] = {}  # by peer; for those of the beginning it is that of the own PE
+        self._offers: dict[int, Offer] = {}
         self._peers: dict[int, Peer] = {}
         self._senders: dict[int, Sender] = {}
 
@@ -94,10 +118,14 @@ class TcpTransport(Transport):
             raise TransportError(f"PE {self.pe} is open already; open() is called once")
         memory = PageMemory(self.config)
         self._peers = {pe: Peer(pe) for pe in range(self.num_pes) if pe != self.pe}
-        self._listener = Listener(self.config, memory.token, partial(_receive, self._peers, memory))
+        for pe in self.config.vacant:
+            self._peers[pe].end("nobody has its place", 0)
+        listener = self._listen(
+            memory, memory.token, {pe: peer for pe, peer in self._peers.items() if not peer.is_over}
+        )
+        self._listeners[self.pe] = listener
         self._memory = memory
-        host, port = self._listener.address
-        return make_handle(NAME, self.config, {"host": host, "port": port, "token": memory.token.hex()})
+        return self._handle(listener, memory.token)
 
     def join(self, handles: Sequence[bytes]) -> None:
         """See Transport. Returns once every other PE has accepted this one's connections, joined or not."""
@@ -106,18 +134,45 @@ class TcpTransport(Transport):
         details = read_handles(NAME, self.config, handles)
         opened: dict[int, list[socket]] = {}
         try:
-            for pe in self._peers:
-                opened[pe] = []
-                for number in range(DATA_CONNECTIONS + 1):
-                    opened[pe].append(self._connect(pe, number, details[pe]))
-                    self._peers[pe].adopt(opened[pe][-1])
+            for pe, peer in self._peers.items():
+                opened[pe] = [] if peer.is_over else self._connections(peer, details[pe])
         except BaseException:
             for connections in opened.values():
                 for connection in connections:
                     connection.close()
             raise
-        self._senders = {pe: Sender(self._peers[pe], connections) for pe, connections in opened.items()}
+        self._senders = {pe: Sender(self._peers[pe], connections) for pe, connections in opened.items() if connections}
         self._joined = True
+
+    def cut(self, pe: int) -> None:
+        peer = self._peer_of(pe)
+        peer.end("it was cut off", END_SECONDS)
+        if pe in self._senders:
+            self._senders[pe].join()
+        self._listeners[self.pe].forget(pe)
+        if pe in self._offers:
+            self._offers.pop(pe).end()
+        if pe in self._listeners:
+            self._listeners.pop(pe).close()
+
+    def offer(self, pe: int, epoch: int) -> bytes:
+        memory, peer = self._own, Peer(pe)
+        if not self._peer_of(pe).is_over:
+            raise TransportError(f"PE {pe} is still there; cut() comes before offer()")
+        if pe in self._offers:
+            self._offers.pop(pe).end()
+        self.config, token = self.config.renewed(pe, epoch), secrets.token_bytes(TOKEN_BYTES)
+        self._offers[pe] = Offer(peer, self._listen(memory, token, {pe: peer}))
+        return self._handle(self._offers[pe].listener, token)
+
+    def reach(self, pe: int, handle: bytes) -> None:
+        offer = self._offers[pe]
+        offer.sender = Sender(offer.peer, self._connections(offer.peer, read_handle(NAME, self.config, pe, handle)))
+
+    def admit(self, pe: int) -> None:
+        offer = self._offers.pop(pe)
+        assert offer.sender is not None, "reach() comes first"
+        self._peers[pe], self._senders[pe], self._listeners[pe] = offer.peer, offer.sender, offer.listener
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
@@ -146,7 +201,7 @@ class TcpTransport(Transport):
             staged_frame(Kind.TOKENS, group, target, numbers[part], [bytes_of(movable(one[part])) for one in planes])
             for part in parts
         )
-        self._senders[pe].give(frames, self.quiet_seconds)
+        self._sender(pe).give(frames, self.quiet_seconds)
 
     def write_slots(
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
@@ -158,7 +213,7 @@ class TcpTransport(Transport):
         if pe == self.pe:
             pool.copy(pool, plan)
             return
-        sender, region, single = self._senders[pe], self._regions[pe][group], (plan.source_slots, plan.target_slots)
+        sender, region, single = self._sender(pe), self._regions[pe][group], (plan.source_slots, plan.target_slots)
         if region is None:
             sender.give(pages_frames(plan, group, self.layout.page_bytes(group), own.bytes[group]), self.quiet_seconds)
         elif region.is_empty:
@@ -188,7 +243,7 @@ class TcpTransport(Transport):
         if isinstance(fence, CountFence):
             peer, deadline = fence.peer, time.monotonic() + self.quiet_seconds
             with peer.lock:
-                while not peer.has_landed(fence.counts):
+                while not peer.is_over and not peer.has_landed(fence.counts):
                     peer.check()
                     if not peer.progress.wait(deadline - time.monotonic()):
                         raise TransportTimeout(
@@ -203,7 +258,7 @@ class TcpTransport(Transport):
         if pe == self.pe:
             own.post(row, signal, int(payload))
         else:
-            self._senders[pe].post(row, signal, int(payload))
+            self._sender(pe).post(row, signal, int(payload))
 
     def mailbox(self) -> Int64Array:
         return self._own.mailbox()
@@ -211,7 +266,7 @@ class TcpTransport(Transport):
     @property
     def lost(self) -> str:
         for peer in self._peers.values():
-            if peer.failure and self._joined:
+            if peer.failure and self._joined and not peer.is_over:
                 return f"PE {peer.pe}: {peer.failure}"
         return ""
 
@@ -219,11 +274,13 @@ class TcpTransport(Transport):
         self._joined = False
         for peer in self._peers.values():
             peer.fail("this PE has left the island")
-        if self._listener is not None:
-            self._listener.close()
+        for offer in self._offers.values():
+            offer.end()
+        for listener in self._listeners.values():
+            listener.close()
         for sender in self._senders.values():
             sender.join()
-        self._listener, self._senders, self._peers, self._memory = None, {}, {}, None
+        self._offers, self._listeners, self._senders, self._peers, self._memory = {}, {}, {}, {}, None
 
     @property
     def _own(self) -> PageMemory:
@@ -231,18 +288,51 @@ class TcpTransport(Transport):
         assert self._memory is not None, "joined"
         return self._memory
 
+    def _peer_of(self, pe: int) -> Peer:
+        self._check_peer(pe)
+        if pe == self.pe:
+            raise InvalidArgument(f"pe is {pe}, this PE itself; another one of 0 … {self.num_pes - 1} is accepted")
+        return self._peers[pe]
+
+    def _sender(self, pe: int) -> Sender:
+        """PeerGone where nobody has the PE's place."""
+        if pe not in self._senders:
+            with self._peers[pe].lock:
+                self._peers[pe].check()
+        return self._senders[pe]
+
+    def _listen(self, memory: PageMemory, token: bytes, peers: dict[int, Peer]) -> Listener:
+        return Listener(self.config, token, partial(_receive, peers, memory), peers)
+
+    def _handle(self, listener: Listener, token: bytes) -> bytes:
+        host, port = listener.address
+        return make_handle(NAME, self.config, {"host": host, "port": port, "token": token.hex()})
+
+    def _connections(self, peer: Peer, detail: Detail) -> list[socket]:
+        """All to one peer. On an error none is left."""
+        opened: list[socket] = []
+        try:
+            for number in range(DATA_CONNECTIONS + 1):
+                opened.append(self._connect(peer.pe, number, detail))
+                peer.adopt(opened[-1])
+        except BaseException:
+            for connection in opened:
+                connection.close()
+            raise
+        return opened
+
     def _connect(self, pe: int, number: int, detail: Detail) -> socket:
         host, port, token = detail.get("host"), detail.get("port"), detail.get("token")
         if not isinstance(host, str) or not isinstance(port, int) or not isinstance(token, str):
             raise TransportError(f"PE {pe}'s handle has detail {detail}; it must have host, port and token")
-        hello = Hello(PROTOCOL, self.config.island, self.epoch, self.pe, pe, number, token)
+        hello = Hello(PROTOCOL, self.config.island, self.config.all_epochs[pe], self.pe, pe, number, token)
         return connect(self.config.endpoint, (host, port), hello)
 
 
 def _receive(peers: dict[int, Peer], memory: PageMemory, pe: int, number: int, connection: socket) -> None:
     """See Receive. PeerGone for one that comes after the peer was lost."""
-    peers[pe].adopt(connection)
-    if number == DATA_CONNECTIONS:
-        receive_signals(connection, peers[pe], memory)
-    else:
-        receive_frames(connection, peers[pe], number, memory)
+    with peers[pe].receiving(connection):
+        if number == DATA_CONNECTIONS:
+            receive_signals(connection, peers[pe], memory)
+        else:
+            receive_frames(connection, peers[pe], number, memory)

@@ -24,7 +24,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.checkpoint.tokenizer_files import end_tokens
-from tandem.workers.config import LoopSettings, WorkerConfig, max_message_bytes
+from tandem.workers.config import LoopSettings, WorkerConfig
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
 from tandem.workers.engine.captures import FIRST_USE, captures_of
 from tandem.workers.engine.engine import Engine
@@ -35,7 +35,6 @@ from tandem.workers.handoff.reservations import longest_append
 from tandem.workers.models.drafters.load import Model, load_drafter
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.ports.authentication import TokenRequired
-from tandem.workers.ports.connections import lenient_options
 from tandem.workers.ports.private_socket import PrivateSocket
 from tandem.workers.ports.tls import Identity, bracketed
 from tandem.workers.prefill.push_meter import PushMeter
@@ -45,6 +44,7 @@ from tandem.workers.runner.memory_budget import measure_budget, on_the_gpu
 from tandem.workers.runner.model_cache import make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.guided import Grammars
+from tandem.workers.service.server_options import server_options
 from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.speculation.choice import make_drafter
@@ -321,7 +321,7 @@ class Worker:
             self._prepared += 1
             await asyncio.wrap_future(self._step_thread.call(partial(loop.capture, captures)))
         self._server = grpc.aio.server(
-            options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
+            options=server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         if identity is None:
@@ -380,21 +380,3 @@ class Worker:
         model = self.model_config
         by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
         return not by_length
-
-
-def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:
-    """A peer that hangs keeps its connection, so it is asked for a sign of life: without one its calls end as if it
-    had gone, at the latest after a lease, or after two seconds where a lease is shorter. Between hosts silence may only
-    mean that a link is down."""
-    half_lease_ms, limit = max(1000, int(config.lease_seconds * 500)), max_message_bytes(config.max_model_len)
-    silent_ms = max(half_lease_ms, int(config.silent_seconds * 1000))
-    return [
-        ("grpc.max_receive_message_length", limit),
-        ("grpc.max_send_message_length", limit),
-        ("grpc.so_reuseport", 0),
-        ("grpc.keepalive_time_ms", half_lease_ms),
-        ("grpc.keepalive_timeout_ms", silent_ms),
-        ("grpc.http2.ping_timeout_ms", silent_ms),  # 60 s by default, and it is the one that ends a connection
-        ("grpc.http2.max_pings_without_data", 0),
-        *lenient_options(),
-    ]

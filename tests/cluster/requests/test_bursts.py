@@ -20,7 +20,7 @@ from tandem.cluster.protocol import build_request
 from tandem.proto import inference_pb2
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.ports.connections import lenient_options
-from tandem.workers.worker import _server_options
+from tandem.workers.service.server_options import server_options
 from tests.cluster.open_gateway import PROMPT, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
@@ -129,7 +129,7 @@ def test_other_servers_take_bursts_and_pings_too_and_no_silence() -> None:
     config = WorkerConfig(
         role=Role.DECODE, island="i", epoch=1, pe=0, num_pes=1, model_path="", max_model_len=64, token="t"
     )
-    for options in (peer_server.OPTIONS, _server_options(config)):
+    for options in (peer_server.OPTIONS, server_options(config)):
         assert set(lenient_options()) <= set(options)
     for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms"):
-        assert dict(_server_options(config))[f"grpc.{name}"] == 500 * config.lease_seconds
+        assert dict(server_options(config))[f"grpc.{name}"] == 500 * config.lease_seconds

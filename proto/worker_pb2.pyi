@@ -36,7 +36,7 @@ class Sliding(_message.Message):
     def __init__(self, window: _Optional[int] = ..., sink: _Optional[int] = ..., evict_after: bool = ..., rotated: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("reservation_id", "epoch", "target_pe", "signal_slot", "generation", "matched_tokens", "position_map", "pages", "writer_pe", "lease_seconds", "seal")
+    __slots__ = ("reservation_id", "epoch", "target_pe", "signal_slot", "generation", "matched_tokens", "position_map", "pages", "writer_pe", "lease_seconds", "seal", "writer_epoch")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_PE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class Reservation(_message.Message):
     WRITER_PE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
+    WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     epoch: int
     target_pe: int
@@ -59,7 +60,8 @@ class Reservation(_message.Message):
     writer_pe: int
     lease_seconds: float
     seal: bytes
-    def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ...) -> None: ...
+    writer_epoch: int
+    def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ..., writer_epoch: _Optional[int] = ...) -> None: ...
 
 class PromptSpec(_message.Message):
     __slots__ = ("token_ids", "salt", "encoder_tokens", "sliding", "whole", "num_output")
@@ -78,18 +80,20 @@ class PromptSpec(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., whole: bool = ..., num_output: _Optional[int] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt")
+    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "writer_epoch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WRITER_PE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     max_tokens: int
     writer_pe: int
     prompt: PromptSpec
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[_Union[PromptSpec, _Mapping]] = ...) -> None: ...
+    writer_epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[_Union[PromptSpec, _Mapping]] = ..., writer_epoch: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "prompt")

@@ -35,10 +35,15 @@ class StaleReservation(Stale):
 
 
 class StaleEpoch(Stale):
-    """The call belongs to another incarnation of the island."""
+    """The call belongs to another incarnation of the island, or of one of its workers."""
 
-    def __init__(self, received: int, current: int) -> None:
-        super().__init__(f"epoch is {received}; this island is at epoch {current}")
+    def __init__(self, received: int, current: int, pe: int | None = None) -> None:
+        """pe: of the worker whose epoch it is, where that is not the one that was called. It has none while nobody has
+        its place: current is 0."""
+        if pe is None:
+            super().__init__(f"epoch is {received}; this island is at epoch {current}")
+        else:
+            super().__init__(f"epoch of PE {pe} is {received}; it is at epoch {current}")
 
 
 class PeerLost(WorkerError):

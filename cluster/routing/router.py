@@ -190,6 +190,7 @@ class Router:
                 epoch=decode.epoch,
                 max_tokens=wanted.max_tokens,
                 writer_pe=prefill.pe,
+                writer_epoch=prefill.epoch,
                 prompt=message,
             )
             expected = pair.first_token_seconds

@@ -41,10 +41,11 @@ class WorkerAddress:
     address: str
     token: str = field(repr=False)
     identity: Identity | None = field(default=None, repr=False)  # for mutual TLS; None where loopback is enough
+    epoch: int = 0  # its own, where it has replaced another worker of its island; 0: the island's
 
 
 class WorkerLink:
-    """Calls one worker in one epoch. Calls raise WorkerCallErrors; one that loses its worker makes it unreachable."""
+    """Calls one worker in its own epoch. Calls raise WorkerCallErrors; one that loses its worker makes it unreachable."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class WorkerLink:
             ("grpc.enable_http_proxy", 0),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
-        self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
+        self.worker = worker
+        self.role, self.pe, self.epoch = worker.role, worker.pe, (epoch := worker.epoch or epoch)
         self.placed = placed
         self._report = worker_pb2.WorkerReport()
         self.known_load: WorkerLoad | None = None  # of worker_load(), until something of it changes

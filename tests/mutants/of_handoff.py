@@ -9,10 +9,18 @@ HANDOFF = (
     Mutant(
         name="write-for-another-epoch",
         file="workers/handoff/grants.py",
-        find="if reservation.epoch != peers.epoch:",
+        find="if epoch != peers.epochs[target_pe]:",
         replace="if False:",
         reason="A reservation of another epoch is refused, or a late call writes into pages of other requests.",
         tests=(f"{RACES}::test_a_map_of_another_epoch_is_not_written_to",),
+    ),
+    Mutant(
+        name="write-for-an-earlier-self",
+        file="workers/handoff/grants.py",
+        find="if (reservation.writer_epoch or epoch) != peers.epoch:",
+        replace="if False:",
+        reason="A reservation for the process that had this PE's place before has been given up by its receiver.",
+        tests=(f"{RACES}::test_a_reservation_for_an_earlier_writer_is_not_written_to",),
     ),
     Mutant(
         name="write-for-another-writer",

@@ -68,7 +68,8 @@ def any_epoch_is_granted(patch: pytest.MonkeyPatch) -> None:
 
     def checked(self: Grants, reservation: Any, num_tokens: int, border: int) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self._engine, "peers", self._engine.peers._replace(epoch=reservation.epoch))
+            epochs = (reservation.epoch,) * self._engine.peers.num_pes
+            inner.setattr(self._engine, "peers", self._engine.peers._replace(epoch=reservation.epoch, epochs=epochs))
             return check(self, reservation, num_tokens, border)
 
     patch.setattr(Grants, "check", checked)

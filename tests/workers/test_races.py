@@ -85,6 +85,18 @@ def test_a_map_of_another_epoch_is_not_written_to(pair: LoopPair) -> None:
     assert pair.prefill_counters.stale_calls == 1
 
 
+def test_a_reservation_for_an_earlier_writer_is_not_written_to(pair: LoopPair) -> None:
+    """Another process had this one's place when its receiver made it."""
+    reservation = pair.prepare("a", PROMPT)
+    assert reservation.writer_epoch == reservation.epoch == 1
+    with pytest.raises(StaleEpoch, match="epoch is 2"):
+        pair.send("a", PROMPT, replace(reservation, writer_epoch=2))
+    pair.run_prefill()
+    assert pair.bytes_written == 0
+    with pytest.raises(StaleEpoch, match="epoch of PE 0 is 2; it is at epoch 1"):
+        pair.decode.prepare("b", spec_of(PROMPT), 4, writer_pe=PREFILL, writer_epoch=2)
+
+
 def test_a_reservation_for_another_writer_is_not_written_to(pair: LoopPair) -> None:
     """Only the writer that a reservation names can be asked to be quiet."""
     reservation = pair.decode.prepare("a", spec_of(PROMPT), 4, writer_pe=DECODE)

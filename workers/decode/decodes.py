@@ -93,11 +93,13 @@ class Decodes:
 
     # Commands
 
-    def prepare(self, request_id: str, prompt: PromptSpec, max_tokens: int, writer_pe: int) -> Reservation:
+    def prepare(
+        self, request_id: str, prompt: PromptSpec, max_tokens: int, writer_pe: int, writer_epoch: int = 0
+    ) -> Reservation:
         """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
         if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
-        return self._reservations.prepare(request_id, prompt, max_tokens, writer_pe)
+        return self._reservations.prepare(request_id, prompt, max_tokens, writer_pe, writer_epoch)
 
     def start(
         self,

@@ -65,7 +65,8 @@ class Engine:
         self.max_sequence_length = cache.max_sequence_length
         rows = num_request_rows(transport)
         where = transport.pe, transport.num_pes, transport.epoch
-        self.peers = Peers(*where, transport.num_pages, rows, transport.layouts)
+        epochs = transport.config.all_epochs
+        self.peers = Peers(*where, transport.num_pages, rows, transport.layouts, epochs)
 
     # Actions: before the first request
 

@@ -28,13 +28,17 @@ class Grants:
         """Where the KV of a prompt of num_tokens goes. border: see decode_map. Raises StaleEpoch, StaleReservation,
         InvalidCall or InvalidPositionMap unless this worker may write for the reservation."""
         peers = self._engine.peers
-        if reservation.epoch != peers.epoch:
-            self._counters.stale_calls += 1
-            raise StaleEpoch(reservation.epoch, peers.epoch)
         for name, limit in (("target_pe", peers.num_pes), ("signal_slot", peers.num_signals)):
             value = getattr(reservation, name)
             if value >= limit:
                 raise InvalidCall(f"{name} is {value}; 0 … {limit - 1} are accepted")
+        target_pe, epoch = reservation.target_pe, reservation.epoch
+        if epoch != peers.epochs[target_pe]:
+            self._counters.stale_calls += 1
+            raise StaleEpoch(epoch, peers.epochs[target_pe], target_pe)
+        if (reservation.writer_epoch or epoch) != peers.epoch:
+            self._counters.stale_calls += 1
+            raise StaleEpoch(reservation.writer_epoch or epoch, peers.epoch)
         if reservation.writer_pe != peers.pe:
             raise InvalidCall(f"writer_pe is {reservation.writer_pe}; this worker is PE {peers.pe}")
         if not 0 < reservation.lease_seconds < math.inf:

@@ -24,7 +24,7 @@ from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.counters import Counters
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.engine import Engine
-from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleReservation
+from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleEpoch, StaleReservation
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.sampling.sampling_params import SlidingWindow
@@ -96,11 +96,12 @@ class Reservations:
         prompt: PromptSpec,
         max_tokens: int,
         writer_pe: int,
+        writer_epoch: int = 0,
     ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
-        No prefix is matched of a sequence that slides: what leaves its window has to give pages back. Raises NoRoom,
-        which leaves nothing behind, and InvalidCall.
+        writer_epoch: 0 is this worker's. No prefix is matched of a sequence that slides: what leaves its window has to
+        give pages back. Raises NoRoom, which leaves nothing behind, InvalidCall and StaleEpoch.
         """
         if request_id in self._offers:
             return self._offers[request_id]
@@ -109,6 +110,10 @@ class Reservations:
             raise InvalidCall(f"request {request_id!r} was aborted")
         if writer_pe >= self._engine.peers.num_pes:
             raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._engine.peers.num_pes - 1} are accepted")
+        peers = self._engine.peers
+        if (writer_epoch or peers.epoch) != peers.epochs[writer_pe]:
+            self._counters.stale_calls += 1
+            raise StaleEpoch(writer_epoch or peers.epoch, peers.epochs[writer_pe], writer_pe)
         local = writer_pe == self._engine.peers.pe
         capacity = len(prompt) + max_tokens - 1  # the last token is never fed back
         longest = max(self._longest_append, min(len(prompt), self._max_batch_tokens if local else 0))
@@ -302,6 +307,7 @@ class Reservations:
             wire_map=None if position_map is None else encode_map(position_map, engine.layout),
             pages=pages,
             lease_seconds=self._lease_seconds,
+            writer_epoch=engine.peers.epochs[writer_pe],
         )
 
     def _settle(self, request: DecodeRequest) -> None:

@@ -225,7 +225,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             prompt = self._prompt(request, request.max_tokens)
             if request.writer_pe != self._config.pe:
                 self._loop.check_peers()
-            reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
+            writer = request.writer_pe, request.writer_epoch
+            reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, *writer)
             return reservation, self._loop.windows_past()
 
         reservation, past = await self._on_step_thread(context, request.epoch, prepare)

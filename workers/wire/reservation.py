@@ -13,7 +13,7 @@ class Reservation:
     """
 
     reservation_id: int
-    epoch: int
+    epoch: int  # of the receiver
     target_pe: int  # the receiver
     writer_pe: int  # the only PE that may write
     signal_slot: int
@@ -24,4 +24,5 @@ class Reservation:
     # The receiver asks its pages back when no StartGenerate comes within it. The writer stops when no RemoteSend has
     # waited for so long.
     lease_seconds: float
+    writer_epoch: int = 0  # of the writer; 0: as epoch
     authentic: bool = True  # whether it is as its receiver made it

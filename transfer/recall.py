@@ -65,6 +65,11 @@ class RecallDesk:
         with suppress(ValueError):
             self._queues[recall.pe].remove(recall)
 
+    def forget(self, pe: int) -> None:
+        """That writer has gone, and nothing is asked of it any more."""
+        self._queues.pop(pe, None)
+        self._posted.pop(pe, None)
+
     def exchange(self, mailbox: Int64Array) -> list[Recall]:
         """Posts what can be posted; the recalls that have been answered. A post that fails is tried again."""
         answered = []
@@ -98,6 +103,12 @@ class RecallInbox:
         words = self._transport.mailbox()[self._asks : self._answers, 0]
         waiting = np.flatnonzero(words != self._answered)
         return [Recall(pe, _signal(int(words[pe]))) for pe in waiting.tolist()]
+
+    def forget(self, pe: int) -> None:
+        """That PE was cut: what it asked and answered is void, for another process has its lanes next."""
+        for lanes in (self._asks, self._answers):
+            self._transport.post(self._transport.pe, lanes + pe, 0, 0)
+        self._answered[pe] = 0
 
     def answer(self, recall: Recall) -> None:
         """Says that this PE is quiet towards the receiver, and writes and posts no more under that signal."""

@@ -143,6 +143,10 @@ class Transport(ABC):
         """Why a peer cannot be written any more in this epoch; empty where none is known lost. From any thread."""
         return ""
 
+    def loss(self, pe: int) -> str:
+        """Why that peer cannot be written any more; see `lost`. From any thread."""
+        return self.lost
+
     def cut(self, pe: int) -> None:
         """Ends all between this PE and a peer, dead or alive: when it returns, nothing that the peer has written lands
         here any more, and nothing is read here for it. From any thread; idempotent. TransportTimeout.

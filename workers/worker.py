@@ -48,6 +48,7 @@ from tandem.workers.service.server_options import server_options
 from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.speculation.choice import make_drafter
+from tandem.workers.steps.peer_changes import PeerChanges
 from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.steps.step_thread import StepThread
 
@@ -178,6 +179,7 @@ class Worker:
             num_signals=mailbox_rows(config.num_signals, config.num_pes),
             island=config.island,
             epoch=config.epoch,
+            epochs=config.epochs,
             endpoint=endpoint,
             device=config.device,
         )
@@ -214,6 +216,12 @@ class Worker:
         """Runs `command` where cache and transport may be touched, between two steps. TimeoutError when it hangs."""
         assert self._step_thread is not None, "serve() comes first"
         return self._step_thread.call(command).result(COMMAND_SECONDS)
+
+    @property
+    def peers(self) -> PeerChanges:
+        """Between serve() and leave() or stop(), where the transport is elastic."""
+        assert self._loop is not None, "serve() comes first"
+        return PeerChanges(self._transport, self._loop, self.on_step_thread)
 
     @property
     def prepared(self) -> int:

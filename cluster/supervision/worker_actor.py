@@ -72,6 +72,16 @@ class WorkerActor:
         with self._preparing(MEETING):
             self._worker.rejoin(config)
 
+    def part(self, pe: int) -> None:
+        """See PeerChanges, as the next two."""
+        self._worker.peers.part(pe)
+
+    def offer(self, pe: int, epoch: int) -> bytes:
+        return self._worker.peers.offer(pe, epoch)
+
+    def admit(self, pe: int, epoch: int, handle: bytes) -> None:
+        self._worker.peers.admit(pe, epoch, handle)
+
     def ping(self) -> tuple[str, int] | None:
         """Returns when the worker takes a command; one that hangs in a step does not. See Heartbeat."""
         self._worker.ping()

@@ -265,10 +265,12 @@ class TcpTransport(Transport):
 
     @property
     def lost(self) -> str:
-        for peer in self._peers.values():
-            if peer.failure and self._joined and not peer.is_over:
-                return f"PE {peer.pe}: {peer.failure}"
-        return ""
+        losses = (self.loss(pe) for pe, peer in list(self._peers.items()) if not peer.is_over)
+        return next(filter(None, losses), "") if self._joined else ""
+
+    def loss(self, pe: int) -> str:
+        peer = self._peers.get(pe)
+        return f"PE {pe}: {peer.failure}" if peer is not None and peer.failure else ""
 
     def close(self) -> None:
         self._joined = False

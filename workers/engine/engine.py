@@ -245,6 +245,19 @@ class Engine:
         """See RecallInbox.answer."""
         self._recalled.answer(recall)
 
+    # Peers that change; see Transport.cut
+
+    def part(self, pe: int) -> None:
+        """The peer was cut, and nothing here waits for it or writes to it any more."""
+        self._recalls.forget(pe)
+        self._recalled.forget(pe)
+        self.peers = self.peers.with_epoch(pe, 0)
+
+    def welcome(self, pe: int, epoch: int) -> None:
+        """Another process has the place of a peer that has gone."""
+        self._transport.admit(pe)
+        self.peers = self.peers.with_epoch(pe, epoch)
+
     # Questions
 
     @property
@@ -319,6 +332,10 @@ class Engine:
     def lost(self) -> str:
         """See Transport.lost. From any thread."""
         return self._transport.lost
+
+    def loss(self, pe: int) -> str:
+        """See Transport.loss. From any thread."""
+        return self._transport.loss(pe)
 
     @property
     def ranks(self) -> list[RankProgress]:

@@ -73,6 +73,10 @@ class Grants:
         """From now on the reservation is used; check() came first."""
         self._latest[reservation.target_pe, reservation.signal_slot] = reservation.generation
 
+    def forget(self, pe: int) -> None:
+        """That receiver has gone; the uses of its rows count from the beginning."""
+        self._latest = {row: generation for row, generation in self._latest.items() if row[0] != pe}
+
     def recalled(self) -> list[Recall]:
         """Recalls to be answered; check() refuses those reservations from now on."""
         recalls = self._engine.recalls_asked()

@@ -105,6 +105,13 @@ class Handoff:
         """A request whose writes are not known to be quiet."""
         return self._requests.get(request_id)
 
+    def part(self, pe: int, error: Exception, stop: Stop) -> None:
+        """That receiver was cut: its requests end, and no write to it is under way."""
+        for request in [one for one in self._requests.values() if one.reservation.target_pe == pe]:
+            stop(request, error)
+        self.settle()
+        self._grants.forget(pe)
+
     def refuse(self, request_id: str) -> None:
         """The request was aborted, even if it is yet to arrive."""
         self._ended.abort(request_id)

@@ -218,6 +218,18 @@ class Reservations:
                 return True
         return False
 
+    def part(self, pe: int) -> list[DecodeRequest]:
+        """That writer was cut, so that no write of it can come any more: pages that drain for it are free. Returns the
+        requests whose KV it has not written as a whole, for the caller to end."""
+        mailbox = self.mailbox()
+        for recall in [recall for recall in self._draining if recall.pe == pe]:
+            self._engine.withdraw(recall)
+            self._settle(self._draining.pop(recall))
+        awaited = [request for request in self._requests.values() if self._offers[request.request_id].writer_pe == pe
+                   and not request.received]  # fmt: skip
+        complete = landed(mailbox, awaited)
+        return [request for request in awaited if request not in complete]
+
     def reap(self) -> float | None:
         """Ends reservations whose lease is over, and frees what has drained. Needs no free page.
 

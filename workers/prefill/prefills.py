@@ -181,6 +181,10 @@ class Prefills:
             known_ids.append(speculative)
         return [self.abort(known) for known in known_ids]
 
+    def part(self, pe: int, error: Exception) -> None:
+        """See Handoff.part."""
+        self._handoff.part(pe, error, self._stop)
+
     @property
     def computed_tokens(self) -> int:
         """Of prompts, so far, those that were begun speculatively included."""

@@ -224,7 +224,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         def prepare() -> tuple[Reservation, Future[None] | None]:
             prompt = self._prompt(request, request.max_tokens)
             if request.writer_pe != self._config.pe:
-                self._loop.check_peers()
+                self._loop.check_peer(request.writer_pe)
             writer = request.writer_pe, request.writer_epoch
             reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, *writer)
             return reservation, self._loop.windows_past()

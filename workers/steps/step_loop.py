@@ -64,7 +64,7 @@ class StepLoop:
         speculative = SpeculativePrefill(engine, retired, ids, settings, clock)
         speculated = settings.speculation
         speculation = Speculation(ends.drafter, engine, speculated.tokens, speculated.max_step_tokens, counters)
-        reservations = Reservations(engine, counters, ids, settings, clock)
+        self._reservations = reservations = Reservations(engine, counters, ids, settings, clock)
         self.prefills = Prefills(engine, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
         self.decodes = Decodes(
             engine,
@@ -96,10 +96,18 @@ class StepLoop:
         self.decodes.release(prefix, writer_quiet)
         return self.prefills.release(prefix)
 
-    def check_peers(self) -> None:
-        """PeerLost once a peer is."""
-        if lost := self.engine.lost:
-            raise PeerLost(f"this island ends: {lost}")
+    def check_peer(self, pe: int) -> None:
+        """PeerLost once the peer is, or with it the island."""
+        if lost := self.engine.loss(pe):
+            raise PeerLost(f"nothing can come from PE {pe}: {lost}")
+
+    def part(self, pe: int) -> None:
+        """The peer was cut, see Transport.cut. What it was to write or to get ends with PeerLost; all else goes on."""
+        error = PeerLost(f"PE {pe} has left the island")
+        self.prefills.part(pe, error)
+        for request in self._reservations.part(pe):
+            self.decodes.failed(request, error)
+        self.engine.part(pe)
 
     def windows_past(self) -> "Future[None] | None":
         """See RetiredSequences.windows_past."""

@@ -148,7 +148,7 @@ def test_a_request_that_loses_its_peer_is_lost_and_not_failed(pair: FakePair) ->
 def test_nothing_is_reserved_for_a_peer_that_is_lost(pair: FakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as lost:
         lost.setattr(FakeTransport, "lost", "PE 0: a connection from it is lost")
-        with pytest.raises(grpc.RpcError, match="this island ends: PE 0: a connection") as caught:
+        with pytest.raises(grpc.RpcError, match="nothing can come from PE 0: PE 0: a connection") as caught:
             pair.calls.prepare("r")
         assert code_of(caught) == grpc.StatusCode.UNAVAILABLE
     assert pair.free_pages(pair.calls.decode) == NUM_PAGES

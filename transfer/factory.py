@@ -24,18 +24,20 @@ class Registration:
     devices: tuple[str, ...]  # "cpu", "cuda": where its workers may compute
     install: str = ""  # what brings the packages that its module imports
     spans_hosts: bool = False
+    elastic: bool = False  # see Transport
 
 
 TRANSPORTS: Mapping[str, Registration] = MappingProxyType(
     {
         "shared_memory": Registration("tandem.transfer.shared_memory", "SharedMemoryTransport", ("cpu",)),
-        "tcp": Registration("tandem.transfer.tcp.transport", "TcpTransport", ("cpu",), spans_hosts=True),
+        "tcp": Registration("tandem.transfer.tcp.transport", "TcpTransport", ("cpu",), spans_hosts=True, elastic=True),
         "nixl": Registration(
             "tandem.transfer.nixl.transport",
             "NixlTransport",
             ("cpu", "cuda"),
             install=install("nixl"),
             spans_hosts=True,
+            elastic=True,
         ),
         "nvshmem": Registration(
             "tandem.transfer.nvshmem.transport",

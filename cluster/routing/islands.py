@@ -1,7 +1,7 @@
 """The gateway's view of the islands: a connection to each worker that takes requests."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tandem.cache.plan.arrays import Int64Array
@@ -34,10 +34,14 @@ class IslandLinks:
         prefixes: PrefixView[Key],
         table: GatewayTable,
         pushes: PushTimes,
+        kept: Sequence[WorkerLink] = (),
     ) -> None:
+        """kept: links of workers that go on as they were."""
         self.state = state
+        known = {link.worker: link for link in kept}
         self.links = [
-            WorkerLink(
+            known.get(worker)
+            or WorkerLink(
                 worker,
                 state.name,
                 state.epoch,
@@ -52,6 +56,10 @@ class IslandLinks:
     @property
     def placed_tokens(self) -> int:
         return sum(link.load for link in self.links)
+
+    def goes_on(self, state: IslandState) -> bool:
+        """Whether it is the same epoch of the island, in which only some workers have come or gone."""
+        return state.epoch == self.state.epoch and bool(self.state.workers)
 
     async def close(self) -> None:
         """Calls under way fail."""
@@ -137,15 +145,18 @@ class Islands:
                 before.links = []
             await asyncio.gather(*(link.close() for link in lost))
             return
-        for link in [] if before is None else before.links:
+        old = [] if before is None else before.links
+        kept = [link for link in old if before is not None and before.goes_on(state) and link.worker in state.workers]
+        gone = [link for link in old if link not in kept]
+        for link in gone:
             link.end_watch()  # before its successor, of the same key, is watched
         island = self._current[state.name] = IslandLinks(
-            state, self._max_message_bytes, self._prefixes, self._table, self._pushes
+            state, self._max_message_bytes, self._prefixes, self._table, self._pushes, kept
         )
         for link in island.links:
-            link.watch()
-        if before is not None:
-            await before.close()  # its processes are gone, and calls to them wait in vain
+            if link not in kept:
+                link.watch()
+        await asyncio.gather(*(link.close() for link in gone))  # processes are gone, and calls to them wait in vain
 
     async def info(self, transport: str) -> list[inference_pb2.IslandInfo]:
         """Each island's own account. All are asked at once."""

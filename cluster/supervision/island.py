@@ -1,7 +1,7 @@
 """The processes of one island in one epoch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +19,7 @@ from tandem.cluster.supervision.process_settings import agreed_pages, utilizatio
 from tandem.cluster.supervision.start_clock import StartClock
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.worker_actor import WorkerActor
+from tandem.transfer.factory import TRANSPORTS
 from tandem.workers.config import Role, WorkerConfig
 
 START_SECONDS = 600.0
@@ -31,8 +32,9 @@ LoadState = tuple[str, str, int, int]  # worker, phase of its start, bytes loade
 class Island:
     """An island's processes in one epoch: launch() → load() → form() → wait_for() → end(), all from one thread.
 
-    Before form() a lost member can be replaced alone: its peers keep their imports and weights. After that a lost
-    member ends the epoch, and the next epoch is another Island:
+    Before form() a lost member can be replaced alone: its peers keep their imports and weights. After that an elastic
+    island goes on without lost workers, part(), until others have their places, refill(). Else a lost member ends the
+    epoch, and the next epoch is another Island:
     - succeed() → launch() → … starts its processes in the places of the old ones;
     - extend() → take_over() → wait_for() → … keeps the old processes that the new shape needs.
     Waits raise Stopping after the stop signal. StartFailed and ProcessEnded: the island was not formed.
@@ -58,6 +60,7 @@ class Island:
         self._members: list[ActorProcess] = []  # in the order of their PEs and ranks
         self._loads: dict[ActorProcess, Future[Any]] = {}
         self._replacements: set[str] = set()  # names
+        self._addresses: tuple[WorkerAddress, ...] = ()  # once the island is formed
         self.shape = Shape(config.island.num_prefill, config.island.num_decode)
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
@@ -125,6 +128,55 @@ class Island:
             self._join()
         with self.clock.phase("kernels"):
             return self._serve()
+
+    def lost_worker(self, lost: ProcessEnded) -> int | None:
+        """The PE of the worker that has ended, where the others can go on; None where its end is that of the epoch."""
+        names = [member.name for member in self._members]
+        ranks = self._config.island.ranks
+        if not self.formed or not TRANSPORTS[self._config.island.transport].elastic or ranks.has_several:
+            return None
+        return names.index(lost.name) if lost.name in names and len(names) > 1 else None
+
+    def part(self, lost: Collection[int]) -> tuple[WorkerAddress, ...]:
+        """Ends these workers; the others end all that they did with them, and go on. Returns the others. Idempotent."""
+        members = [self._members[pe] for pe in lost]
+        self._liveness.forget(members)
+        for member in members:
+            member.kill()
+        others = [member for pe, member in enumerate(self._members) if pe not in lost]
+        for pe in lost:
+            self._ask(others, "part", pe)
+        return tuple(worker for worker in self._addresses if worker.pe not in lost)
+
+    def refill(self, lost: Collection[int], epoch: int) -> tuple[WorkerAddress, ...]:
+        """After part(): starts workers in those places, with an epoch of their own, and returns all. ProcessEnded:
+        a worker was lost meanwhile; part() and refill() come again, with another epoch."""
+        assert self._group is not None, "launch() comes first"
+        epochs = tuple(epoch if pe in lost else worker.epoch for pe, worker in enumerate(self._workers))
+        others = {pe: member for pe, member in enumerate(self._members) if pe not in lost}
+        for pe in lost:
+            worker = self._workers[pe] = replace(self._workers[pe], epoch=epoch, epochs=epochs)
+            started = self._group.replace_anywhere(self._members[pe], self._spec(worker), threads=self._threads)
+            self._members[pe] = started
+            self._liveness.add([started])
+        new = {pe: self._members[pe] for pe in lost}
+        self._ask([*new.values()], "load")
+        self._agree([*new.values()], self.num_pages)
+        handles = dict(zip(new, self._open([*new.values()]), strict=True))
+        offers = {pe: dict(zip(others, self._ask([*others.values()], "offer", pe, epoch), strict=True)) for pe in new}
+        joins = [
+            member.call("join", [handles.get(peer) or offers[pe][peer] for peer in range(len(epochs))])
+            for pe, member in new.items()
+        ]
+        self._results(joins)
+        for pe in new:
+            self._ask([*others.values()], "admit", pe, epoch, handles[pe])
+        served = dict(zip(new, self._listen([*new.values()]), strict=True))
+        self._addresses = tuple(
+            self._known(worker, served[worker.pe]) if worker.pe in new else address
+            for worker, address in zip(self._workers, self._addresses, strict=True)
+        )
+        return self._addresses
 
     def extend(self, before: "Island") -> int:
         """Starts and loads the workers that `before` lacks, while `before` serves on. Returns their number.
@@ -243,18 +295,27 @@ class Island:
         return num_pages or fitting_all
 
     def _join(self) -> None:
-        opening = [member.call("open", self.num_pages, self._network.pages(member.host)) for member in self._members]
-        self._all("join", self._results(opening))
+        self._all("join", self._open(self._members))
 
     def _serve(self) -> tuple[WorkerAddress, ...]:
-        serving = [member.call("serve", *self._network.listening(member.host)) for member in self._members]
-        addresses = self._results(serving)
+        addresses = self._listen(self._members)
         self.formed = True
-        return tuple(
-            self._network.known(WorkerAddress(worker.role, worker.pe, address, worker.token))
-            for worker, address in zip(self._workers, addresses, strict=True)
-            if worker.rank == 0
-        )
+        workers = zip(self._workers, addresses, strict=True)
+        self._addresses = tuple(self._known(worker, address) for worker, address in workers if worker.rank == 0)
+        return self._addresses
+
+    def _open(self, members: Sequence[ActorProcess]) -> list[Any]:
+        """Their handles."""
+        calls = [member.call("open", self.num_pages, self._network.pages(member.host)) for member in members]
+        return self._results(calls)
+
+    def _listen(self, members: Sequence[ActorProcess]) -> list[Any]:
+        """Their addresses."""
+        return self._results([member.call("serve", *self._network.listening(member.host)) for member in members])
+
+    def _known(self, worker: WorkerConfig, address: str) -> WorkerAddress:
+        """As the gateway gets it."""
+        return self._network.known(WorkerAddress(worker.role, worker.pe, address, worker.token, epoch=worker.epoch))
 
     def _kept(self, before: "Island") -> list[int | None]:
         """For each of the processes the number of that of `before` which takes its place: see keep_members(). A worker

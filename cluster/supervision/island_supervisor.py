@@ -1,4 +1,8 @@
-"""The supervisor of one island. A lost worker ends its whole island, and the next epoch takes its place."""
+"""The supervisor of one island.
+
+A lost worker of an elastic island is replaced alone. Another one ends its whole island, and the next epoch takes its
+place.
+"""
 
 import itertools
 import logging
@@ -11,6 +15,7 @@ from typing import Any, NoReturn
 from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused, TandemError
 from tandem.cluster.routing.membership import Membership
+from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.process_settings import FIRST_EPOCH
@@ -98,7 +103,11 @@ class IslandSupervisor(Supervisor):
     def _watch(self) -> NoReturn:
         while True:
             self._reshapes = False
-            self.island.wait_for(self._orders.first)
+            try:
+                self.island.wait_for(self._orders.first)
+            except ProcessEnded as lost:
+                self._replace(lost)
+                continue
             self._reshapes = True
             order, outcome = self._orders.take()
             try:
@@ -111,6 +120,29 @@ class IslandSupervisor(Supervisor):
                     ReshapeFailed(f"island {self.island_name} keeps its shape, and is started again: {error}")
                 )
                 raise
+
+    def _replace(self, lost: ProcessEnded) -> None:
+        """Gives the place of a lost worker to another, and those of workers that are lost meanwhile; their peers serve
+        on. Raises what ends the epoch: a loss that the others cannot go on with, or ReshapeFailed."""
+        places: set[int] = set()
+        while True:
+            place = self.island.lost_worker(lost)
+            if place is None or not self._budget.take(time.monotonic()):
+                raise lost
+            places.add(place)
+            log.warning("a worker of island %s is replaced: %s", self.island_name, lost)
+            try:
+                self._tell(self.island.part(places))
+                self._tell(self.island.refill(places, next(self._epochs)))
+                return
+            except ProcessEnded as another:
+                lost = another
+            except TandemError as error:
+                raise ReshapeFailed(f"a worker was not replaced: {error}") from error
+
+    def _tell(self, workers: tuple[WorkerAddress, ...]) -> None:
+        """Those that serve now, while the island's epoch goes on."""
+        self._membership.update(self.island_name, self._epoch, self._budget.used, workers, self.island.host)
 
     def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
         """The outcome, and the calls that update the gateway."""

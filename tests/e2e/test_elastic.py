@@ -1,0 +1,157 @@
+"""Workers of one elastic island that die, one after another and together, while the others keep their streams."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cluster.client import Client
+from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.config.cluster_config import load_config
+from tandem.cluster.supervision.launcher import Cluster
+from tandem.proto import inference_pb2
+from tests.support.client_requests import tokens_of
+from tests.support.local_processes import LocalProcesses
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.steady_steps import STEADY
+from tests.support.waiting import until
+
+VOCABULARY = 512
+NUM_TOKENS = 200
+STREAMS = 4
+PREFILL, DECODE = 0, 2  # PEs of workers, the first of their role
+OVERRIDES: dict[str, Any] = {
+    "island.num_prefill": 2,
+    "island.num_decode": 2,
+    "island.threads_per_worker": 1,
+    "gateway.processes": 1,
+    "gateway.port": 0,
+    "gateway.max_attempts": 20,
+    "cache.num_pages": 128,
+    "recovery.max_restarts": 100,
+}
+
+
+@pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.long)])
+def served(small_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
+    overrides = {"model.path": str(small_model), "island.transport": request.param, **OVERRIDES}
+    cluster = Cluster(load_config(None, overrides), LocalProcesses(STEADY))
+    yield cluster.start()
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(small_model: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what transformers makes of them."""
+    prompts = [random_prompt(20 + 31 * number, number, VOCABULARY) for number in range(STREAMS)]
+    return list(zip(prompts, greedy_all(load_oracle(small_model), prompts, NUM_TOKENS), strict=True))
+
+
+def workers(address: str) -> list[inference_pb2.WorkerInfo]:
+    with Client(address) as client:
+        (island,) = client.cluster_info().islands
+    assert island.epoch == 1, "the island has not begun another epoch"
+    return sorted(island.workers, key=lambda worker: worker.pe)
+
+
+def pids(address: str) -> list[int]:
+    return [worker.pid for worker in workers(address)]
+
+
+def whole(address: str) -> bool:
+    """All four workers serve, and all their pages are free."""
+    known = workers(address)
+    return len(known) == 4 and all(one.alive and one.free_pages == one.num_pages for one in known)
+
+
+class Streams:
+    """Requests that are under way at once. begun: each has some tokens."""
+
+    def __init__(self, address: str, expected: list[tuple[list[int], list[int]]]) -> None:
+        self._expected = expected
+        self._pool = ThreadPoolExecutor(len(expected))
+        self._begun = [threading.Event() for _ in expected]
+        self._answers: list[Future[list[GenerateUpdate]]] = [
+            self._pool.submit(self._read, address, prompt, begun)
+            for (prompt, _), begun in zip(expected, self._begun, strict=True)
+        ]
+
+    def await_begun(self) -> None:
+        for begun in self._begun:
+            assert begun.wait(60)
+
+    def attempts(self) -> list[int]:
+        """Of each, once all have ended with the tokens that are expected."""
+        found = []
+        for answer, (_, tokens) in zip(self._answers, self._expected, strict=True):
+            updates = answer.result(120)
+            assert tokens_of(updates) == tokens
+            assert updates[-1].timings is not None
+            found.append(updates[-1].timings.attempts)
+        self._pool.shutdown()
+        return found
+
+    @staticmethod
+    def _read(address: str, prompt: list[int], begun: threading.Event) -> list[GenerateUpdate]:
+        updates = []
+        with Client(address) as client:
+            for update in client.generate(prompt, timeout=120, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True):
+                updates.append(update)
+                if len(updates) == 3:
+                    begun.set()
+        return updates
+
+
+def kill(address: str, *pes: int) -> list[int]:
+    """Kills workers; the pids of all before."""
+    before = pids(address)
+    for pe in pes:
+        os.kill(before[pe], signal.SIGKILL)
+    return before
+
+
+def check_replaced(address: str, before: list[int], *pes: int) -> None:
+    """These workers are other processes now, the others the same, and no page has leaked."""
+    until(lambda: whole(address) and all(pids(address)[pe] != before[pe] for pe in pes))
+    now = pids(address)
+    assert [pe for pe in range(4) if now[pe] != before[pe]] == sorted(pes)
+
+
+def test_a_decode_worker_dies_and_the_other_keeps_its_streams(
+    served: str, expected: list[tuple[list[int], list[int]]]
+) -> None:
+    until(lambda: whole(served))
+    streams = Streams(served, expected)
+    streams.await_begun()
+    before = kill(served, DECODE)
+    attempts = streams.attempts()
+    assert sorted(set(attempts)) == [1, 2], "streams of the other worker were not placed again"
+    check_replaced(served, before, DECODE)
+    assert Streams(served, expected).attempts() == [1] * STREAMS
+
+
+def test_a_prefill_worker_dies_and_no_stream_notices(served: str, expected: list[tuple[list[int], list[int]]]) -> None:
+    until(lambda: whole(served))
+    streams = Streams(served, expected)
+    streams.await_begun()
+    before = kill(served, PREFILL)
+    assert streams.attempts() == [1] * STREAMS
+    check_replaced(served, before, PREFILL)
+    assert Streams(served, expected).attempts() == [1] * STREAMS
+
+
+def test_a_prefill_and_a_decode_worker_die_at_once(served: str, expected: list[tuple[list[int], list[int]]]) -> None:
+    until(lambda: whole(served))
+    streams = Streams(served, expected)
+    streams.await_begun()
+    before = kill(served, PREFILL, DECODE)
+    assert sorted(set(streams.attempts())) == [1, 2]
+    check_replaced(served, before, PREFILL, DECODE)
+    assert Streams(served, expected).attempts() == [1] * STREAMS

@@ -19,7 +19,7 @@ from tandem.transfer.transport import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.engine.engine import Engine
-from tandem.workers.errors import WorkerError
+from tandem.workers.errors import PeerLost, WorkerError
 from tandem.workers.requests.token_stream import TokenUpdate
 from tandem.workers.runner.batch_buckets import GraphSizes
 from tandem.workers.runner.model_runner import PromptChunks
@@ -89,6 +89,9 @@ class Fanout:
                 stream.ended = update.run.reason
 
     def fail(self, stream: Stream, error: WorkerError) -> None:
+        if isinstance(error, PeerLost):  # its gateway places the request again
+            stream.left = True
+            return
         self._findings.append(f"a stream failed: {error}")
 
 
@@ -221,37 +224,72 @@ class Unmetered:
 
 class SmallIsland:
     def __init__(self, shape: Shape, epoch: int, lease_seconds: float, clock: Ticks, findings: list[str]) -> None:
-        self.epoch = epoch
-        self._max_tokens = shape.max_tokens
-        rows = mailbox_rows(shape.num_signals, 2)
-        names = ("the prefill worker", "the decode worker")
-        memories = [TokenMemory(name, shape.num_pages, findings) for name in names]
-        self.endpoints = [Endpoint(memory, np.zeros((rows, 2), np.int64)) for memory in memories]
-        configs = [TransportConfig(pe, 2, LAYOUT, (shape.num_pages,), rows, "small", epoch) for pe in (PREFILL, DECODE)]
-        self.transports = [WireTransport(config, self.endpoints) for config in configs]
-        self.caches = [
-            TvmCache(
-                LAYOUT,
-                transport.pools,
-                max_sequences=4,
-                max_sequence_length=shape.longest or shape.num_pages,
-                rope=RopeParameters("none", 0),
-                writer=transport,
-                kernels=memory.bound,
-            )
-            for transport, memory in zip(self.transports, memories, strict=True)
-        ]
+        self.epochs = [epoch, epoch]
+        self._shape, self._lease_seconds, self._clock, self._findings = shape, lease_seconds, clock, findings
+        self.memories = [self._memory(pe) for pe in (PREFILL, DECODE)]
+        self.endpoints = [self._endpoint(memory) for memory in self.memories]
+        self.transports = [self._transport(pe) for pe in (PREFILL, DECODE)]
+        self.caches = [self._cache(pe) for pe in (PREFILL, DECODE)]
         self.devices = [CountingModel(cache, shape, findings) for cache in self.caches]
-        settings = LoopSettings(lease_seconds, shape.sharing, max_batch_tokens=shape.max_batch_tokens, max_sequences=4)
-        ends = Ends(Unmetered(), Fanout(findings), KernelThreads(None, 1))  # type: ignore[arg-type]
-        self.loops = [
-            StepLoop(Engine(cache, model, transport), settings, ends, clock)  # type: ignore[arg-type]
-            for model, cache, transport in zip(self.devices, self.caches, self.transports, strict=True)
-        ]
+        self.loops = [self._loop(pe) for pe in (PREFILL, DECODE)]
+
+    @property
+    def epoch(self) -> int:
+        """The latest."""
+        return max(self.epochs)
+
+    def replace(self, pe: int) -> None:
+        """Another process takes the place of a worker with which the other one has parted."""
+        self.epochs[pe] = self.epoch + 1
+        self.memories[pe] = self._memory(pe)
+        self.endpoints[pe] = self._endpoint(self.memories[pe])
+        self.transports[pe] = self._transport(pe)
+        self.caches[pe] = self._cache(pe)
+        self.devices[pe] = CountingModel(self.caches[pe], self._shape, self._findings)
+        self.loops[pe] = self._loop(pe)
+        other = 1 - pe
+        self.transports[other].reach_endpoint(self.endpoints[pe])
+        self.loops[other].engine.welcome(pe, self.epochs[pe])
+
+    def _memory(self, pe: int) -> TokenMemory:
+        names = ("the prefill worker", "the decode worker")
+        return TokenMemory(names[pe], self._shape.num_pages, self._findings)
+
+    @property
+    def _rows(self) -> int:
+        return mailbox_rows(self._shape.num_signals, 2)
+
+    def _endpoint(self, memory: TokenMemory) -> Endpoint:
+        return Endpoint(memory, np.zeros((self._rows, 2), np.int64))
+
+    def _transport(self, pe: int) -> WireTransport:
+        pages, epoch, epochs = (self._shape.num_pages,), self.epochs[pe], tuple(self.epochs)
+        config = TransportConfig(pe, 2, LAYOUT, pages, self._rows, "small", epoch, epochs=epochs)
+        return WireTransport(config, self.endpoints)
+
+    def _cache(self, pe: int) -> TvmCache:
+        return TvmCache(
+            LAYOUT,
+            self.transports[pe].pools,
+            max_sequences=4,
+            max_sequence_length=self._shape.longest or self._shape.num_pages,
+            rope=RopeParameters("none", 0),
+            writer=self.transports[pe],
+            kernels=self.memories[pe].bound,
+        )
+
+    def _loop(self, pe: int) -> StepLoop:
+        shape = self._shape
+        settings = LoopSettings(
+            self._lease_seconds, shape.sharing, max_batch_tokens=shape.max_batch_tokens, max_sequences=4
+        )
+        ends = Ends(Unmetered(), Fanout(self._findings), KernelThreads(None, 1))  # type: ignore[arg-type]
+        engine = Engine(self.caches[pe], self.devices[pe], self.transports[pe])  # type: ignore[arg-type]
+        return StepLoop(engine, settings, ends, self._clock)
 
     def start(self, pe: int, request_id: str, reservation: Reservation, stream: Stream) -> None:
         """StartGenerate."""
-        wanted = params(self._max_tokens)
+        wanted = params(self._shape.max_tokens)
         self.loops[pe].decodes.start(request_id, reservation.reservation_id, wanted, stream)  # type: ignore[arg-type]
 
     def held_for_writers(self, pe: int) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tandem.workers.prefill.prefills import Prefills
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.wire.lease import Lease
 from tests.protocol.explorer import explore
+from tests.protocol.wires import Endpoint
 from tests.protocol.world import Action
 from tests.protocol.worlds import WORLDS
 
@@ -192,6 +194,37 @@ def sequences_go_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RetiredSequences, "_do", lambda self, action: action())
 
 
+def writes_to_a_peer_that_left_go_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Handoff, "part", lambda self, pe, error, stop: self._grants.forget(pe))
+
+
+def any_writer_is_granted(patch: pytest.MonkeyPatch) -> None:
+    check = Grants.check
+
+    def checked(self: Grants, reservation: Any, num_tokens: int, border: int) -> Any:
+        return check(self, replace(reservation, writer_epoch=self._engine.peers.epoch), num_tokens, border)
+
+    patch.setattr(Grants, "check", checked)
+
+
+def any_receiver_is_granted(patch: pytest.MonkeyPatch) -> None:
+    check = Grants.check
+
+    def checked(self: Grants, reservation: Any, num_tokens: int, border: int) -> Any:
+        epoch = self._engine.peers.epochs[reservation.target_pe]
+        return check(self, replace(reservation, epoch=epoch), num_tokens, border)
+
+    patch.setattr(Grants, "check", checked)
+
+
+def a_peer_is_not_cut(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Endpoint, "cut", lambda self: None)
+
+
+def nothing_settles_when_a_writer_leaves(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reservations, "part", lambda self, pe: [])
+
+
 PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "pages drain": ("cancel", pages_return_at_once, "may land in page"),
     "pages of an expired lease drain": ("expire", a_lease_frees_pages, "may land in page"),
@@ -213,6 +246,16 @@ PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "only what has landed is decoded": ("plain", every_signal_is_complete, "wrong KV"),
     "only what has landed is shared": ("sharing", a_prefix_is_shared_before_it_landed, "wrong KV"),
     "a speculative prompt expires": ("speculative", a_speculative_prompt_is_kept_for_ever, "no end"),
+    "what was for a receiver that left is not written": (
+        "the receiver leaves", writes_to_a_peer_that_left_go_on, "may land in page",
+    ),
+    "a reservation is of its writer's epoch": ("the writer leaves", any_writer_is_granted, "may land in page"),
+    "a reservation is of its receiver's epoch": ("the receiver leaves", any_receiver_is_granted, "may land in page"),
+    "a writer that left is cut": ("the writer leaves", a_peer_is_not_cut, "may land in page"),
+    "pages for a writer that left return": ("the writer leaves", nothing_settles_when_a_writer_leaves, "no end"),
+    "lanes of a peer that left are void": (
+        "the receiver leaves", replaced(RecallInbox, "forget", lambda self, pe: None), "no end",
+    ),
     "a speculative prompt is sent": ("speculative", a_speculative_prompt_stays, "wrong KV"),
     "pages of a local prompt outlive its forwards": (
         "local overlapped", sequences_go_at_once, "for a sequence that is gone",
@@ -225,7 +268,14 @@ _SERVED: tuple[Action, ...] = (
     ("prepare", 0), ("start", 0), ("stream ends", 0), ("decode steps", 0), ("deliver", 0), ("prefill steps", 0),
 )  # fmt: skip
 _SENT: tuple[Action, ...] = (("prepare", 0), ("send", 0), ("prefill steps", 0))
+_PARTED: tuple[Action, ...] = (("leave", 0), ("cut", 0), ("part", 0))
+_REPLACED: tuple[Action, ...] = (*_PARTED, ("welcome", 0))
 BEGINNINGS: dict[str, tuple[Action, ...]] = {
+    "what was for a receiver that left is not written": (*_SENT, *_PARTED),
+    "a reservation is of its writer's epoch": (("prepare", 0), *_REPLACED),
+    "a reservation is of its receiver's epoch": (("prepare", 0), *_REPLACED),
+    "a writer that left is cut": (*_SENT, ("prefill steps", 0), ("leave", 0)),
+    "lanes of a peer that left are void": (*_SERVED, *_REPLACED),
     "pages drain": _SENT,
     "pages of an expired lease drain": (("prepare", 0), ("tick", 0), ("tick", 0)),
     "a reservation is used once": _SERVED,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.stored_layers import Stages
-from tandem.transfer.errors import TransportError
+from tandem.transfer.errors import PeerGone, TransportError
 from tandem.transfer.membership import TransportConfig
-from tandem.transfer.transport import Fence, Int64Array, Transport
+from tandem.transfer.transport import Fence, Int64Array, QuietFence, Transport
 from tests.protocol.token_memory import TokenMemory
 
 
@@ -50,6 +50,16 @@ class Endpoint:
     mailbox: Int64Array
     incoming: deque[Write | Post | Mark] = field(default_factory=deque)
 
+    def cut(self) -> None:
+        """Nothing that is on its way lands any more."""
+        self.incoming.clear()
+
+    def pass_all(self) -> None:
+        """Whoever waits for a fence towards here waits no more."""
+        for item in self.incoming:
+            if isinstance(item, Mark):
+                item.arrived = True
+
     def deliver(self) -> None:
         """The next write or post lands."""
         item = self.incoming.popleft()
@@ -76,12 +86,31 @@ class Endpoint:
 
 
 class WireTransport(Transport):
-    """PE `config.pe` of an island of two; every write and post goes to the other. posts_that_fail: the next ones."""
+    """PE `config.pe` of an island of two; every write goes to the other. posts_that_fail: the next ones."""
 
     def __init__(self, config: TransportConfig, endpoints: Sequence[Endpoint]) -> None:
         super().__init__(config)
         self._own, self._other = endpoints[config.pe], endpoints[1 - config.pe]
         self.posts_that_fail = 0
+        self._is_cut = False
+
+    def cut(self, pe: int) -> None:
+        """As of the elastic transports: see Transport."""
+        self._is_cut = True
+        self._own.cut()
+        self._other.pass_all()
+
+    def reach_endpoint(self, other: Endpoint) -> None:
+        """Stands for offer() and reach()."""
+        self._next = other
+
+    def admit(self, pe: int) -> None:
+        self._other, self._is_cut = self._next, False
+        del self._next
+
+    def _check_there(self) -> None:
+        if self._is_cut:
+            raise PeerGone("the peer was cut")
 
     def open(self) -> bytes:
         return b""
@@ -96,19 +125,25 @@ class WireTransport(Transport):
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
+        self._check_there()
         tokens = k[token_indices, 0, 0].long()
         self._other.incoming.append(Write(tuple(slots.tolist()), tuple(tokens.tolist())))
 
     def write_slots(
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
+        self._check_there()
         tokens = self._own.memory.tokens[source_slots]
         self._other.incoming.append(Write(tuple(target_slots.tolist()), tuple(tokens.tolist())))
 
     def fence(self, pe: int) -> Fence:
-        return self._other.mark()
+        return QuietFence() if self._is_cut else self._other.mark()
 
     def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
+        if pe == self.pe:
+            self._own.mailbox[row] = signal, int(payload)
+            return
+        self._check_there()
         if self.posts_that_fail:
             self.posts_that_fail -= 1
             raise TransportError("a scripted post fails")

@@ -50,6 +50,7 @@ class Limits:
     ticks: int = 0
     failed_posts: int = 0
     deaths: int = 0
+    leaver: int | None = None  # a worker that is lost, or leaves, and is replaced alone
 
 
 @dataclass(eq=False)
@@ -60,7 +61,8 @@ class Known:
     label: int
     sender: int
     receiver: int
-    epoch: int = 0
+    epoch: int = 0  # of the receiver
+    sender_epoch: int = 0
     reservation: Reservation | None = None
     announced: int = 0
     prepared: int = 0
@@ -97,7 +99,8 @@ class World:
         self.clock = Ticks()
         self.island = SmallIsland(shape, 1, LEASE_SECONDS, self.clock, self.findings)
         self.dead = False  # the prefill worker
-        self.used = {"tick": 0, "post fails": 0, "die": 0}
+        self.away = ""  # how far the replacement of the leaver has come: "left", "cut", "parted"
+        self.used = {"tick": 0, "post fails": 0, "die": 0, "leave": 0}
         routes = limits.routes
         self.known = [
             Known(f"r{n}", 1 if limits.alike else n + 1, *routes[n % len(routes)]) for n in range(limits.requests)
@@ -107,16 +110,20 @@ class World:
 
     def actions(self) -> Iterator[Action]:
         limits, endpoints = self.limits, self.island.endpoints
-        if not self.dead:
+        if not self.dead and not self.is_away(PREFILL):
             yield "prefill steps", 0
-        yield "decode steps", 0
+        if not self.is_away(DECODE):
+            yield "decode steps", 0
         for pe, device in enumerate(self.island.devices):
-            if device.launched:
+            if device.launched and not self.is_away(pe):
                 yield "device computes", pe
         for pe, endpoint in enumerate(endpoints):
             if endpoint.incoming:
                 yield "deliver", pe
-        allowed = {"tick": limits.ticks, "post fails": limits.failed_posts, "die": limits.deaths}
+        if self.away:
+            yield {"left": "cut", "cut": "part", "parted": "welcome"}[self.away], 0
+        leaves = int(limits.leaver is not None)
+        allowed = {"tick": limits.ticks, "post fails": limits.failed_posts, "die": limits.deaths, "leave": leaves}
         for name, most in allowed.items():
             if self.used[name] < most and not (name == "die" and self.dead):
                 yield name, 0
@@ -128,7 +135,11 @@ class World:
 
     def _calls(self, known: Known) -> Iterator[str]:
         limits = self.limits
-        current = known.epoch == self.island.epoch
+        epochs, sender_there = self.island.epochs, not self.is_away(known.sender)
+        if self.is_away(known.receiver):
+            return
+        current = known.epoch == epochs[known.receiver]
+        same_sender = sender_there and known.sender_epoch in (0, epochs[known.sender])
         if known.prepared < limits.prepares and (current or not known.prepared):
             yield "prepare"
         if known.announced < limits.announces and not self.dead and (current or not known.prepared):
@@ -136,7 +147,8 @@ class World:
         if known.reservation is None:
             return
         # A call of an earlier epoch is refused by the service; but the check of its reservation must hold by itself.
-        if known.sent < limits.sends and not known.is_local and not known.nobody_sends and not self.dead:
+        may_send = not known.is_local and not known.nobody_sends and not self.dead and sender_there
+        if known.sent < limits.sends and may_send:
             yield "send"
         if not current:
             return
@@ -147,7 +159,7 @@ class World:
         if limits.streams_end and known.streams and not known.streams[0].left:
             yield "stream ends"
         if known.aborted < limits.aborts:
-            if not self.dead:
+            if not self.dead and same_sender:
                 yield "abort at prefill"
             if not known.is_local and not known.sent and not known.nobody_sends:
                 yield "never send"
@@ -173,6 +185,10 @@ class World:
             "post fails": self._fail_post,
             "die": self._die,
             "new epoch": self._begin_epoch,
+            "leave": self._leave,
+            "cut": self._cut,
+            "part": self._part,
+            "welcome": self._welcome,
             "announce": lambda: self._announce(known),
             "prepare": lambda: self._prepare(known),
             "send": lambda: self._send(known),
@@ -198,6 +214,30 @@ class World:
         self.dead = False
         self.island = SmallIsland(self.shape, self.island.epoch + 1, LEASE_SECONDS, self.clock, self.findings)
 
+    def is_away(self, pe: int) -> bool:
+        return bool(self.away) and pe == self.limits.leaver
+
+    @property
+    def _leaver(self) -> int:
+        assert self.limits.leaver is not None
+        return self.limits.leaver
+
+    def _leave(self) -> None:
+        """What it has written may land until the other one cuts it."""
+        self.away = "left"
+
+    def _cut(self) -> None:
+        self.away = "cut"
+        self.island.transports[1 - self._leaver].cut(self._leaver)
+
+    def _part(self) -> None:
+        self.away = "parted"
+        self.island.loops[1 - self._leaver].part(self._leaver)
+
+    def _welcome(self) -> None:
+        self.away = ""
+        self.island.replace(self._leaver)
+
     def _announce(self, known: Known) -> None:
         known.announced += 1
         self.island.loops[known.sender].prefills.speculate(known.request_id, spec_of(prompt_of(known.label)))
@@ -205,9 +245,10 @@ class World:
     def _prepare(self, known: Known) -> None:
         known.prepared += 1
         decodes = self.island.loops[known.receiver].decodes
-        offer = decodes.prepare(known.request_id, spec_of(prompt_of(known.label)), self.shape.max_tokens, known.sender)
+        wanted, epoch = spec_of(prompt_of(known.label)), self.island.epochs[known.sender]
+        offer = decodes.prepare(known.request_id, wanted, self.shape.max_tokens, known.sender, epoch)
         if known.reservation is None:
-            known.reservation, known.epoch = offer, offer.epoch
+            known.reservation, known.epoch, known.sender_epoch = offer, offer.epoch, epoch
 
     def _send(self, known: Known) -> None:
         known.sent += 1
@@ -248,6 +289,8 @@ class World:
         """No write may land where it does not belong, in this state or in any that follows without another write."""
         island = self.island
         for pe, endpoint in enumerate(island.endpoints):
+            if self.is_away(pe):
+                continue
             held = island.held_for_writers(pe)
             for write in endpoint.written():
                 for page, token in zip(write.slots, write.tokens, strict=True):
@@ -267,11 +310,14 @@ class World:
         """The gateway is gone, the rest goes on: everything must come back."""
         if self.dead:
             self._begin_epoch()
+        for stage, do in (("left", self._cut), ("cut", self._part), ("parted", self._welcome)):
+            if self.away == stage:
+                do()
         for known in self.known:
             for lease in known.leases:
                 lease.leave()
             for stream in known.streams:
-                if not stream.left and known.epoch == self.island.epoch:
+                if not stream.left and known.epoch == self.island.epochs[known.receiver]:
                     self._end_stream(known)
         island = self.island
         for _ in range(ROUNDS_TO_THE_END):

@@ -1,6 +1,6 @@
 """The small worlds that are explored: each has few of everything but what it is about."""
 
-from tests.protocol.small_island import Shape
+from tests.protocol.small_island import DECODE, PREFILL, Shape
 from tests.protocol.world import Limits
 
 LOCAL = ((1, 1),)  # the worker that decodes computes the prompt, too
@@ -31,6 +31,12 @@ WORLDS: dict[str, tuple[Limits, Shape]] = {
     "both ways": (Limits(requests=2, streams_end=True, routes=((0, 1), (1, 0))), Shape(num_pages=6, longest=3)),
     "recalls both ways": (
         Limits(requests=2, sends=0, streams_end=True, routes=((0, 1), (1, 0))),
+        Shape(num_pages=6, longest=3),
+    ),
+    "the writer leaves": (Limits(requests=2, sends=2, streams_end=True, leaver=PREFILL), Shape(num_signals=1)),
+    "the receiver leaves": (Limits(requests=2, sends=2, streams_end=True, leaver=DECODE), Shape(num_signals=1)),
+    "one leaves both ways": (
+        Limits(requests=2, streams_end=True, routes=((0, 1), (1, 0)), leaver=DECODE),
         Shape(num_pages=6, longest=3),
     ),
     "sharing": (Limits(requests=2, alike=True), Shape(num_pages=6, sharing=True)),

@@ -57,10 +57,6 @@ class IslandLinks:
     def placed_tokens(self) -> int:
         return sum(link.load for link in self.links)
 
-    def goes_on(self, state: IslandState) -> bool:
-        """Whether it is the same epoch of the island, in which only some workers have come or gone."""
-        return state.epoch == self.state.epoch and bool(self.state.workers)
-
     async def close(self) -> None:
         """Calls under way fail."""
         await asyncio.gather(*(link.close() for link in self.links))
@@ -146,7 +142,8 @@ class Islands:
             await asyncio.gather(*(link.close() for link in lost))
             return
         old = [] if before is None else before.links
-        kept = [link for link in old if before is not None and before.goes_on(state) and link.worker in state.workers]
+        serving = {(worker, worker.epoch or state.epoch) for worker in state.workers}
+        kept = [link for link in old if (link.worker, link.epoch) in serving]
         gone = [link for link in old if link not in kept]
         for link in gone:
             link.end_watch()  # before its successor, of the same key, is watched

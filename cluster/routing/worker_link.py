@@ -45,7 +45,7 @@ class WorkerAddress:
 
 
 class WorkerLink:
-    """Calls one worker in its own epoch. Calls raise WorkerCallErrors; one that loses its worker makes it unreachable."""
+    """Calls one worker in its own epoch. Calls raise WorkerCallErrors; a lost worker is unreachable for a moment."""
 
     def __init__(
         self,

@@ -133,7 +133,9 @@ class IslandSupervisor(Supervisor):
             log.warning("a worker of island %s is replaced: %s", self.island_name, lost)
             try:
                 self._tell(self.island.part(places))
-                self._tell(self.island.refill(places, next(self._epochs)))
+                epoch = next(self._epochs)
+                workers, self._epoch = self.island.refill(places, epoch), epoch
+                self._tell(workers)
                 return
             except ProcessEnded as another:
                 lost = another
@@ -141,7 +143,7 @@ class IslandSupervisor(Supervisor):
                 raise ReshapeFailed(f"a worker was not replaced: {error}") from error
 
     def _tell(self, workers: tuple[WorkerAddress, ...]) -> None:
-        """Those that serve now, while the island's epoch goes on."""
+        """Those that serve now. The gateway keeps its connections to workers that it knows."""
         self._membership.update(self.island_name, self._epoch, self._budget.used, workers, self.island.host)
 
     def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:

@@ -57,7 +57,6 @@ def expected(small_model: Path) -> list[tuple[list[int], list[int]]]:
 def workers(address: str) -> list[inference_pb2.WorkerInfo]:
     with Client(address) as client:
         (island,) = client.cluster_info().islands
-    assert island.epoch == 1, "the island has not begun another epoch"
     return sorted(island.workers, key=lambda worker: worker.pe)
 
 

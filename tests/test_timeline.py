@@ -1,6 +1,6 @@
 """How the benchmarks count the time in which a GPU did nothing."""
 
-from tests.benchmarks.timeline import Idle, Span, idle
+from tests.benchmarks.timeline import Idle, Span, idle, slowest_kernels
 
 
 def test_gaps_are_split_into_those_between_steps_and_those_in_graphs() -> None:
@@ -20,3 +20,10 @@ def test_gaps_are_split_into_those_between_steps_and_those_in_graphs() -> None:
     ]
     assert idle(spans[::-1]) == Idle(between=3 + 4 + 2 + 5, inside=1 + 2)
     assert idle(spans[3:6]) == Idle(0, 0)
+
+
+def test_kernels_are_listed_by_their_time_in_a_step() -> None:
+    spans = [Span(0, 2, "short"), Span(3, 13, "long"), Span(14, 16, "short"), Span(16, 17, "rare")]
+    total, *lines = slowest_kernels(spans, steps=2, most=2)
+    assert total.split() == ["7.5", "us", "2.0", "x", "all"]
+    assert [line.split() for line in lines] == [["5.0", "us", "0.5", "x", "long"], ["2.0", "us", "1.0", "x", "short"]]

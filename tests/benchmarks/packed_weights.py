@@ -13,6 +13,7 @@ steps: wall time of a decode step at CONTEXT positions a row, launched before th
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -29,9 +30,11 @@ from tests.benchmarks.model_bench import ModelBench
 from tests.benchmarks.model_shapes import COMMON, SHAPES
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import at_most, guarded, print_result, print_skipped
+from tests.benchmarks.timeline import record, slowest_kernels
 from tests.support.packed_weights import random_packed
 
 CONTEXT = 1024
+PROFILED_STEPS = 4
 CACHE_BYTES = 512 << 20  # of copies of a matrix, ten times what a GPU caches
 INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "checkpoint_format": "gptq"}
 MXFP4 = {
@@ -124,7 +127,7 @@ def weight_bytes(fields: dict[str, Any], rows: int) -> float:
     return head + layers * (dense * hidden * heads + active * each)
 
 
-def measure_steps(fields: dict[str, Any], rows: Sequence[int], copy: float) -> dict[str, Any]:
+def measure_steps(fields: dict[str, Any], rows: Sequence[int], copy: float, *, profile: bool = False) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -137,14 +140,25 @@ def measure_steps(fields: dict[str, Any], rows: Sequence[int], copy: float) -> d
             "ms": round(seconds * 1e3, 3),
             "to_floor": round(seconds * copy / weight_bytes(fields, each), 3),
         }
+        if profile:
+            print_kernels(bench, each)
     return found
+
+
+def print_kernels(bench: ModelBench, rows: int) -> None:
+    """On stderr, for people."""
+    with bench.stored(Contexts(str(CONTEXT)).lengths(rows)) as ids:
+        bench.step_once(ids)
+        spans = record(lambda: [bench.step_once(ids) for _ in range(PROFILED_STEPS)])
+    print(f"{rows} rows", *slowest_kernels(spans, PROFILED_STEPS), sep="\n", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = benchmark_parser(__file__, __doc__)
     add_list(parser, "--models", choices=tuple(MODELS), default=tuple(MODELS))
-    add_list(parser, "--rows", int, default=(1, 64))
+    add_list(parser, "--rows", int, default=(1, 16, 64))
     add_list(parser, "--parts", choices=("products", "steps"), default=("products", "steps"))
+    parser.add_argument("--profile", action="store_true", help="print the kernels of each step, the slowest first")
     options: argparse.Namespace = parser.parse_args()
     if not torch.cuda.is_available():
         print_skipped("needs a CUDA device")
@@ -161,7 +175,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result["products"] = guarded(lambda: measure_products(options.rows, copy))
     for name in options.models if "steps" in options.parts else ():
         fields = MODELS[name]
-        found = result[name] = guarded(lambda fields=fields: measure_steps(fields, options.rows, copy))
+        found = result[name] = guarded(
+            lambda fields=fields: measure_steps(fields, options.rows, copy, profile=options.profile)
+        )
         if name == "qwen3-8b":
             plain = {key: value for key, value in fields.items() if key != "quantization_config"}
             result[f"{name} in bfloat16"] = dense = guarded(

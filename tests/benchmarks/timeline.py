@@ -1,5 +1,6 @@
 """What a GPU did while something ran, from the profiler's timeline."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,21 @@ def idle(spans: Sequence[Span]) -> Idle:
             inside += gap
         last = max(last, span, key=lambda one: one.end)
     return Idle(between, inside)
+
+
+def slowest_kernels(spans: Sequence[Span], steps: int, most: int = 30, width: int = 80) -> list[str]:
+    """A line for each kernel, the one with the largest total first: µs and launches a step, and its name.
+
+    A kernel that starts early waits for the one before, and the wait counts for both.
+    """
+    times = defaultdict[str, list[float]](list)
+    for span in spans:
+        times[span.name].append(span.end - span.begin)
+    ordered = sorted(times.items(), key=lambda item: -sum(item[1]))
+    total = [f"{sum(map(sum, times.values())) / steps:9.1f} us {len(spans) / steps:7.1f} x  all"]
+    return total + [
+        f"{sum(each) / steps:9.1f} us {len(each) / steps:7.1f} x  {name[:width]}" for name, each in ordered[:most]
+    ]
 
 
 def record(run: Callable[[], object]) -> list[Span]:

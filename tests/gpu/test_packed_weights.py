@@ -24,7 +24,10 @@ CASES: dict[str, dict[str, Any]] = {
     "act-order": {"group": 128, "columns": 1024, "act_order": True},
     "floats": {"group": 32, "columns": 2880, "is_float": True, "bias": True},
 }
-ROUNDING = 2**-8  # of bfloat16, relative to the largest result
+# Relative to the largest result. A rounding to bfloat16's 8 bits is off by up to 2^-8 of a result, and there are two:
+# a kernel's, and another's of the same result. That is the reference's, or the one between parts of a sum over columns
+# that cuBLAS adds up in bfloat16. The rest is for sums in float32, in another order.
+TOLERANCE = 2 * 2**-8 + 2**-12
 
 
 def draw(*shape: int, case: dict[str, Any], dtype: torch.dtype) -> PackedLinear:
@@ -34,7 +37,7 @@ def draw(*shape: int, case: dict[str, Any], dtype: torch.dtype) -> PackedLinear:
 
 def check(y: torch.Tensor, expected: torch.Tensor) -> None:
     error = (y.double() - expected.double()).abs().max() / expected.double().abs().max()
-    assert error < ROUNDING, float(error)
+    assert error < TOLERANCE, float(error)
 
 
 def kernels_of(name: str, dtype: torch.dtype) -> PackedKernels:

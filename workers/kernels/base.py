@@ -31,6 +31,13 @@ class LayerKernels(Protocol):
         """silu(gate) · up [T, I] of gate_up [T, 2·I], gate first."""
         ...
 
+    def clamped_swiglu(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        """gate · sigmoid(alpha · gate) · (up + 1) [T, I] of gate_up [T, 2·I], where gate and up alternate.
+
+        Before that gate is clamped to at most limit, and up to -limit … limit.
+        """
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class RmsNorm:

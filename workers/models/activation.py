@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,18 +31,10 @@ class GeluTanh:
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """gate · sigmoid(alpha · gate) · (up + 1), of gpt_oss. Gate and up alternate.
-
-    Before that gate is clamped to at most limit, and up to -limit … limit.
-    """
+    """gate · sigmoid(alpha · gate) · (up + 1), of gpt_oss: LayerKernels.clamped_swiglu."""
 
     alpha: float
     limit: float
-
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate.mul_(torch.sigmoid(gate * self.alpha)).mul_(up.add_(1))
 
 
 @dataclass(frozen=True)
@@ -61,6 +53,8 @@ NAMES: dict[str, Activation] = {"silu": Silu(), "swish": Silu(), "gelu_pytorch_t
 
 
 def choose_activation(activation: Activation, kernels: LayerKernels) -> Activate:
+    if isinstance(activation, ClampedSwiglu):
+        return partial(kernels.clamped_swiglu, alpha=activation.alpha, limit=activation.limit)
     return kernels.silu_mul if isinstance(activation, Silu) else activation
 
 

@@ -84,6 +84,16 @@ def test_silu_mul(dtype: torch.dtype, width: int) -> None:
     assert_one_rounding(TRITON.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.clone()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [40, 1500])
+def test_clamped_swiglu(dtype: torch.dtype, width: int) -> None:
+    """The limit is no number of 16 bits, and cuts off many."""
+    gate_up, options = 2 * draw(3, 2 * width, dtype=dtype), {"alpha": 1.702, "limit": 2.3}
+    before = gate_up.clone()
+    assert_one_rounding(TRITON.clamped_swiglu(gate_up, **options), REFERENCE.clamped_swiglu(gate_up, **options))
+    assert torch.equal(gate_up, before)
+
+
 def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None) -> Tensor:
     row = x.double()
     if norm is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.native.crew import Crew, load_crew
 from tandem.workers.kernels.base import Linear, ScaledLinear
+from tandem.workers.kernels.torch.layer import TorchLayerKernels
 
 SOURCE = Path(__file__).with_name("native_layer.c")
 PANEL = 16  # outputs that native_layer.c multiplies at once; checked when it is loaded
@@ -75,6 +76,9 @@ class NativeLayerKernels:
         out = torch.empty((rows, width))
         self._silu_mul(crew=self._crew, gate_up=gate_up.data_ptr(), rows=rows, width=width, out=out.data_ptr())
         return out
+
+    def clamped_swiglu(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        return TorchLayerKernels().clamped_swiglu(gate_up, alpha=alpha, limit=limit)
 
     def linear(self, x: Tensor, packed: Linear, outputs: int) -> Tensor:
         """x · weightᵀ + bias [T, outputs]; x [T, in], packed has pack(weight) and the bias. A row's bits do not depend

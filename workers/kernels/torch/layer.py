@@ -23,6 +23,11 @@ class TorchLayerKernels:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def clamped_swiglu(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate.mul_(torch.sigmoid(gate * alpha)).mul_(up.add_(1))
+
 
 def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
     """See GroupedLinear. For tests: it reads the blocks on the host."""

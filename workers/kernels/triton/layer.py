@@ -79,6 +79,23 @@ class TritonLayerKernels:
         )
         return output
 
+    def clamped_swiglu(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+        tokens, width = gate_up.shape
+        output = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+        parts = triton.cdiv(width // 2, SILU_BLOCK)
+        kernel: Any = _clamped_swiglu[(tokens * parts,)]
+        kernel(
+            gate_up=gate_up,
+            output=output,
+            alpha=alpha,
+            limit=float(torch.tensor(limit, dtype=gate_up.dtype)),  # torch rounds it
+            PARTS=parts,
+            WIDTH=width // 2,
+            BLOCK=SILU_BLOCK,
+            **launch_options(gate_up.device),
+        )
+        return output
+
 
 @triton.jit
 def _add_rms_norm(
@@ -151,3 +168,25 @@ def _silu_mul(
     up = tl.load(gate_up + (token * 2 + 1) * WIDTH + column, mask=there, other=0.0).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(output + token * WIDTH + column, (active * up).to(dtype), mask=there)
+
+
+@triton.jit
+def _clamped_swiglu(
+    gate_up, output, alpha, limit, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    column = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    there = column < WIDTH
+    dtype = output.dtype.element_ty
+    both = gate_up + 2 * (token * WIDTH + column)
+    gate = tl.load(both, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(both + 1, mask=there, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL), limit, propagate_nan=tl.PropagateNan.ALL)
+    inner = (gate * alpha).to(dtype).to(tl.float32)
+    active = (1.0 / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
+    active = (gate * active).to(dtype).to(tl.float32)
+    tl.store(output + token * WIDTH + column, (active * (up + 1.0).to(dtype).to(tl.float32)).to(dtype), mask=there)

@@ -17,7 +17,7 @@ from tandem.workers.kernels.base import (
     ScaledLinear,
 )
 from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
-from tandem.workers.kernels.expert_blocks import GroupedLinear
+from tandem.workers.kernels.expert_blocks import ExpertBlocks, GroupedLinear, expert_blocks
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.packed_linear import PackedKernels
 from tandem.workers.kernels.skinny_gemm.packed import load_packed_gemms
@@ -85,6 +85,25 @@ def choose_grouped_linear(device: torch.device) -> GroupedLinear:
     from tandem.workers.kernels.triton import grouped  # triton may be missing elsewhere
 
     return grouped.grouped_linear
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
+    """See expert_blocks(): by Triton for few pairs on a GPU, else by torch."""
+    if experts.device.type != "cuda":
+        return expert_blocks(experts, num_experts, rows)
+    from tandem.workers.kernels.triton import routing  # triton may be missing elsewhere
+
+    sort = routing.sort_pairs if experts.numel() <= routing.MAX_PAIRS else expert_blocks
+    return sort(experts, num_experts, rows)
+
+
+def choose_best_experts(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Triton's choose_experts() on a GPU; None: torch must do."""
+    if device.type != "cuda":
+        return None
+    from tandem.workers.kernels.triton.routing import choose_experts  # triton may be missing elsewhere
+
+    return choose_experts
 
 
 @cache

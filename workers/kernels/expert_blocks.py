@@ -37,7 +37,7 @@ def expert_blocks(experts: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
     """
     chosen = experts.flatten()
     num_pairs, device = chosen.shape[0], chosen.device
-    bound = min(num_pairs, num_experts) + num_pairs // rows
+    bound = block_bound(num_pairs, num_experts, rows)
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, chosen, torch.ones_like(chosen))
     blocks = (counts + rows - 1) // rows
@@ -49,6 +49,11 @@ def expert_blocks(experts: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
     pairs.scatter_(0, indices, order.int())
     owners = torch.searchsorted(block_ends, torch.arange(bound, device=device), right=True, out_int32=True)
     return ExpertBlocks(pairs.view(bound, rows), owners, num_pairs)
+
+
+def block_bound(num_pairs: int, num_experts: int, rows: int) -> int:
+    """Blocks of `rows` pairs that may be needed."""
+    return min(num_pairs, num_experts) + num_pairs // rows
 
 
 def block_rows(num_pairs: int, num_experts: int) -> int:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.expert_blocks import block_rows, expert_blocks
+from tandem.workers.kernels.choice import sort_by_expert
+from tandem.workers.kernels.expert_blocks import block_rows
 from tandem.workers.models.activation import Activate
 from tandem.workers.models.parameters import MoeParameters
 from tandem.workers.weights.weight import Projection, WeightStack
@@ -62,7 +63,7 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         top_k, held = experts.shape[1], self._count
-        blocks = expert_blocks(experts, held + (not self._alone), block_rows(experts.numel(), held))
+        blocks = sort_by_expert(experts, held + (not self._alone), block_rows(experts.numel(), held))
         hidden = self._activate(self._gate_up(x, blocks, None, top_k))
         y = self._down(hidden, blocks, weights.flatten(), 1).view(x.shape[0], top_k, -1)
         return (y if self._alone else y.where((experts < held)[:, :, None], 0)).sum(1)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.workers.kernels.choice import choose_best_experts
+
 TINY = 1e-20  # as in transformers: sigmoids may all be 0
 SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
@@ -38,12 +40,20 @@ class Routing:
     scale: float = 1.0
     scales_input: bool = False  # an expert takes x times its weight, and the outputs are added as they are
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token goes to the experts with the largest softmax, and nothing else counts."""
+        return self.scores == "softmax" and self.groups is None and not self.corrected and not self.scales_input
+
 
 def route(
     logits: Tensor, routing: Routing, correction: Tensor | None = None, experts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """weights float32 and experts int64, [T, top_k] each, of router logits [T, E]; correction: float32 [E]. experts:
     where they are chosen already, int64 [T, top_k]."""
+    best = choose_best_experts(logits.device) if experts is None and routing.is_plain else None
+    if best is not None:
+        return best(logits, routing.top_k, normalize=routing.normalize, scale=routing.scale)
     scores = _score(logits, routing.scores)
     if experts is not None:
         return _weigh(scores.gather(1, experts), routing), experts

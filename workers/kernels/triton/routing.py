@@ -83,7 +83,7 @@ def _choose_experts(
     left = tl.where(logit == logit, logit, lowest)  # experts are numbers even where logits are none
     kept = tl.zeros((SLOTS,), dtype=tl.float32)
     chosen = tl.zeros((SLOTS,), dtype=tl.int32)
-    for place in tl.static_range(TOP_K):
+    for place in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         best = tl.argmax(left, 0)
         kept = tl.where(slot == place, tl.sum(tl.where(expert == best, size, 0.0), 0), kept)
         chosen = tl.where(slot == place, best, chosen)

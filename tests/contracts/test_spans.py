@@ -114,7 +114,7 @@ def first_needed(span: Span, query: int) -> int:
 
 def wanted_entries(layout: KVLayout, number: int, begin: int, end: int, border: int) -> range:
     """The entries of positions begin … end - 1 in pages that a query in the page of `end`, the coarsest, needs."""
-    group, (every, size) = layout.groups[number], layout.paging[number]
+    group, (every, size, _) = layout.groups[number], layout.paging[number]
     if group.keeps.given:
         return range(min(begin, border), min(end, border))
     first = first_needed(group.keeps, end // layout.grain * layout.grain) // size * size

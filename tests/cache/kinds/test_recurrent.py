@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.attention import page_look_up
 from tandem.cache.digest import digest_kv
 from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
 from tandem.cache.kernels.torch.delta_rule import (
@@ -21,6 +22,7 @@ from tandem.cache.kernels.torch.delta_rule import (
 from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.recurrent import Recurrent
+from tandem.cache.pages import step_growth
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
@@ -149,8 +151,12 @@ def run_forward(cache: TvmCache, naive: NaiveStates, counts: dict[int, int], see
     torch.testing.assert_close(again.double(), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_programs_equal_naive_states(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "native"), [(0, True), (1, True), (2, True), (3, False)])
+def test_random_programs_equal_naive_states(seed: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """native: with C that plans page tables, where that can be built."""
+    if not native:
+        for module in (page_look_up, step_growth):
+            monkeypatch.setattr(module, "load_short_calls", lambda source: None)
     random, island = Random(seed), Island.of(LAYOUT, num_pages=40)
     sender, receiver = island.caches
     naive, done = NaiveStates(), {"forks": 0, "sends": 0, "staged": 0}

@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.cache.attention.forward import Batch
+from tandem.cache.kernels.base import Limits
+from tandem.workers.kernels.decode_megakernel.megakernel import ROW_COUNTS, MegakernelArguments, MegakernelLaunch
 from tandem.workers.kernels.expert_blocks import block_rows, expert_blocks
 from tandem.workers.kernels.torch.layer import grouped_linear
 from tandem.workers.weights.dense import DenseStack
@@ -24,11 +28,25 @@ pytestmark = [
 ]
 BLOCK = (128, 128)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+WIDE = {
+    "hidden_size": 640, "intermediate_size": 4608, "head_dim": 64,
+    "num_attention_heads": 10, "num_key_value_heads": 2, "vocab_size": 600,
+}  # fmt: skip
+
+
+def as_subnormals(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """By rows, to numbers up to 0.05. Most of them are below 2 ** -6, the least normal one."""
+    scales = (weight.abs().amax(1, keepdim=True) * 20).bfloat16()
+    numbers = (weight / scales.float()).to(torch.float8_e4m3fn)
+    return {name: numbers, f"{name}_scale": scales, "meant": numbers.float() * scales.float()}
+
+
 SCHEMES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "blocks": (DEEPSEEK | {"weight_block_size": list(BLOCK)}, blocks_of(BLOCK)),
     "small blocks": (DEEPSEEK, blocks_of((32, 16))),
     "rows": (CHANNEL, by_rows),
 }
+SCHEMES_OF_STEPS = {name: SCHEMES[name] for name in ("blocks", "rows")} | {"subnormal": (CHANNEL, as_subnormals)}
 MOST_OF_LOGITS = 0.15
 FEW, MANY = 0.01, 0.05  # errors of products, to their largest number: with activations in 16 bits, and in 8
 
@@ -87,3 +105,38 @@ def test_logits_are_those_of_the_dequantized_model(family: str, scheme: str, tmp
         model.cache.add_sequence(0)
     for tokens in (random_prompt(90, seed=1), *([token] for token in random_prompt(3, seed=2))):
         assert error(ours.step({0: tokens}), exact.step({0: tokens})) < MOST_OF_LOGITS
+
+
+@pytest.mark.parametrize("scheme", SCHEMES_OF_STEPS)
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen2", "float16")])
+@torch.inference_mode()
+def test_steps_of_few_rows_are_one_launch(
+    family: str, dtype: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model in which every multiprocessor has a share of each product, beside float32. `down` of eight rows is
+    gathered in two pieces."""
+    make_model(family, **WIDE).save_pretrained(tmp_path)
+    quantize_folder(tmp_path, *SCHEMES_OF_STEPS[scheme])
+    launches: list[MegakernelLaunch] = []
+    launch = MegakernelLaunch.__call__
+
+    def count(kernel: MegakernelLaunch, arguments: MegakernelArguments) -> None:
+        launches.append(kernel)
+        launch(kernel, arguments)
+
+    monkeypatch.setattr(MegakernelLaunch, "__call__", count)
+    ours, exact = (CachedModel(tmp_path, one, "cuda") for one in (dtype, "float32"))
+    for sequence in range(max(ROW_COUNTS)):
+        for model in (ours, exact):
+            model.cache.add_sequence(sequence)
+            model.step({sequence: random_prompt(5 + 11 * sequence, seed=sequence)})
+    decoder = ours.runner._model
+    for number, rows in enumerate((*ROW_COUNTS, *ROW_COUNTS), 1):
+        (buffers,) = ours.cache.graph_buffers([Limits.of_step(rows, decoder.config.num_heads, 1)])
+        tokens = np.arange(rows) + 7 * number
+        ours.cache.begin(Batch(np.arange(rows)), buffers, [tokens])
+        logits = decoder.forward(buffers.inputs[0], buffers.attention(), None)
+        expected = exact.step({row: [int(token)] for row, token in enumerate(tokens)})
+        assert error(logits, expected) < MOST_OF_LOGITS
+        assert len(launches) == number
+    assert len(set(launches)) == len(ROW_COUNTS)

@@ -57,6 +57,11 @@ class Linear:
     weight: Tensor  # [out, in]; [E, out, in]
     bias: Tensor | None = None  # [out]; [E, out]
 
+    @property
+    def scaled(self) -> "ScaledLinear | None":
+        """Itself, where its weight counts times scales."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledLinear(Linear):
@@ -65,6 +70,10 @@ class ScaledLinear(Linear):
     scales: Tensor = field(kw_only=True)  # float32 [out / row_block, in / group]; [E, …]; rounded up
     row_block: int = field(kw_only=True)  # rows that share scales
     group: int = field(kw_only=True)  # columns that share a scale
+
+    @property
+    def scaled(self) -> "ScaledLinear":
+        return self
 
 
 class FusedGemms(Protocol):

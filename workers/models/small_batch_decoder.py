@@ -51,8 +51,8 @@ class SmallBatchDecoder:
 
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
-        """Whether it can compute a layer: plain weights, K and V as wide as they are stored, a dense feed-forward with
-        silu, and no norm behind a product."""
+        """Whether it can compute a layer: weights that are plain or in 8 bits, K and V as wide as they are stored, a
+        dense feed-forward with silu, and no norm behind a product."""
         return (
             isinstance(layer.attention, AttentionParameters)
             and config.chunked is None
@@ -113,14 +113,15 @@ class SmallBatchDecoder:
 
     def _make_megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
         """By number of rows; may compile."""
-        config, layers = self._config, [_megakernel_layer(layer) for layer in self._layers]
-        shape = megakernel_shape(config, stored)
-        fitting = [layer for layer in layers if layer is not None]
-        if len(fitting) < len(layers) or self._final_norm.weight.dtype != config.dtype:
+        config, lm_head = self._config, self._lm_head.weight
+        layers = [made for layer in self._layers if (made := _megakernel_layer(layer, config.dtype)) is not None]
+        of_weights = {layer.qkv.dtype for layer in layers}
+        others = {self._final_norm.weight.dtype, lm_head.dtype}
+        if len(layers) < len(self._layers) or len(of_weights) != 1 or others != {config.dtype}:
             return {}
-        lm_head = self._lm_head.weight
+        shape = megakernel_shape(config, stored, of_weights.pop())
         return {
-            rows: DecodeMegakernel(shape, rows, fitting, self._final_norm, lm_head, launch)
+            rows: DecodeMegakernel(shape, rows, layers, self._final_norm, lm_head, launch)
             for rows, launch in choose_megakernels(shape, lm_head.device).items()
         }
 
@@ -130,12 +131,13 @@ class SmallBatchDecoder:
         config, first = self._config, self._layers[0]
         (hidden, heads), qkv = first.o.weight.shape, first.qkv.weight.shape[0]
         shape = ResidentShape(hidden, config.intermediate_size, heads, qkv, config.dtype)
-        plain = [_megakernel_layer(one) is not None and one.qkv.bias is None for one in self._layers]
+        layers = [_megakernel_layer(one, config.dtype) for one in self._layers]
+        plain = [one is not None and one.qkv_bias is None and one.qkv.dtype == config.dtype for one in layers]
         return choose_resident_gemms(shape, self._lm_head.weight.device) if all(plain) else None
 
 
-def megakernel_shape(config: ModelConfig, stored: torch.dtype) -> MegakernelShape:
-    """stored: dtype of K and V in their pages."""
+def megakernel_shape(config: ModelConfig, stored: torch.dtype, weights: torch.dtype) -> MegakernelShape:
+    """stored: dtype of K and V in their pages. weights: of the layers'."""
     return MegakernelShape(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -144,21 +146,18 @@ def megakernel_shape(config: ModelConfig, stored: torch.dtype) -> MegakernelShap
         head_dim=config.head_dim,
         vocab=config.vocab_size,
         dtype=config.dtype,
+        weights=weights,
         stored=stored,
     )
 
 
-def _megakernel_layer(layer: FusedLayer) -> MegakernelLayer | None:
-    """None where it has what DecodeMegakernel has not: biases behind attention, sinks, norms in float32."""
-    qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
+def _megakernel_layer(layer: FusedLayer, dtype: torch.dtype) -> MegakernelLayer | None:
+    """None where it has what DecodeMegakernel has not: sinks, norms in another dtype, other products."""
     head_norms = None if layer.qk_norm is None else layer.qk_norm.weight
     norms = (layer.input_norm.weight, layer.post_norm.weight, head_norms)
-    others = (layer.sinks, o.bias, gate_up.bias, down.bias)
-    weights = (qkv.weight, o.weight, gate_up.weight, down.weight)  # some may be in 8 bits
-    dtypes = {one.dtype for one in (*weights, *norms) if one is not None}
-    if any(other is not None for other in others) or len(dtypes) > 1:
+    if layer.sinks is not None or any(norm is not None and norm.dtype != dtype for norm in norms):
         return None
-    return MegakernelLayer(qkv.weight, qkv.bias, o.weight, gate_up.weight, down.weight, *norms)
+    return MegakernelLayer.of((layer.qkv, layer.o, layer.gate_up, layer.down), *norms)
 
 
 def _plain(attention: AttentionParameters, feed_forward: GatedParameters) -> list[Linear]:

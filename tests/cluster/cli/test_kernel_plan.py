@@ -32,6 +32,7 @@ from tandem.cluster.errors import ConfigError, UsageError
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.models.registry import load_config as load_model
 from tandem.workers.runner.kernel_plan import plan_cubins
+from tandem.workers.weights.formats.format import Quantization
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 QWEN3_06B = {
@@ -155,6 +156,16 @@ class TestCubins:
         assert found == ["skinny GEMMs, streamed", *rows, "skinny GEMMs, resident"]
         biased = replace(model, qkv_bias=True)
         assert [title for title, _ in plan_cubins(biased, torch.bfloat16, HOPPER, 132)] == found[:-1]
+
+    def test_weights_in_8_bits(self, qwen3: Path) -> None:
+        """Not those that are resident; and no megakernel multiplies by scales of 64 columns."""
+        model = load_model(qwen3)
+        for block in (None, (128, 128), (128, 64)):
+            quantized = replace(model, quantization=Quantization("fp8", block))
+            found = dict(plan_cubins(quantized, torch.bfloat16, HOPPER, 132))
+            megakernels = [cubin for title, cubin in found.items() if title.startswith("decode megakernel")]
+            assert len(found) == 1 + len(megakernels) == (1 if block == (128, 64) else 5)
+            assert all("-DWEIGHT8=1" in cubin.options for cubin in megakernels)
 
     def test_other_models_and_gpus(self, qwen3: Path) -> None:
         model = load_model(qwen3)

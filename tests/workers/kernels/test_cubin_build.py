@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from tandem.cache.plan.kv_scales import FP8
+from tandem.workers.kernels.base import Linear, ScaledLinear
 from tandem.workers.kernels.cuda.cubin_build import Cubin, build_cubin, find_cubin, load_cubin
 from tandem.workers.kernels.decode_megakernel.megakernel import (
     ROW_COUNTS,
     SOURCE,
     WARPS,
     MegakernelArguments,
+    MegakernelLayer,
     MegakernelShape,
 )
 from tandem.workers.kernels.skinny_gemm.resident import SOURCE as RESIDENT
@@ -27,7 +29,7 @@ from tandem.workers.kernels.skinny_gemm.resident import ResidentArguments, Resid
 from tandem.workers.kernels.skinny_gemm.streamed import SOURCE as STREAMED
 from tandem.workers.kernels.skinny_gemm.streamed import TILINGS, streamed_defines
 
-QWEN3 = MegakernelShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16, stored=torch.bfloat16)
+QWEN3 = MegakernelShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16, torch.bfloat16, stored=torch.bfloat16)
 BLOCKS = 132
 RESIDENT_DEFINES = ResidentShape(1024, 3072, 2048, 4096, torch.bfloat16).defines(BLOCKS)
 RESIDENT_KERNELS = [f"{name}_{tiles}" for name in ("qkv", "o", "gate_up", "down") for tiles in (1, 2)]
@@ -71,10 +73,15 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
         (SOURCE, QWEN3.defines(BLOCKS, WARPS, 1), "90", ["decode_megakernel"]),
         (SOURCE, QWEN3.defines(BLOCKS, WARPS, 8), "90", ["decode_megakernel"]),
         (SOURCE, replace(QWEN3, stored=FP8).defines(BLOCKS, WARPS, 2), "90", ["decode_megakernel"]),
+        (SOURCE, replace(QWEN3, weights=FP8).defines(BLOCKS, WARPS, 1), "90", ["decode_megakernel"]),
+        (SOURCE, replace(QWEN3, weights=FP8).defines(BLOCKS, WARPS, 4), "90", ["decode_megakernel"]),
         (STREAMED, streamed_defines(torch.float16), "90a", [tiling.kernel for tiling in TILINGS]),
         (RESIDENT, RESIDENT_DEFINES, "90", RESIDENT_KERNELS),
     ],
-    ids=["one-row-bfloat16", "rows-bfloat16", "rows-8-bits", "streamed-float16", "resident-bfloat16"],
+    ids=[
+        *("one-row-bfloat16", "rows-bfloat16", "rows-8-bits", "one-row-weights", "rows-weights"),
+        *("streamed-float16", "resident-bfloat16"),
+    ],
 )
 def test_a_compiler_takes_them(
     tmp_path: Path, source: Path, defines: Sequence[str], arch: str, kernels: list[str]
@@ -131,6 +138,8 @@ def test_without_it_there_is_a_warning(
     [
         {"dtype": torch.float32},
         {"stored": torch.float16},
+        {"weights": torch.float16},
+        {"weights": FP8, "hidden": 1032},
         {"head_dim": 80},
         {"kv_heads": 1},
         {"hidden": 1028},
@@ -144,7 +153,34 @@ def test_without_it_there_is_a_warning(
 def test_what_does_not_fit(change: dict[str, int]) -> None:
     assert QWEN3.fits(BLOCKS, 1)
     assert replace(QWEN3, stored=FP8).fits(BLOCKS, 1)
+    assert replace(QWEN3, weights=FP8).fits(BLOCKS, 1)
+    assert replace(QWEN3, hidden=1032).fits(BLOCKS, 1)
     assert not replace(QWEN3, **change).fits(BLOCKS, 1)
+
+
+def scaled(rows: int, columns: int, row_block: int, group: int) -> ScaledLinear:
+    scales = torch.ones(-(-rows // row_block), -(-columns // group))
+    return ScaledLinear(torch.zeros(rows, columns, dtype=FP8), scales=scales, row_block=row_block, group=group)
+
+
+def test_which_scales_the_megakernel_takes() -> None:
+    norm, bias, plain = torch.ones(256), torch.zeros(256), Linear(torch.zeros(256, 256))
+
+    def layer(*products: Linear) -> MegakernelLayer | None:
+        return MegakernelLayer.of(products, norm, norm, None)
+
+    blocks, rows, whole = scaled(256, 256, 128, 128), scaled(256, 256, 1, 128), scaled(256, 256, 1, 256)
+    made = layer(blocks, rows, whole, blocks)
+    assert made is not None
+    assert made.scaling == 0x71_00_01_71
+    assert made.down_scales is blocks.scales
+    made = layer(replace(plain, bias=bias), plain, plain, plain)
+    assert made is not None
+    assert made.scaling == 0
+    assert made.qkv_bias is bias
+    assert layer(replace(blocks, bias=bias), blocks, blocks, blocks) is not None
+    for other in (plain, scaled(256, 256, 128, 64), scaled(256, 256, 96, 128), replace(blocks, bias=bias)):
+        assert layer(blocks, other, blocks, blocks) is None
 
 
 @pytest.mark.parametrize(

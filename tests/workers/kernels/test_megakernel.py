@@ -3,12 +3,14 @@
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.cache.attention.forward import Batch
@@ -20,14 +22,16 @@ from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import Rotation
-from tandem.workers.kernels.base import RmsNorm
+from tandem.workers.kernels.base import RmsNorm, ScaledLinear
 from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, Launch, MegakernelShape
 from tandem.workers.models import small_batch_decoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
+from tandem.workers.weights import fp8
 from tests.support.checkpoints import make_model
 from tests.support.fused_gemms import TorchFusedGemms
+from tests.support.quantized_checkpoints import CHANNEL, DEEPSEEK, Quantize, blocks_of, by_rows, quantize_folder
 from tests.support.tvm_cache import TvmCache
 from tests.workers.kernels.emulated.library import COMPILER, library_builder
 
@@ -40,7 +44,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @dataclass(frozen=True)
 class Case:
     """changes: of the configuration. lengths: of the prompts; `active` are stepped at a time, in steps of `rows`.
-    fp8: K and V are stored in 8 bits, by scales that differ.
+    fp8: K and V are stored in 8 bits, by scales that differ. weights: those of layers are in 8 bits, see SCHEMES.
     """
 
     family: str
@@ -53,6 +57,7 @@ class Case:
     active: int = 1
     defines: tuple[str, ...] = ()
     fp8: bool = False
+    weights: str | None = None
 
     @property
     def tolerance(self) -> float:
@@ -67,7 +72,12 @@ class Case:
 ONE_KV_HEAD = {"hidden_size": 96, "head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 1}
 THREE_HEADS = ONE_KV_HEAD | {"num_attention_heads": 3}
 TWO_KV_HEADS = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = TWO_KV_HEADS | {"hidden_size": 272}  # three groups of columns, the last of fewer
 SMALL_PIECES = ("-DINPUT_LIMIT=8192", "-DMANY_POSITIONS=20")
+SCHEMES: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "blocks": (DEEPSEEK | {"weight_block_size": [128, 128]}, blocks_of((128, 128))),
+    "rows": (CHANNEL, by_rows),
+}
 CASES = {
     "norms": Case("qwen3", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 72}, 4, 16, "float16", (1, 100)),
     "biases": Case("qwen2", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 1032}, 2, 8, "bfloat16", (40,)),
@@ -83,6 +93,23 @@ CASES = {
     ),
     "eight rows": Case(
         "llama", TWO_KV_HEADS | {"num_attention_heads": 8}, 16, 32, "float16", (90, 1, 8, 9, 20, 120), 8, 6
+    ),
+    "weights of blocks": Case(
+        "qwen2", WIDE | {"intermediate_size": 2064}, 3, 16, "bfloat16", (1, 40), weights="blocks"
+    ),
+    "weights of rows": Case(
+        "qwen3", WIDE | {"intermediate_size": 80}, 4, 16, "float16", (1, 100), fp8=True, weights="rows"
+    ),
+    "weights of blocks, two rows": Case(
+        "llama", THREE_HEADS | {"intermediate_size": 1280}, 3, 16, "float16", (100, 1, 30), 2, 2, weights="blocks"
+    ),
+    "weights of blocks, pieces": Case(
+        *("qwen2", WIDE | {"intermediate_size": 1104}, 8, 16, "bfloat16", (30, 9, 1, 100), 4, 4, SMALL_PIECES),
+        weights="blocks",
+    ),
+    "weights of rows, eight rows": Case(
+        *("llama", WIDE | {"num_attention_heads": 8}, 16, 32, "float16", (90, 1, 8, 9, 20, 120), 8, 6),
+        weights="rows",
     ),
 }
 
@@ -125,6 +152,7 @@ def emulate(build: Build, case: Case) -> Callable[[MegakernelShape, torch.device
 
     def choose(shape: MegakernelShape, device: torch.device) -> dict[int, Launch]:
         assert shape.fits(case.blocks, case.rows)
+        assert shape.weights == (shape.dtype if case.weights is None else FP8)
         run = build((*shape.defines(case.blocks, WARPS, case.rows), *case.defines)).run_megakernel
         return {case.rows: lambda arguments: run(ctypes.byref(arguments))}
 
@@ -148,6 +176,10 @@ class Both:
 @torch.inference_mode()
 def both_of(case: Case, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Both:
     make_model(case.family, vocab_size=200, **case.changes).save_pretrained(tmp_path)
+    if case.weights is not None:
+        quantize_folder(tmp_path, *SCHEMES[case.weights])
+        monkeypatch.setattr(fp8, "multiplies_fp8", lambda *_: True)
+        monkeypatch.setattr(fp8, "choose_scaled_linear", lambda weights: partial(naive_product, weights))
     config = load_config(tmp_path, case.dtype)
     monkeypatch.setattr(small_batch_decoder, "choose_megakernels", emulate(build, case))
     model = DenseDecoder(config, load_parameters(tmp_path, config), fused_gemms=TorchFusedGemms())
@@ -173,6 +205,15 @@ def both_of(case: Case, build: Build, tmp_path: Path, monkeypatch: pytest.Monkey
         caches.append(cache)
     fixed, plain = caches
     return Both(model, fixed, plain, pools)
+
+
+def naive_product(weights: ScaledLinear, x: Tensor) -> Tensor:
+    """By the dequantized weight, in float32."""
+    rows, columns = weights.weight.shape
+    scales = weights.scales.repeat_interleave(weights.row_block, 0)[:rows]
+    matrix = weights.weight.float() * scales.repeat_interleave(weights.group, 1)[:, :columns]
+    bias = None if weights.bias is None else weights.bias.float()
+    return F.linear(x.float(), matrix, bias).to(x.dtype)
 
 
 def assert_near(actual: Tensor, expected: Tensor, case: Case) -> None:
@@ -234,6 +275,19 @@ def test_verify_steps_equal_plain_forwards(
             plain.pop(sequence, rejected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_in_8_bits_are_widened_exactly(dtype: torch.dtype, build: Build) -> None:
+    shape = MegakernelShape(64, 80, 2, 1, 64, 64, dtype, FP8, stored=dtype)
+    random = np.random.default_rng(0)
+    entries = np.setdiff1d(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])  # all but NaN
+    fours = torch.from_numpy(np.concatenate([random.permutation(entries) for _ in range(20)]))
+    pairs = torch.empty(fours.numel(), dtype=dtype)
+    widen = build(shape.defines(1, WARPS, 1)).widen_fours
+    widen(ctypes.c_void_p(fours.data_ptr()), ctypes.c_void_p(pairs.data_ptr()), fours.numel() // 4)
+    expected = fours.view(FP8).to(dtype).view(-1, 4)[:, [0, 2, 1, 3]].flatten()
+    assert torch.equal(pairs.view(torch.int16), expected.view(torch.int16))  # zeros keep their sign
+
+
 @pytest.mark.parametrize(
     ("rows", "head_dim", "fp8", "expected"),
     [(1, 128, True, (8, 16, 32)), (2, 128, True, (16, 32)), (8, 128, False, (8, 16, 32)), (4, 64, False, (16, 32))],
@@ -242,7 +296,7 @@ def test_positions_that_are_fetched_at_once_lie_on_a_page(
     rows: int, head_dim: int, fp8: bool, expected: tuple[int, ...]
 ) -> None:
     stored = FP8 if fp8 else torch.float16
-    shape = MegakernelShape(64, 64, 2, 1, head_dim, 64, torch.float16, stored)
+    shape = MegakernelShape(64, 64, 2, 1, head_dim, 64, torch.float16, torch.float16, stored)
     one = torch.zeros(1)
     step = DecodeMegakernel(shape, rows, (), RmsNorm(one, 1e-6), one, launch=lambda _: None)
     tables = DeviceTables(*torch.zeros(4, rows, dtype=torch.int32))

@@ -76,10 +76,24 @@ __device__ inline uint4 normed(const uint4& pairs, const uint4& gains, float inv
             normed(pairs.w, gains.w, inverse)};
 }
 
+// Eight neighbouring columns of the input of a phase's product, as lanes multiply by them; and their place. For a weight
+// in 8 bits a pair is a column and the next but one: see widen_four(). A lane then reads two eights, and where neighbours
+// change places, no two of eight lanes meet in a bank.
+template <int PHASE>
+__device__ inline uint4 arranged(const uint4& pairs) {
+    if (weight_bytes(PHASE) == 2) return pairs;
+    return {__byte_perm(pairs.x, pairs.y, 0x5410), __byte_perm(pairs.x, pairs.y, 0x7632),
+            __byte_perm(pairs.z, pairs.w, 0x5410), __byte_perm(pairs.z, pairs.w, 0x7632)};
+}
+template <int PHASE>
+__device__ inline int place_of_eight(int index) {
+    return weight_bytes(PHASE) == 2 ? index : index ^ (index >> 3 & 1);
+}
+
 // Gathers the input of a product, `columns` numbers of each row, into shared memory as pairs, in rows of COLUMNS.
 // words: the published activations, whose rows are `stride` apart. gain: of the norm before the product; null: none.
 // All threads see the input when it returns.
-template <int COLUMNS>
+template <int PHASE, int COLUMNS>
 __device__ void gather(const Arguments& args, Block& block, const unsigned* words, int stride, const Number* gain,
                        int columns = COLUMNS) {
     constexpr int TEAM = THREADS / ROWS;  // threads of a row
@@ -88,6 +102,7 @@ __device__ void gather(const Arguments& args, Block& block, const unsigned* word
     uint4 pairs[EACH], gains[EACH];
     uint4* input = reinterpret_cast<uint4*>(block.state.work) + row * (COLUMNS / 8);
     words += row * stride;
+    auto store = [&](int index, const uint4& eight) { input[place_of_eight<PHASE>(index)] = arranged<PHASE>(eight); };
 #pragma unroll
     for (int each = 0; each < EACH; each++) {
         int index = member + each * TEAM;
@@ -107,7 +122,7 @@ __device__ void gather(const Arguments& args, Block& block, const unsigned* word
         for (int each = first; each < at_most(first + BATCH, EACH); each++) {
             pairs[each] = found[each - first];
             if (gain) squares += squares_of(pairs[each]);
-            else if (member + each * TEAM < columns / 8) input[member + each * TEAM] = pairs[each];
+            else if (member + each * TEAM < columns / 8) store(member + each * TEAM, pairs[each]);
         }
     }
     if (gain) {
@@ -125,7 +140,7 @@ __device__ void gather(const Arguments& args, Block& block, const unsigned* word
 #pragma unroll
             for (int each = 0; each < EACH; each++) {
                 int index = member + each * TEAM;
-                if (index < columns / 8) input[index] = normed(pairs[each], gains[each], inverse);
+                if (index < columns / 8) store(index, normed(pairs[each], gains[each], inverse));
             }
         }
     }

@@ -1,27 +1,42 @@
 // Products of the gathered input and a weight.
 #pragma once
-#include "exchange.cuh"
+#include "scales.cuh"
 
-// The next item of a product, in registers while its input is awaited. A lane has 8 columns of each part of a slice:
-// for one row of the input of both rows of the tile, for several of one of four.
-constexpr int LANES = ROWS == 1 ? 32 : 8, PARTS = SLICE / (8 * LANES), OF_PART = TILE * LANES / 32;
+// The next item of a product, in registers while its input is awaited. A lane has 16 bytes of each part of a slice: for
+// one row of the input of both rows of the tile, for several of one of four.
+constexpr int LANES = ROWS == 1 ? 32 : 8, PARTS = SLICE_BYTES / (16 * LANES), OF_PART = TILE * LANES / 32;
 struct Held {
     uint4 numbers[PARTS][OF_PART];
+    float scale;  // see load_scale()
 };
 
 __device__ inline void load_item(Warp& warp, Held& held) {
     const uint4* rows = reinterpret_cast<const uint4*>(warp.wait_for_item());
-    if (ROWS > 1) rows += warp.lane / LANES * (SLICE / 8);
+    if (ROWS > 1) rows += warp.lane / LANES * (SLICE_BYTES / 16);
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
 #pragma unroll
         for (int each = 0; each < OF_PART; each++)
-            held.numbers[part][each] = rows[each * (SLICE / 8) + part * LANES + warp.lane % LANES];
+            held.numbers[part][each] = rows[each * (SLICE_BYTES / 16) + part * LANES + warp.lane % LANES];
 }
 
 // Holds the warp's first item of a phase, if there is one.
-__device__ inline void hold(Warp& warp, Held& held, int phase) {
-    if (warp.warp < warp.block.state.items[phase]) load_item(warp, held);
+template <int PHASE>
+__device__ inline void hold(Warp& warp, Held& held, int layer) {
+    if (warp.warp >= warp.block.state.items[PHASE]) return;
+    held.scale = load_scale<PHASE>(warp, layer, warp.warp);
+    load_item(warp, held);
+}
+
+// sums[2] of a row: `low` and `high` are sums of columns. Of eighth lane / 4, the lane with lane % 4 == lane / 8 has what
+// counts: partners are such lanes.
+__device__ inline void add_eighths(float low, float high, int lane, float* sums) {
+    bool second = lane & 4;
+    float sum = second ? high : low;
+    sum += __shfl_xor_sync(~0u, second ? low : high, 4);
+    sum += __shfl_xor_sync(~0u, sum, 8 | 1);
+    sum += __shfl_xor_sync(~0u, sum, 16 | 2);
+    if (lane == 0 || lane == 4) sums[lane / 4] = sum;
 }
 
 // The item that is held, for one row: sums[2]. A tile of the tensor cores is two rows of the weight by eight eighths of
@@ -37,14 +52,43 @@ __device__ void multiply_row(const Held& held, const uint4* input, int lane, int
         multiply_tiles(even, {w.x, v.x, w.y, v.y}, {x.x, x.y});
         multiply_tiles(odd, {w.z, v.z, w.w, v.w}, {x.z, x.w});
     }
-    // Of eighth lane / 4, the lane with lane % 4 == lane / 8 has what counts: partners are such lanes.
     bool second = lane & 4;
     float low = second ? even[1] + odd[1] : even[0] + odd[0], high = second ? even[3] + odd[3] : even[2] + odd[2];
-    float sum = second ? high : low;
-    sum += __shfl_xor_sync(~0u, second ? low : high, 4);
-    sum += __shfl_xor_sync(~0u, sum, 8 | 1);
-    sum += __shfl_xor_sync(~0u, sum, 16 | 2);
-    if (lane == 0 || lane == 4) sums[lane / 4] = sum;
+    add_eighths(low, high, lane, sums);
+}
+
+// The same for weights in 8 bits: parts of 512 columns, of which a lane has 16.
+template <bool WHOLE>
+__device__ void multiply_scaled_row(const Held& held, const uint4* input, int lane, int columns, float* sums) {
+    bool second = lane & 4;
+    float low = 0, high = 0;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        bool inside = WHOLE || (part * LANES + lane) * 16 < columns;
+        const uint4* own = input + 2 * part * LANES;
+        uint4 none = {0, 0, 0, 0}, x = inside ? own[place_of_eight<QKV>(2 * lane)] : none;
+        uint4 y = inside ? own[place_of_eight<QKV>(2 * lane + 1)] : none;
+        uint4 w = inside ? held.numbers[part][0] : none, v = inside ? held.numbers[part][OF_PART - 1] : none;
+        float even[4] = {}, odd[4] = {};
+        auto multiply_four = [](float (&acc)[4], unsigned w, unsigned v, unsigned x, unsigned y) {
+            uint2 upper = widen_four(w), lower = widen_four(v);
+            multiply_tiles(acc, {upper.x, lower.x, upper.y, lower.y}, {x, y});
+        };
+        multiply_four(even, w.x, v.x, x.x, x.y), multiply_four(odd, w.y, v.y, x.z, x.w);
+        multiply_four(even, w.z, v.z, y.x, y.y), multiply_four(odd, w.w, v.w, y.z, y.w);
+        int group = part * (LANES / 8) + lane / 8;
+        low += (second ? even[1] + odd[1] : even[0] + odd[0]) * __shfl_sync(~0u, held.scale, group);
+        high += (second ? even[3] + odd[3] : even[2] + odd[2]) * __shfl_sync(~0u, held.scale, 16 + group);
+    }
+    add_eighths(low, high, lane, sums);
+}
+
+// Adds the halves of a row's sums and writes them, or adds them to what is there if `more`.
+__device__ inline void add_halves(float sum, int row, int lane, bool more, float* sums) {
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    if (lane & 4 || row >= ROWS) return;
+    float* target = sums + row * TILE + lane % 4;
+    *target = more ? *target + sum : sum;
 }
 
 // The item that is held, for several rows: sums[row][output], added to what is there if `more`. A tile of the tensor
@@ -67,21 +111,47 @@ __device__ void multiply_rows(const Held& held, const uint4* input, int lane, in
     }
     bool second = lane & 4;
 #pragma unroll
-    for (int half = 0; half < 1 + UPPER; half++) {
-        float sum = second ? even[2 * half + 1] + odd[2 * half + 1] : even[2 * half] + odd[2 * half];
-        sum += __shfl_xor_sync(~0u, sum, 4);
-        int row = quad + 4 * half;
-        if (second || row >= ROWS) continue;
-        float* target = sums + row * TILE + lane % 4;
-        *target = more ? *target + sum : sum;
+    for (int half = 0; half < 1 + UPPER; half++)
+        add_halves(second ? even[2 * half + 1] + odd[2 * half + 1] : even[2 * half] + odd[2 * half], quad + 4 * half,
+                   lane, more, sums);
+}
+
+// The same for weights in 8 bits: parts of 128 columns, of which a lane has 16.
+template <int COLUMNS, bool WHOLE>
+__device__ void multiply_scaled_rows(const Held& held, const uint4* input, int lane, int columns, bool more,
+                                     float* sums) {
+    constexpr bool UPPER = ROWS > 4;
+    int quad = lane / 8, within = lane % 8;
+    const uint4 *low = input + quad % ROWS * (COLUMNS / 8), *high = input + (quad + 4) % ROWS * (COLUMNS / 8);
+    bool second = lane & 4;
+    float sum[1 + UPPER] = {};
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        bool inside = WHOLE || (part * LANES + within) * 16 < columns;
+        uint4 none = {0, 0, 0, 0}, w = inside ? held.numbers[part][0] : none;
+        float even[4] = {}, odd[4] = {};
+#pragma unroll
+        for (int eight = 0; eight < 2; eight++) {
+            int index = 2 * part * LANES + place_of_eight<QKV>(2 * within + eight);
+            uint4 x = inside ? low[index] : none, y = UPPER && inside ? high[index] : none;
+            uint2 left = widen_four(eight ? w.z : w.x), right = widen_four(eight ? w.w : w.y);
+            multiply_tiles(even, {x.x, y.x, x.y, y.y}, {left.x, left.y});
+            multiply_tiles(odd, {x.z, y.z, x.w, y.w}, {right.x, right.y});
+        }
+        float scale = __shfl_sync(~0u, held.scale, lane % 4 * PARTS + part);
+#pragma unroll
+        for (int half = 0; half < 1 + UPPER; half++)
+            sum[half] += scale * (second ? even[2 * half + 1] + odd[2 * half + 1] : even[2 * half] + odd[2 * half]);
     }
+#pragma unroll
+    for (int half = 0; half < 1 + UPPER; half++) add_halves(sum[half], quad + 4 * half, lane, more, sums);
 }
 
 // Gives `finish(row, pair, sums)` each pair of outputs of `count` tiles, the first of which is `first` of this block's;
 // sums[2] (UNITS == 2, gate and up, whose tiles alternate: [4], gate first).
-template <int COLUMNS, int UNITS, class Finish>
+template <int SLICES, int UNITS, class Finish>
 __device__ void sum_up(Block& block, int first, int count, Finish finish) {
-    constexpr int SLICES = slices(COLUMNS), PAIRS = TILE / 2;
+    constexpr int PAIRS = TILE / 2;
     const float* partial = reinterpret_cast<const float*>(block.state.work + INPUT_BYTES);
     int index = threadIdx.x;
     if (index >= count / UNITS * PAIRS * ROWS) return;
@@ -100,21 +170,27 @@ __device__ void sum_up(Block& block, int first, int count, Finish finish) {
 
 // The items of `count` tiles, the first of which is `begin`, of all the product's `items`; `item` is this warp's next.
 // It calls `then` behind them, and afterwards frees the last stages: no block waits for these.
-template <int COLUMNS, bool WHOLE, class Then>
-__device__ void multiply_tiles_of(Warp& warp, Held& held, int& item, int begin, int count, int columns, bool more,
-                                  int items, Then then) {
+template <int PHASE, int COLUMNS, bool WHOLE, class Then>
+__device__ void multiply_tiles_of(Warp& warp, Held& held, int layer, int& item, int begin, int count, int columns,
+                                  bool more, int items, Then then) {
+    constexpr int SLICE = slice_of(PHASE);
+    constexpr bool SCALED = weight_bytes(PHASE) == 1;
     float* partial = reinterpret_cast<float*>(warp.block.state.work + INPUT_BYTES);
-    int parts = slices(columns), end = begin + count * parts;
+    int parts = slices(PHASE, columns), end = begin + count * parts;
     for (bool done = false; !done;) {
         bool mine = item < end;
         if (mine) {
             int index = item - begin, part = index % parts;
-            float* sums = partial + (index / parts * slices(COLUMNS) + part) * (TILE * ROWS);
+            float* sums = partial + (index / parts * slices(PHASE, COLUMNS) + part) * (TILE * ROWS);
             const uint4* input = reinterpret_cast<const uint4*>(warp.block.state.work) + part * (SLICE / 8);
             int left = columns - part * SLICE;
+            float scale = item + WARPS < items ? load_scale<PHASE>(warp, layer, item + WARPS) : 0;
             __syncwarp();  // tiles are multiplied by all lanes at once
-            if constexpr (ROWS == 1) multiply_row<WHOLE>(held, input, warp.lane, left, sums);
+            if constexpr (ROWS == 1 && SCALED) multiply_scaled_row<WHOLE>(held, input, warp.lane, left, sums);
+            else if constexpr (ROWS == 1) multiply_row<WHOLE>(held, input, warp.lane, left, sums);
+            else if constexpr (SCALED) multiply_scaled_rows<COLUMNS, WHOLE>(held, input, warp.lane, left, more, sums);
             else multiply_rows<COLUMNS, WHOLE>(held, input, warp.lane, left, more, sums);
+            held.scale = scale;
             item += WARPS;
         }
         done = item >= end;
@@ -129,14 +205,14 @@ __device__ void multiply_tiles_of(Warp& warp, Held& held, int& item, int begin, 
 
 // A product of the gathered input; finish: see sum_up().
 template <int PHASE, int COLUMNS, class Finish>
-__device__ void multiply(Warp& warp, Held& held, Finish finish) {
-    constexpr int UNITS = PHASE == GATE_UP ? 2 : 1, SLICES = slices(COLUMNS);
+__device__ void multiply(Warp& warp, Held& held, int layer, Finish finish) {
+    constexpr int UNITS = PHASE == GATE_UP ? 2 : 1, SLICES = slices(PHASE, COLUMNS);
     int tiles = warp.block.state.counts[PHASE] * UNITS, item = warp.warp;
     for (int first = 0; first < tiles; first += ROUND) {
         int count = at_most(tiles - first, ROUND);
-        multiply_tiles_of<COLUMNS, COLUMNS % SLICE == 0>(
-            warp, held, item, first * SLICES, count, COLUMNS, false, tiles * SLICES, [&] {
-                sum_up<COLUMNS, UNITS>(warp.block, first, count, finish);
+        multiply_tiles_of<PHASE, COLUMNS, COLUMNS % slice_of(PHASE) == 0>(
+            warp, held, layer, item, first * SLICES, count, COLUMNS, false, tiles * SLICES, [&] {
+                sum_up<SLICES, UNITS>(warp.block, first, count, finish);
                 if (first + ROUND < tiles) __syncthreads();
             });
     }
@@ -144,19 +220,19 @@ __device__ void multiply(Warp& warp, Held& held, Finish finish) {
 
 // `down`, whose input is gathered piece by piece.
 template <class Finish>
-__device__ void multiply_down(Warp& warp, Held& held, const unsigned* words, Finish finish) {
+__device__ void multiply_down(Warp& warp, Held& held, int layer, const unsigned* words, Finish finish) {
     if constexpr (PIECES == 1) {
-        gather<INTERMEDIATE>(warp.args, warp.block, words, INTERMEDIATE / 2, nullptr);
-        multiply<DOWN, INTERMEDIATE>(warp, held, finish);
+        gather<DOWN, INTERMEDIATE>(warp.args, warp.block, words, INTERMEDIATE / 2, nullptr);
+        multiply<DOWN, INTERMEDIATE>(warp, held, layer, finish);
     } else {
         int tiles = warp.block.state.counts[DOWN], item = warp.warp;
         for (int piece = 0; piece < PIECES; piece++) {
             int begin = piece * PIECE, columns = at_most(INTERMEDIATE - begin, PIECE);
-            gather<PIECE>(warp.args, warp.block, words + begin / 2, INTERMEDIATE / 2, nullptr, columns);
-            multiply_tiles_of<PIECE, INTERMEDIATE % SLICE == 0>(
-                warp, held, item, piece * tiles * slices(PIECE), tiles, columns, piece > 0,
-                tiles * slices(INTERMEDIATE), [&] {
-                    if (piece == PIECES - 1) sum_up<PIECE, 1>(warp.block, 0, tiles, finish);
+            gather<DOWN, PIECE>(warp.args, warp.block, words + begin / 2, INTERMEDIATE / 2, nullptr, columns);
+            multiply_tiles_of<DOWN, PIECE, INTERMEDIATE % slice_of(DOWN) == 0>(
+                warp, held, layer, item, piece * tiles * slices(DOWN, PIECE), tiles, columns, piece > 0,
+                tiles * slices(DOWN, INTERMEDIATE), [&] {
+                    if (piece == PIECES - 1) sum_up<slices(DOWN, PIECE), 1>(warp.block, 0, tiles, finish);
                 });
         }
     }

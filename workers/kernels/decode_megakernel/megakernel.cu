@@ -44,8 +44,8 @@ __device__ KVSplit split_positions(const Arguments& args) {
 __device__ void assign_work(const Arguments& args, Block& block, HeldSplit& kv) {
     if (threadIdx.x == 0) {
         const int tiles[] = {QKV_ROWS / TILE, 0, HIDDEN / TILE, INTERMEDIATE / TILE, HIDDEN / TILE, args.vocab / TILE};
-        constexpr int OF_HIDDEN = slices(HIDDEN);
-        const int of_tile[] = {OF_HIDDEN, 0, slices(HEADS_WIDTH), 2 * OF_HIDDEN, slices(INTERMEDIATE), OF_HIDDEN};
+        constexpr int OF_HIDDEN = slices(QKV, HIDDEN), OF_O = slices(O, HEADS_WIDTH), OF_DOWN = slices(DOWN, INTERMEDIATE);
+        const int of_tile[] = {OF_HIDDEN, 0, OF_O, 2 * OF_HIDDEN, OF_DOWN, slices(HEAD, HIDDEN)};
         for (int phase = 0; phase < PHASES; phase++) {
             block.state.begins[phase] = (long long)tiles[phase] * blockIdx.x / BLOCKS;
             block.state.counts[phase] =
@@ -115,9 +115,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_megakernel(const
             };
         };
         Held held;
-        hold(warp, held, QKV);
-        gather<HIDDEN>(args, block, x, HIDDEN / 2, of_layer[INPUT_NORM]);
-        multiply<QKV, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
+        hold<QKV>(warp, held, layer);
+        gather<QKV, HIDDEN>(args, block, x, HIDDEN / 2, of_layer[INPUT_NORM]);
+        multiply<QKV, HIDDEN>(warp, held, layer, [&](int row, int pair, const float* sums) {
             int index = block.state.begins[QKV] * (TILE / 2) + pair;
             float2 bias = {0, 0};
             if (of_layer[QKV_BIAS]) bias = unpack(reinterpret_cast<const unsigned*>(of_layer[QKV_BIAS])[index]);
@@ -126,27 +126,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_megakernel(const
         });
         attend(warp, layer, published);
         warm_up(args, layer + 1);
-        hold(warp, held, O);
-        gather<HEADS_WIDTH>(args, block, published + HEADS_AT, HEADS_WIDTH / 2, nullptr);
-        multiply<O, HEADS_WIDTH>(warp, held, add_to_residual(MID_AT, O, -1));
-        hold(warp, held, GATE_UP);
-        gather<HIDDEN>(args, block, published + MID_AT, HIDDEN / 2, of_layer[POST_NORM]);
+        hold<O>(warp, held, layer);
+        gather<O, HEADS_WIDTH>(args, block, published + HEADS_AT, HEADS_WIDTH / 2, nullptr);
+        multiply<O, HEADS_WIDTH>(warp, held, layer, add_to_residual(MID_AT, O, -1));
+        hold<GATE_UP>(warp, held, layer);
+        gather<GATE_UP, HIDDEN>(args, block, published + MID_AT, HIDDEN / 2, of_layer[POST_NORM]);
         clear(earlier);
-        multiply<GATE_UP, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
+        multiply<GATE_UP, HIDDEN>(warp, held, layer, [&](int row, int pair, const float* sums) {
             float2 gate = rounded({sums[0], sums[1]}), up = rounded({sums[2], sums[3]});
             float2 active = rounded({gate.x / (1 + expf(-gate.x)), gate.y / (1 + expf(-gate.y))});
             int index = INTERMEDIATE_AT + row * (INTERMEDIATE / 2) + block.state.begins[GATE_UP] * (TILE / 2) + pair;
             write_word(published + index, pack(active.x * up.x, active.y * up.y));
         });
-        hold(warp, held, DOWN);
+        hold<DOWN>(warp, held, layer);
         int tap = tap_of(args, layer + 1);
-        multiply_down(warp, held, published + INTERMEDIATE_AT, add_to_residual(X_AT, DOWN, tap));
+        multiply_down(warp, held, layer, published + INTERMEDIATE_AT, add_to_residual(X_AT, DOWN, tap));
         x = published + X_AT;
     }
     Held held;
-    hold(warp, held, HEAD);
-    gather<HIDDEN>(args, block, x, HIDDEN / 2, args.final_norm);
-    multiply<HEAD, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
+    hold<HEAD>(warp, held, 0);
+    gather<HEAD, HIDDEN>(args, block, x, HIDDEN / 2, args.final_norm);
+    multiply<HEAD, HIDDEN>(warp, held, 0, [&](int row, int pair, const float* sums) {
         unsigned* logits = reinterpret_cast<unsigned*>(args.logits) + (long long)row * (args.vocab / 2);
         logits[block.state.begins[HEAD] * (TILE / 2) + pair] = pack(sums[0], sums[1]);
     });

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import StepPages
 from tandem.cache.plan.kv_scales import FP8
-from tandem.workers.kernels.base import RmsNorm
+from tandem.workers.kernels.base import Linear, RmsNorm
 from tandem.workers.kernels.cuda.cubin_build import Cubin, defines, load_cubin
 from tandem.workers.kernels.cuda.driver import Function, Module
 
@@ -28,6 +28,7 @@ STATS = 4  # words beside a head's accumulator: row_max, then row_sum thrice
 MAX_SPLITS = 16  # of a KV head's positions
 ROW_COUNTS = (1, 2, 4, 8)
 MAX_TAPS = 3
+SCALED_COLUMNS = 128  # of a weight in 8 bits, that share a scale, unless all do
 INPUT_LIMIT = 64 * 1024  # bytes that a block gathers of several rows for a product; other kernels are faster beyond
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
@@ -35,7 +36,7 @@ POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MegakernelLayer:
-    """A layer's tensors, in the order of the pointers in shape.cuh; see LayerParameters."""
+    """A layer's tensors, in the order of the pointers in shape.cuh; see LayerParameters. Scales: of 8 bits."""
 
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -45,6 +46,28 @@ class MegakernelLayer:
     input_norm: Tensor
     post_norm: Tensor
     head_norms: Tensor | None  # [Hq + Hkv, D]
+    scaling: int = 0  # a byte of each product, see _scaling()
+    qkv_scales: Tensor | None = None
+    o_scales: Tensor | None = None
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, products: Sequence[Linear], input_norm: Tensor, post_norm: Tensor, head_norms: Tensor | None
+    ) -> "MegakernelLayer | None":
+        """products: qkv, o, gate and up, down. None where the kernel does not multiply by them: biases of others than
+        qkv, unlike dtypes, groups of other sizes that share a scale."""
+        qkv, o, gate_up, down = (product.weight for product in products)
+        scaling = [bits for product in products if (bits := _scaling(product)) is not None]
+        biased = any(product.bias is not None for product in products[1:])
+        if biased or len({product.weight.dtype for product in products}) > 1 or len(scaling) < len(products):
+            return None
+        return cls(
+            *(qkv, products[0].bias, o, gate_up, down, input_norm, post_norm, head_norms),
+            sum(bits << 8 * index for index, bits in enumerate(scaling)),
+            *(None if product.scaled is None else product.scaled.scales for product in products),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +80,8 @@ class MegakernelShape:
     kv_heads: int
     head_dim: int
     vocab: int
-    dtype: torch.dtype  # of all tensors
+    dtype: torch.dtype  # of all tensors but K, V and weights
+    weights: torch.dtype  # of layers: dtype or float8_e4m3fn
     stored: torch.dtype  # of K and V in their pages: dtype or float8_e4m3fn
 
     def fits(self, blocks: int, rows: int) -> bool:
@@ -67,13 +91,15 @@ class MegakernelShape:
         Inputs of several rows must be small enough to be gathered fast.
         """
         sizes, tile = (self.hidden, self.intermediate, self.q_heads * self.head_dim), _tile(rows)
+        aligned = 16 // self.weights.itemsize
         widest = max(self.hidden, self.q_heads * self.head_dim)  # `down` gathers its input in pieces
         return (
             self.dtype in (torch.float16, torch.bfloat16)
+            and self.weights in (self.dtype, FP8)
             and self.stored in (self.dtype, FP8)
             and self.head_dim in (64, 128)
             and self.q_heads // self.kv_heads <= MAX_GROUP
-            and all(size % 8 == 0 for size in sizes)
+            and all(size % aligned == 0 for size in sizes)
             and self.vocab % tile == 0
             and min(*sizes, self.vocab) >= tile * blocks
             and blocks >= rows * self.kv_heads
@@ -95,6 +121,7 @@ class MegakernelShape:
             HEAD_DIM=self.head_dim,
             HALF=self.dtype == torch.float16,
             FP8=self.stored == FP8,
+            WEIGHT8=self.weights == FP8,
             BLOCKS=blocks,
             WARPS=warps,
             SHARED_BYTES=SHARED_BYTES,
@@ -121,6 +148,22 @@ class MegakernelShape:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _word(value: Tensor | int | None) -> int:
+    return value if isinstance(value, int) else _address(value)
+
+
+def _scaling(product: Linear) -> int | None:
+    """What shares scales, for ScaleBlock of scales.cuh: rows, as a power of two, in the upper half of a byte; whether
+    SCALED_COLUMNS do, not all, in the lower. None: something else does. 0: there are none."""
+    scaled = product.scaled
+    if scaled is None:
+        return 0
+    grouped, row_bits = scaled.scales.shape[1] > 1, scaled.row_block.bit_length() - 1
+    if scaled.row_block != 1 << row_bits or row_bits > 15 or (grouped and scaled.group != SCALED_COLUMNS):
+        return None
+    return row_bits << 4 | int(grouped)
 
 
 def _tile(rows: int) -> int:
@@ -163,7 +206,7 @@ class DecodeMegakernel:
         lm_head: Tensor,
         launch: Launch,
     ) -> None:
-        """rows: of each step. All tensors are contiguous, of the shape's dtype and on one device; all norms have
+        """rows: of each step. All tensors are contiguous, of the shape's dtypes and on one device; all norms have
         the eps of final_norm."""
         self._shape = shape
         self._rows = rows
@@ -172,7 +215,7 @@ class DecodeMegakernel:
         self._lm_head = lm_head
         self._launch = launch
         device = lm_head.device
-        table = [[_address(getattr(layer, field.name)) for field in fields(layer)] for layer in layers]
+        table = [[_word(getattr(layer, field.name)) for field in fields(layer)] for layer in layers]
         self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._published = torch.full((shape.num_words(rows),), -1, dtype=torch.int32, device=device)  # NONE
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # layers before; blocks done

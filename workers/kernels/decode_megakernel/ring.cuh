@@ -2,6 +2,21 @@
 #pragma once
 #include "shape.cuh"
 
+// The first row and column of an item of a product; columns: of its weight.
+struct Place {
+    int row, column;
+};
+__device__ inline Place place_of(const Block& block, int phase, int item, int columns) {
+    int begin = 0, left = columns;
+    if (PIECES > 1 && phase == DOWN) {
+        int of_piece = block.state.counts[DOWN] * slices(DOWN, PIECE), piece = item / of_piece;
+        begin = piece * PIECE, left = at_most(INTERMEDIATE - begin, PIECE), item -= piece * of_piece;
+    }
+    int parts = slices(phase, left), unit = item / parts, column = begin + (item - unit * parts) * slice_of(phase);
+    int tile = phase == GATE_UP ? block.state.begins[phase] + unit / 2 : block.state.begins[phase] + unit;
+    return {TILE * tile + (phase == GATE_UP && unit % 2 ? INTERMEDIATE : 0), column};
+}
+
 // An item is a tile's slice of a weight, or some positions of K and V; a block's items go round its warps.
 struct Warp {
     const Arguments& args;
@@ -10,7 +25,7 @@ struct Warp {
     int layer, phase, item;  // what is fetched next
 #if ROWS == 1
     int left, tile, slice;  // items of this phase; where the next one is
-    const Number* weight;
+    const unsigned char* weight;
 #endif
     unsigned fetched, taken;
     unsigned long long policy;
@@ -41,10 +56,18 @@ struct Warp {
         }
     }
 
+    __device__ const unsigned char* weight_of(int phase) const {
+        return reinterpret_cast<const unsigned char*>(
+            phase == HEAD ? args.lm_head : args.layers[layer * POINTERS + phase]);
+    }
+
 #if ROWS == 1
-    template <class Value>
-    __device__ Value by_phase(Value of_o, Value of_down, Value of_others) const {
-        return phase == O ? of_o : phase == DOWN ? of_down : of_others;
+    // Slices of a row.
+    static constexpr int OF_O = slices(O, HEADS_WIDTH), OF_DOWN = slices(DOWN, INTERMEDIATE);
+    static constexpr int OF_HEAD = slices(HEAD, HIDDEN), OF_OTHERS = slices(QKV, HIDDEN);
+
+    __device__ int by_phase(int of_o, int of_down, int of_head, int of_others) const {
+        return phase == O ? of_o : phase == DOWN ? of_down : phase == HEAD ? of_head : of_others;
     }
 
     // Goes on to the first item of the next phase that has one for this warp.
@@ -56,11 +79,10 @@ struct Warp {
         } while (left <= 0);
         item = warp;
         if (phase == ATTENTION) return;
-        constexpr int OF_O = slices(HEADS_WIDTH), OF_DOWN = slices(INTERMEDIATE), OF_OTHERS = slices(HIDDEN);
-        tile = by_phase(warp / OF_O, warp / OF_DOWN, warp / OF_OTHERS);
-        slice = by_phase(warp % OF_O, warp % OF_DOWN, warp % OF_OTHERS);
+        tile = by_phase(warp / OF_O, warp / OF_DOWN, warp / OF_HEAD, warp / OF_OTHERS);
+        slice = by_phase(warp % OF_O, warp % OF_DOWN, warp % OF_HEAD, warp % OF_OTHERS);
         tile += block.state.begins[phase] * (phase == GATE_UP ? 2 : 1);
-        weight = phase == HEAD ? args.lm_head : args.layers[layer * POINTERS + phase];
+        weight = weight_of(phase);
     }
 
     // Fetches the next item of this warp, if there is one, into the stage that was freed longest ago. Few instructions
@@ -79,21 +101,22 @@ struct Warp {
     }
 
     __device__ void fetch_rows(unsigned stage) {
-        constexpr int OF_O = slices(HEADS_WIDTH), OF_DOWN = slices(INTERMEDIATE), OF_OTHERS = slices(HIDDEN);
-        int columns = by_phase(HEADS_WIDTH, INTERMEDIATE, HIDDEN), column = slice * SLICE;
+        int row_bytes = by_phase(HEADS_WIDTH * weight_bytes(O), INTERMEDIATE * weight_bytes(DOWN),
+                                 HIDDEN * weight_bytes(HEAD), HIDDEN * weight_bytes(QKV));
+        int begin = slice * SLICE_BYTES;
         if (lane == 0) {
             int row = phase == GATE_UP ? TILE * (tile / 2) + (tile & 1) * INTERMEDIATE : TILE * tile;
-            const Number* source = weight + (long long)row * columns + column;
-            unsigned bytes = at_most(columns - column, SLICE) * 2;
+            const unsigned char* source = weight + (long long)row * row_bytes + begin;
+            unsigned bytes = at_most(row_bytes - begin, SLICE_BYTES);
             unsigned long long* arrival = &block.state.arrivals[warp][stage];
             expect_bytes(arrival, TILE * bytes);
 #pragma unroll
             for (int each = 0; each < TILE; each++)
-                fetch(block.ring[warp][stage] + each * (SLICE * 2), source + each * columns, bytes, arrival, policy);
+                fetch(block.ring[warp][stage] + each * SLICE_BYTES, source + each * row_bytes, bytes, arrival, policy);
         }
-        tile += by_phase(WARPS / OF_O, WARPS / OF_DOWN, WARPS / OF_OTHERS);
-        slice += by_phase(WARPS % OF_O, WARPS % OF_DOWN, WARPS % OF_OTHERS);
-        int parts = by_phase(OF_O, OF_DOWN, OF_OTHERS);
+        tile += by_phase(WARPS / OF_O, WARPS / OF_DOWN, WARPS / OF_HEAD, WARPS / OF_OTHERS);
+        slice += by_phase(WARPS % OF_O, WARPS % OF_DOWN, WARPS % OF_HEAD, WARPS % OF_OTHERS);
+        int parts = by_phase(OF_O, OF_DOWN, OF_HEAD, OF_OTHERS);
         if (slice >= parts) slice -= parts, tile++;
     }
 #else
@@ -115,20 +138,13 @@ struct Warp {
 
     __device__ void fetch_rows(unsigned stage) {
         int columns = phase == O ? HEADS_WIDTH : phase == DOWN ? INTERMEDIATE : HIDDEN;
-        int begin = 0, left = columns, index = item;
-        if (PIECES > 1 && phase == DOWN) {
-            int of_piece = block.state.counts[DOWN] * slices(PIECE), piece = item / of_piece;
-            begin = piece * PIECE, left = at_most(INTERMEDIATE - begin, PIECE), index -= piece * of_piece;
-        }
-        int parts = slices(left), unit = index / parts, column = begin + (index - unit * parts) * SLICE;
-        int row = phase == GATE_UP ? TILE * (block.state.begins[phase] + unit / 2) + (unit & 1) * INTERMEDIATE
-                                   : TILE * (block.state.begins[phase] + unit);
-        const Number* weight = phase == HEAD ? args.lm_head : args.layers[layer * POINTERS + phase];
-        const Number* source = weight + (long long)row * columns + column;
-        unsigned bytes = (columns - column < SLICE ? columns - column : SLICE) * 2;
+        Place place = place_of(block, phase, item, columns);
+        int row_bytes = columns * weight_bytes(phase), begin = place.column * weight_bytes(phase);
+        const unsigned char* source = weight_of(phase) + (long long)(place.row + lane) * row_bytes + begin;
+        unsigned bytes = at_most(row_bytes - begin, SLICE_BYTES);
         unsigned long long* arrival = &block.state.arrivals[warp][stage];
         if (lane == 0) expect_bytes(arrival, TILE * bytes);
-        fetch(block.ring[warp][stage] + lane * (SLICE * 2), source + (long long)lane * columns, bytes, arrival, policy);
+        fetch(block.ring[warp][stage] + lane * SLICE_BYTES, source, bytes, arrival, policy);
     }
 #endif
 

@@ -1,7 +1,7 @@
 // The sizes of the megakernel, what a launch is given, and what a block keeps in shared memory.
 //
 // megakernel.py is the home of the constants that host and device share. It sets them on the compiler's command line:
-//   the model      HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, HEAD_DIM, HALF, FP8
+//   the model      HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, HEAD_DIM, HALF, FP8 (K and V), WEIGHT8 (see weight_bytes())
 //   the launch     ROWS, BLOCKS, WARPS, SHARED_BYTES
 //   the tiling     TILE (outputs of a product that a warp computes at once), STAGE_BYTES (of a ring), MAX_GROUP,
 //                  INPUT_LIMIT (bytes of a gathered input), ITEM_POSITIONS, MAX_SPLITS, STATS
@@ -17,15 +17,14 @@ using Entry = Number;
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = Q_HEADS / KV_HEADS;
-constexpr int SLICE = STAGE_BYTES / TILE / 2;  // columns of a tile of weights; a stage holds one, or K and V
-constexpr int MMA_POSITIONS = 8;               // positions that a warp attends to at once
+constexpr int SLICE_BYTES = STAGE_BYTES / TILE;  // of a row of a tile of weights; a stage holds a tile, or K and V
+constexpr int MMA_POSITIONS = 8;                 // positions that a warp attends to at once
 constexpr int HEADS_WIDTH = Q_HEADS * HEAD_DIM, QKV_ROWS = (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM;
 static_assert(GROUP <= MAX_GROUP, "the accumulators of a KV head's heads must fit into registers");
 
 __host__ __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
 __host__ __device__ constexpr int at_most(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int at_least(int a, int b) { return a > b ? a : b; }
-__host__ __device__ constexpr int slices(int columns) { return (columns + SLICE - 1) / SLICE; }
 __host__ __device__ constexpr int ceiling(int a, int b) { return (a + b - 1) / b; }
 // ITEM_POSITIONS is the most positions of an item, which lie on one page. Several rows fill their stages with them;
 // fewer than MANY_POSITIONS spread better by MMA_POSITIONS, as those of one row always do.
@@ -38,15 +37,23 @@ static_assert(ITEM_POSITIONS == (ROWS == 1 ? MMA_POSITIONS
 constexpr int SPLITS = at_most(MAX_SPLITS, power_below(BLOCKS / KV_HEADS));  // blocks of a KV head
 static_assert(SPLITS >= ROWS && WARPS % ROWS == 0 && ROWS <= 8);
 
-// Pointers of a layer, in the order of MegakernelLayer's fields. A product's index is its phase's number.
-enum { QKV, QKV_BIAS, O, GATE_UP, DOWN, INPUT_NORM, POST_NORM, HEAD_NORMS, POINTERS };
+// Pointers of a layer, in the order of MegakernelLayer's fields. A product's index is its phase's number. SCALING, which
+// is no pointer, and the scales are those of weights in 8 bits: see scales.cuh.
+enum { QKV, QKV_BIAS, O, GATE_UP, DOWN, INPUT_NORM, POST_NORM, HEAD_NORMS, SCALING, QKV_SCALES, O_SCALES,
+       GATE_UP_SCALES, DOWN_SCALES, POINTERS };
 constexpr int ATTENTION = QKV_BIAS, HEAD = INPUT_NORM, PHASES = HEAD + 1;  // phases in order, the head being the last
 static_assert(POINTERS == HOST_LAYER_POINTERS);
+
+// Of a number of a phase's weight. WEIGHT8: the layers' weights are in 8 bits (e4m3), the head's is not. So a stage
+// holds twice as many columns of them.
+__host__ __device__ constexpr int weight_bytes(int phase) { return WEIGHT8 && phase != HEAD ? 1 : 2; }
+__host__ __device__ constexpr int slice_of(int phase) { return SLICE_BYTES / weight_bytes(phase); }  // columns
+__host__ __device__ constexpr int slices(int phase, int columns) { return ceiling(columns, slice_of(phase)); }
 
 // The input of `down` is the widest. Several rows gather and multiply it in pieces, which leaves room for rings.
 constexpr int PIECE = ROWS == 1 || INTERMEDIATE * ROWS * 2 <= INPUT_LIMIT
                           ? INTERMEDIATE
-                          : slices(ceiling(INTERMEDIATE, ceiling(INTERMEDIATE * ROWS * 2, INPUT_LIMIT))) * SLICE;
+                          : slice_of(DOWN) * slices(DOWN, ceiling(INTERMEDIATE, ceiling(INTERMEDIATE * ROWS * 2, INPUT_LIMIT)));
 constexpr int PIECES = ceiling(INTERMEDIATE, PIECE);
 
 constexpr int WIDEST = at_least(at_least(HIDDEN, PIECE), HEADS_WIDTH);
@@ -56,7 +63,7 @@ constexpr int HEAD_BYTES = HEAD_DIM * 2, OWN_AT = GROUP * HEAD_BYTES;
 constexpr int HEADS_BYTES = OWN_AT + STAGE_BYTES / 2 + ROWS * HEAD_BYTES;
 static_assert(ROWS <= MMA_POSITIONS && ROWS * HEAD_BYTES <= STAGE_BYTES / 2, "new tokens of a sequence are one item");
 constexpr int INPUT_BYTES = at_least((ROWS * WIDEST * 2 + 15) / 16 * 16, HEADS_BYTES);
-constexpr int SUMS_BYTES = slices(WIDEST) * TILE * ROWS * 4;                      // of a tile
+constexpr int SUMS_BYTES = at_least(slices(DOWN, WIDEST), slices(HEAD, HIDDEN)) * TILE * ROWS * 4;  // of a tile
 constexpr int MAX_DOWN_TILES = PIECES == 1 ? 2 : ceiling(HIDDEN / TILE, BLOCKS);  // tiles whose sums outlast a piece
 constexpr int MAX_ROUND = at_most(64, THREADS / ROWS / (TILE / 2));               // a thread sums up a pair of a row
 // Tiles between two barriers, an even number.

@@ -1,0 +1,55 @@
+// Weights in 8 bits (WEIGHT8): E4M3, and float32 scales [rows / row block, groups of columns]. The tensor cores multiply
+// the widened numbers by x, and scales count for sums of 64 columns: so products are exact up to their float32 sums.
+#pragma once
+#include "exchange.cuh"
+
+constexpr int SCALED_COLUMNS = 128;  // that share a scale, unless all do: MegakernelLayer takes no other groups
+
+// A byte of SCALING says what shares scales: which power of two of rows (upper half) and whether groups of columns do.
+struct ScaleBlock {
+    int row_bits, column_bits;
+
+    __device__ ScaleBlock(const Arguments& args, int layer, int phase) {
+        auto scaling = reinterpret_cast<unsigned long long>(args.layers[layer * POINTERS + SCALING]);
+        unsigned byte = ((unsigned)scaling >> 8 * (phase == QKV ? 0 : phase - O + 1)) & 255;
+        row_bits = byte >> 4, column_bits = byte & 1 ? 7 : 30;
+    }
+};
+static_assert(1 << 7 == SCALED_COLUMNS);
+
+// One of an item's scales, of which each lane holds one: of row lane / OF_ROW of the tile, and of group lane % OF_ROW of
+// the slice. So a lane asks for the next item's scale before it multiplies, and lanes exchange them.
+template <int PHASE>
+__device__ inline float load_scale(const Warp& warp, int layer, int item) {
+    if constexpr (weight_bytes(PHASE) == 2) {
+        return 1;
+    } else {
+        constexpr int OF_ROW = slice_of(PHASE) / SCALED_COLUMNS;
+        static_assert(OF_ROW * TILE == 32);
+        constexpr int COLUMNS = PHASE == O ? HEADS_WIDTH : PHASE == DOWN ? INTERMEDIATE : HIDDEN;
+        Place place = place_of(warp.block, PHASE, item, COLUMNS);
+        int row = place.row + warp.lane / OF_ROW, column = place.column + warp.lane % OF_ROW * SCALED_COLUMNS;
+        if (column >= COLUMNS) return 0;
+        ScaleBlock block(warp.args, layer, PHASE);
+        constexpr int AT = PHASE == QKV ? QKV_SCALES : O_SCALES + (PHASE - O);
+        auto scales = reinterpret_cast<const float*>(warp.args.layers[layer * POINTERS + AT]);
+        int groups = ((COLUMNS - 1) >> block.column_bits) + 1;
+        return scales[(row >> block.row_bits) * groups + (column >> block.column_bits)];
+    }
+}
+
+// Four numbers of 8 bits in two pairs, exactly: the first and the third, the second and the fourth. Moved into the
+// place of a wider exponent they are too small by a power of two, subnormal ones as well.
+__device__ inline uint2 widen_four(unsigned four) {
+    constexpr unsigned SIGNS = 0x80008000u;
+#if HALF
+    constexpr int LEFT = 7, RIGHT = 1;
+    constexpr unsigned SIZES = 0x3f803f80u, FACTOR = 0x5c005c00u;  // 2 ** 8
+#else
+    constexpr int LEFT = 4, RIGHT = 4;
+    constexpr unsigned SIZES = 0x07f007f0u, FACTOR = 0x7b807b80u;  // 2 ** 120
+#endif
+    unsigned first = ((four << 8) & SIGNS) | ((four << LEFT) & SIZES);
+    unsigned second = (four & SIGNS) | ((four >> RIGHT) & SIZES);
+    return {multiply_pairs(first, FACTOR), multiply_pairs(second, FACTOR)};
+}

@@ -134,6 +134,14 @@ __device__ inline unsigned short narrow(float low, float high) {
     return both;
 }
 
+// Byte FIRST of four and the next one, as 16 bits each, of which the upper eight repeat the byte's sign.
+template <int FIRST>
+__device__ inline unsigned extend_signs(unsigned four) {
+    unsigned both;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(both) : "r"(four), "n"(0x9180 + 0x1111 * FIRST));
+    return both;
+}
+
 // Two of the kernel's numbers.
 #if HALF
 using Number = __half;

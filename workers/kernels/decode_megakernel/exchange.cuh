@@ -76,15 +76,8 @@ __device__ inline uint4 normed(const uint4& pairs, const uint4& gains, float inv
             normed(pairs.w, gains.w, inverse)};
 }
 
-// Eight neighbouring columns of the input of a phase's product, as lanes multiply by them; and their place. For a weight
-// in 8 bits a pair is a column and the next but one: see widen_four(). A lane then reads two eights, and where neighbours
-// change places, no two of eight lanes meet in a bank.
-template <int PHASE>
-__device__ inline uint4 arranged(const uint4& pairs) {
-    if (weight_bytes(PHASE) == 2) return pairs;
-    return {__byte_perm(pairs.x, pairs.y, 0x5410), __byte_perm(pairs.x, pairs.y, 0x7632),
-            __byte_perm(pairs.z, pairs.w, 0x5410), __byte_perm(pairs.z, pairs.w, 0x7632)};
-}
+// Where eight neighbouring columns of the input of a phase's product stand. A lane reads two eights at once for a weight
+// in 8 bits. So some change places with their neighbours, that no two of eight lanes meet in a bank.
 template <int PHASE>
 __device__ inline int place_of_eight(int index) {
     return weight_bytes(PHASE) == 2 ? index : index ^ (index >> 3 & 1);
@@ -102,7 +95,7 @@ __device__ void gather(const Arguments& args, Block& block, const unsigned* word
     uint4 pairs[EACH], gains[EACH];
     uint4* input = reinterpret_cast<uint4*>(block.state.work) + row * (COLUMNS / 8);
     words += row * stride;
-    auto store = [&](int index, const uint4& eight) { input[place_of_eight<PHASE>(index)] = arranged<PHASE>(eight); };
+    auto store = [&](int index, const uint4& eight) { input[place_of_eight<PHASE>(index)] = eight; };
 #pragma unroll
     for (int each = 0; each < EACH; each++) {
         int index = member + each * TEAM;

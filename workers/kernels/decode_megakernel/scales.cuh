@@ -38,18 +38,16 @@ __device__ inline float load_scale(const Warp& warp, int layer, int item) {
     }
 }
 
-// Four numbers of 8 bits in two pairs, exactly: the first and the third, the second and the fourth. Moved into the
-// place of a wider exponent they are too small by a power of two, subnormal ones as well.
+// Four numbers of 8 bits in two pairs, exactly (but for NaN, which counts as 480). Moved into the place of a wider
+// exponent they are too small by a power of two, subnormal ones as well.
 __device__ inline uint2 widen_four(unsigned four) {
-    constexpr unsigned SIGNS = 0x80008000u;
 #if HALF
-    constexpr int LEFT = 7, RIGHT = 1;
-    constexpr unsigned SIZES = 0x3f803f80u, FACTOR = 0x5c005c00u;  // 2 ** 8
+    constexpr int BITS = 7;
+    constexpr unsigned OF_NUMBER = 0xbf80bf80u, FACTOR = 0x5c005c00u;  // 2 ** 8
 #else
-    constexpr int LEFT = 4, RIGHT = 4;
-    constexpr unsigned SIZES = 0x07f007f0u, FACTOR = 0x7b807b80u;  // 2 ** 120
+    constexpr int BITS = 4;
+    constexpr unsigned OF_NUMBER = 0x87f087f0u, FACTOR = 0x7b807b80u;  // 2 ** 120
 #endif
-    unsigned first = ((four << 8) & SIGNS) | ((four << LEFT) & SIZES);
-    unsigned second = (four & SIGNS) | ((four >> RIGHT) & SIZES);
-    return {multiply_pairs(first, FACTOR), multiply_pairs(second, FACTOR)};
+    unsigned low = (extend_signs<0>(four) << BITS) & OF_NUMBER, high = (extend_signs<2>(four) << BITS) & OF_NUMBER;
+    return {multiply_pairs(low, FACTOR), multiply_pairs(high, FACTOR)};
 }

@@ -177,6 +177,12 @@ inline unsigned entry_of(float value) {
 inline unsigned widen(unsigned short both) { return pack_half(of_entry(both & 255), of_entry(both >> 8)); }
 inline unsigned short narrow(float low, float high) { return entry_of(low) | entry_of(high) << 8; }
 
+template <int FIRST>
+inline unsigned extend_signs(unsigned four) {
+    auto extended = [&](int place) { return (unsigned)(unsigned short)(signed char)(four >> 8 * place); };
+    return extended(FIRST) | extended(FIRST + 1) << 16;
+}
+
 #if HALF
 using Number = _Float16;
 inline float number(unsigned short bits) { return half_of(bits); }

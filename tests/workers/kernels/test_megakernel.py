@@ -221,7 +221,7 @@ def assert_near(actual: Tensor, expected: Tensor, case: Case) -> None:
     assert errors.max() < case.tolerance
 
 
-@pytest.mark.gate("norms", "8 bits, two rows")
+@pytest.mark.gate("norms", "8 bits, two rows", "weights of blocks, two rows")
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_steps_equal_plain_forwards(name: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ __device__ inline uint4 normed(const uint4& pairs, const uint4& gains, float inv
             normed(pairs.w, gains.w, inverse)};
 }
 
-// Where eight neighbouring columns of the input of a phase's product stand. A lane reads two eights at once for a weight
-// in 8 bits. So some change places with their neighbours, that no two of eight lanes meet in a bank.
+// Where eight neighbouring columns of a product's input stand. For a weight in 8 bits a lane reads two eights, one after
+// the other. Some swap places with their neighbour, so that no two of eight lanes read from one bank.
 template <int PHASE>
 __device__ inline int place_of_eight(int index) {
     return weight_bytes(PHASE) == 2 ? index : index ^ (index >> 3 & 1);

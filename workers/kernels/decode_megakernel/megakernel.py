@@ -133,6 +133,7 @@ class MegakernelShape:
             MAX_SPLITS=MAX_SPLITS,
             MAX_TAPS=MAX_TAPS,
             STATS=STATS,
+            SCALED_COLUMNS=SCALED_COLUMNS,
             HOST_WORDS=self.num_words(rows),
             HOST_ARGUMENT_BYTES=ctypes.sizeof(MegakernelArguments),
             HOST_LAYER_POINTERS=len(fields(MegakernelLayer)),

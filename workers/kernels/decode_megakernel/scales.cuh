@@ -3,7 +3,8 @@
 #pragma once
 #include "exchange.cuh"
 
-constexpr int SCALED_COLUMNS = 128;  // that share a scale, unless all do: MegakernelLayer takes no other groups
+constexpr int SCALED_COLUMN_BITS = 7;
+static_assert(1 << SCALED_COLUMN_BITS == SCALED_COLUMNS);
 
 // A byte of SCALING says what shares scales: which power of two of rows (upper half) and whether groups of columns do.
 struct ScaleBlock {
@@ -12,10 +13,9 @@ struct ScaleBlock {
     __device__ ScaleBlock(const Arguments& args, int layer, int phase) {
         auto scaling = reinterpret_cast<unsigned long long>(args.layers[layer * POINTERS + SCALING]);
         unsigned byte = ((unsigned)scaling >> 8 * (phase == QKV ? 0 : phase - O + 1)) & 255;
-        row_bits = byte >> 4, column_bits = byte & 1 ? 7 : 30;
+        row_bits = byte >> 4, column_bits = byte & 1 ? SCALED_COLUMN_BITS : 30;
     }
 };
-static_assert(1 << 7 == SCALED_COLUMNS);
 
 // One of an item's scales, of which each lane holds one: of row lane / OF_ROW of the tile, and of group lane % OF_ROW of
 // the slice. So a lane asks for the next item's scale before it multiplies, and lanes exchange them.

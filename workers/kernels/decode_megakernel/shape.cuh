@@ -4,7 +4,8 @@
 //   the model      HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, HEAD_DIM, HALF, FP8 (K and V), WEIGHT8 (see weight_bytes())
 //   the launch     ROWS, BLOCKS, WARPS, SHARED_BYTES
 //   the tiling     TILE (outputs of a product that a warp computes at once), STAGE_BYTES (of a ring), MAX_GROUP,
-//                  INPUT_LIMIT (bytes of a gathered input), ITEM_POSITIONS, MAX_SPLITS, STATS
+//                  INPUT_LIMIT (bytes of a gathered input), ITEM_POSITIONS, MAX_SPLITS, STATS,
+//                  SCALED_COLUMNS (of a weight in 8 bits, that share a scale, unless all do)
 //   the contract   HOST_WORDS, HOST_ARGUMENT_BYTES, HOST_LAYER_POINTERS: what the host allocates and passes
 #pragma once
 #include "../cuda/device.cuh"

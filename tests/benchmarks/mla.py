@@ -4,7 +4,8 @@ decode: a batch of single tokens. attention: the bare MLA wrapper, with its own 
 kernel with ours on a layer of the cache's pool. layer: the bare wrapper between the two maps that absorb K's and V's ÷
 latent_attention, which also rotates and appends. prefill: one prompt; the bare ragged wrapper on K and V that are there
 ÷ latent_attention, which also gathers and expands them.
-layer_to_like: of a mix, ÷ that of as many rows and positions in all, where the rows are alike.
+layer_to_like: of a mix, ÷ that of as many rows and positions in all, where the rows are alike. layer_8_bits: of latents
+stored in 8 bits.
 All times are of CUDA graphs.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
 from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.rope import RopeParameters
@@ -39,12 +41,16 @@ WORKSPACE_BYTES = 256 << 20
 class Case:
     """Sequences that hold cached[i] positions, and append `new` ones each."""
 
-    def __init__(self, cached: Lengths, new: int) -> None:
+    def __init__(self, cached: Lengths, new: int, *, fp8: bool = False) -> None:
         group = LayerGroup(tuple(range(LAYERS)), Latent(RANK + ROTATED, RANK))
-        layout = KVLayout((group,), PAGE_SIZE, DTYPE)
+        layout = KVLayout((group,), PAGE_SIZE, DTYPE, KVScales.uniform(LAYERS) if fp8 else None)
         sequences = cached.size
         num_pages = int((-(-(cached + new) // PAGE_SIZE)).sum())
-        self.pool = torch.randn((num_pages, *layout.page_shape(0)), dtype=DTYPE, device="cuda")
+        rows, shape = layout.fp8_rows(0), (num_pages, *layout.page_shape(0)[:-1], RANK + ROTATED)
+        self.pool = torch.randn(shape, dtype=DTYPE, device="cuda")
+        if rows is not None:  # some pages at a time, for what lies between is of float32
+            stored = [rows.quantize(pages).view(torch.uint8) for pages in self.pool.split(64)]
+            self.pool = torch.cat(stored).view(layout.stored_dtype_of(0))
         self.cache = TvmCache(
             layout,
             (self.pool,),
@@ -103,6 +109,7 @@ def measure_decode(rows: int, context: Contexts) -> dict[str, float | None]:
 
     difference = float((actual.float() - bare_layer().float()).abs().max())
     bare_layer_seconds, layer = graph_seconds(bare_layer), graph_seconds(case.layer)
+    in_8_bits = graph_seconds(Case(lengths - 1, 1, fp8=True).layer)
     like = None
     if context.is_mix:
         like = rounded(layer / graph_seconds(Case(context.alike(rows).lengths(rows) - 1, 1).layer))
@@ -112,6 +119,8 @@ def measure_decode(rows: int, context: Contexts) -> dict[str, float | None]:
         "latents_gb_per_s": rounded(lengths.sum() * (RANK + ROTATED) * DTYPE.itemsize / own / 1e9),
         "layer_us": layer.scaled(1e6),
         "layer_to_bare": rounded(bare_layer_seconds / layer),
+        "layer_8_bits_us": in_8_bits.scaled(1e6),
+        "layer_to_8_bits": rounded(layer / in_8_bits),
         "layer_to_like": like,
         "largest_difference": difference,
     }

@@ -1,5 +1,6 @@
 """Tokens through the gRPC server with latents and index keys in 8 bits, against transformers that rounds alike."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 
 from tandem.cache.plan.kv_scales import FP8
+from tandem.cluster.config.cluster_config import load_config
+from tandem.cluster.supervision.process_settings import worker_configs
+from tandem.transfer.errors import MembershipRefused
+from tandem.workers.worker import Worker
 from tests.e2e.test_prompt_logprobs import entries_of, values_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all
@@ -20,8 +25,11 @@ CHUNK, OUTPUT = 48, 12
 LENGTHS = (1, 9, CHUNK + 1, 2 * CHUNK + 5)
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 STORED: dict[str, Any] = {"cache.kv_cache_dtype": "fp8_e4m3", "scheduler.max_batch_tokens": CHUNK}
-RANKS: dict[str, Any] = {"island.prefill_ranks": 2, "island.decode_ranks": 2}
-SETTINGS = {"1+1": {}, "2+2": RANKS}
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"{prefill}+{decode}": {"island.prefill_ranks": prefill, "island.decode_ranks": decode}
+    for prefill, decode in ((1, 1), (2, 2), (1, 2))
+}
+SETTINGS["over TCP"] = {"island.transport": "tcp"}
 
 
 def rounded_tokens(folder: Path) -> list[list[int]]:
@@ -36,7 +44,7 @@ def rounded_tokens(folder: Path) -> list[list[int]]:
     return rounded
 
 
-@pytest.mark.gate("deepseek_v2-1+1", "deepseek_v3-2+2", "deepseek_v32-1+1")
+@pytest.mark.gate("deepseek_v2-1+1", "deepseek_v3-2+2", "deepseek_v32-1+1", "deepseek_v32-over TCP")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"])
 def test_chunks_and_prefixes(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -99,3 +107,15 @@ def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path) -> None:
     with running_island(folder, settings) as island:
         assert complete_all(island.address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == expected
         assert sum(worker._loop.counters.drafted_tokens for worker in island.workers) > 0  # type: ignore[union-attr]
+
+
+def test_workers_that_store_latents_otherwise_form_no_island(tmp_path: Path) -> None:
+    folder = save_checkpoint("deepseek_v2", tmp_path)
+    config = load_config(None, {"model.path": str(folder), "cache.kv_cache_dtype": "fp8_e4m3"})
+    first, second = worker_configs(config, max_model_len=64)
+    workers = [Worker(first), Worker(replace(second, kv_cache_dtype="auto"))]
+    handles = [worker.open(8) for worker in workers]
+    for worker in workers:
+        with pytest.raises(MembershipRefused, match="kv_cache_dtype"):
+            worker.join(handles)
+        worker.stop()

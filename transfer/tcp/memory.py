@@ -58,15 +58,15 @@ class PageMemory:
     ) -> None:
         """What a frame of slots or tokens holds, to its slots (int64 [n]). region: that of the sender's shard."""
         pool, of = self.pools[group], self.layout.groups[group]
-        layers, heads = len(of.layers), of.num_kv_heads
+        layers, heads, row = len(of.layers), of.num_kv_heads, self.layout.page_shape(group)[-1]
         if region is not None:
             layers, heads = region.num_layers, region.num_heads
         if kind == Kind.TOKENS:
-            planes = values.view(of.planes, slots.shape[0], heads, of.head_dim)
+            planes = values.view(of.planes, slots.shape[0], heads, row)
             where = ALL_OF_THEM if region is None else region.heads
             pool.put_tokens(layer, slots, planes[0], planes[1] if of.planes == 2 else None, where)
         else:
-            shape = (slots.shape[0], layers, of.planes, heads, of.head_dim)
+            shape = (slots.shape[0], layers, of.planes, heads, row)
             pool.put_slots(slots, pool.elements(values).view(shape), region)
 
     def post(self, row: int, signal: int, payload: int) -> None:

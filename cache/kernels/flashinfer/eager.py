@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import AttentionBackend, InputsT, PeerPool
-from tandem.cache.kernels.flashinfer.parts import AttentionPart, ChosenTokens
+from tandem.cache.kernels.flashinfer.parts import AttentionPart, ChosenTokens, SeenTokens
 from tandem.cache.kernels.triton.pushing import AppendPlan, push_to_peers
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.tables import Send
@@ -23,11 +23,12 @@ PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a tim
 
 @dataclass(frozen=True, eq=False)
 class EagerPlan(AppendPlan):
-    """chosen: the tokens that no part has, which attend to chosen positions. causal: whether tokens see only the
-    positions up to their own."""
+    """chosen, seen: the tokens that no part has, which attend to chosen positions, or to all that they see. causal:
+    whether tokens see only the positions up to their own."""
 
     parts: tuple[AttentionPart, ...]
     chosen: ChosenTokens | None = None
+    seen: SeenTokens | None = None
     causal: bool = True
 
 

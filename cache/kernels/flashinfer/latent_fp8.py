@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import Capabilities, DeviceTables, GroupBuffers, GroupPlan, Latents, Limits
 from tandem.cache.kernels.flashinfer.eager import EagerPlan
 from tandem.cache.kernels.flashinfer.latent import ChosenBuffers, FlashInferLatentKernels
-from tandem.cache.kernels.flashinfer.parts import ChosenTokens, plan_parts
+from tandem.cache.kernels.flashinfer.parts import ChosenTokens, SeenTokens, plan_parts
 from tandem.cache.kernels.gpu_limits import RANK, ROTATED
 from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.triton.append import AppendTargets
@@ -21,23 +21,6 @@ from tandem.cache.plan.latent import UpProjections, absorbed_is_cheaper
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
 
-@dataclass(frozen=True, eq=False)
-class SeenTokens:
-    """Tokens that attend absorbed to all that they see: int64 [n], theirs among the packed ones. longest: the most
-    positions of one."""
-
-    tokens: Tensor
-    seen: SeenPages
-    longest: int
-
-
-@dataclass(frozen=True, eq=False)
-class Fp8LatentPlan(EagerPlan):
-    """seen: of the tokens that are in no part and choose nothing."""
-
-    absorbed: SeenTokens | None = None
-
-
 class Fp8LatentKernels(FlashInferLatentKernels):
     """See LatentBackend; takes no token trees. Each token reads its entries for itself: new tokens of one sequence do
     not share what they read, but through the GPU's cache."""
@@ -45,7 +28,7 @@ class Fp8LatentKernels(FlashInferLatentKernels):
     def _prepare_absorbed(self) -> None:
         self.capabilities = Capabilities(trees=False, pushes=True, step_graphs=True, verify_graphs=True)
 
-    def plan(self, tokens: TokenLayout, tables: PageTables) -> Fp8LatentPlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> EagerPlan:
         absorbed = absorbed_is_cheaper(np.diff(tokens.qo_indptr), tables.kv_lens, RANK, ROTATED, self._heads)
         choosers, device = Choosers.of(tokens, tables, self._top_k), self._pool.device
         gathered = ~(absorbed | choosers.sequences)
@@ -60,7 +43,7 @@ class Fp8LatentKernels(FlashInferLatentKernels):
             its, *pages = upload([rows, lengths, firsts, tables.kv_indices], device)
             seen = SeenTokens(its, SeenPages(*pages), int(lengths.max()))
         chosen = ChosenTokens.of(choosers, tables.kv_indices, device)
-        return Fp8LatentPlan(AppendTargets(slots, None), parts, chosen, absorbed=seen)
+        return EagerPlan(AppendTargets(slots, None), parts, chosen, seen)
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> GroupBuffers:
         if self._top_k is not None:
@@ -71,10 +54,9 @@ class Fp8LatentKernels(FlashInferLatentKernels):
 
     def attend(self, layer: int, q: Tensor, own: EagerPlan, up: UpProjections, chosen: Tensor | None = None) -> Tensor:
         output = super().attend(layer, q, own, up, chosen)
-        absorbed = own.absorbed if isinstance(own, Fp8LatentPlan) else None
-        if absorbed is not None:
-            its = q.index_select(0, absorbed.tokens)
-            output.index_copy_(0, absorbed.tokens, self.attend_seen(layer, its, up, absorbed.seen, absorbed.longest))
+        if own.seen is not None:
+            its = q.index_select(0, own.seen.tokens)
+            output.index_copy_(0, own.seen.tokens, self.attend_seen(layer, its, up, own.seen.pages, own.seen.longest))
         return output
 
     def attend_seen(self, layer: int, q: Tensor, up: UpProjections, seen: SeenPages, longest: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.cache.kernels.flashinfer.sharing import SharedPart
 from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.tree_contexts import TreeContexts
+from tandem.cache.kernels.triton.index_scores import SeenPages
 from tandem.cache.kernels.triton.tree import TreeTiles, lay_out_tiles
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array, IntArray, indptr_of, ragged_range
@@ -59,6 +60,16 @@ class ChosenTokens:
         if choosers.tokens.size == 0:
             return None
         return cls(*upload([choosers.tokens, choosers.firsts, kv_indices], device))
+
+
+@dataclass(frozen=True, eq=False)
+class SeenTokens:
+    """Tokens that attend absorbed to all that they see: int64 [n], theirs among the packed ones. longest: the most
+    positions of one."""
+
+    tokens: Tensor
+    pages: SeenPages
+    longest: int
 
 
 def plan_parts(

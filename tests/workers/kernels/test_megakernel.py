@@ -61,8 +61,11 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """What is rounded a little differently may become the neighbouring entry of 8 bits."""
-        return 0.025 if self.dtype == "bfloat16" else 0.01 if self.fp8 else 0.003
+        """What is rounded a little differently may become the neighbouring entry of 8 bits. Models with weights in 8
+        bits are wider here and round more often; a wrong scale gives 0.1 and more."""
+        if self.dtype == "bfloat16":
+            return 0.025
+        return 0.01 if self.fp8 else 0.003 if self.weights is None else 0.005
 
     def scales(self, num_layers: int, num_kv_heads: int) -> KVScales | None:
         layers = [tuple(0.01 + 0.004 * ((one + head) % 3) for head in range(num_kv_heads)) for one in range(num_layers)]
@@ -72,7 +75,7 @@ class Case:
 ONE_KV_HEAD = {"hidden_size": 96, "head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 1}
 THREE_HEADS = ONE_KV_HEAD | {"num_attention_heads": 3}
 TWO_KV_HEADS = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-WIDE = TWO_KV_HEADS | {"hidden_size": 272}  # three groups of columns, the last of fewer
+WIDE = TWO_KV_HEADS | {"hidden_size": 272}  # three blocks of 128, the last of fewer
 SMALL_PIECES = ("-DINPUT_LIMIT=8192", "-DMANY_POSITIONS=20")
 SCHEMES: dict[str, tuple[dict[str, Any], Quantize]] = {
     "blocks": (DEEPSEEK | {"weight_block_size": [128, 128]}, blocks_of((128, 128))),
@@ -101,7 +104,17 @@ CASES = {
         "qwen3", WIDE | {"intermediate_size": 80}, 4, 16, "float16", (1, 100), fp8=True, weights="rows"
     ),
     "weights of blocks, two rows": Case(
-        "llama", THREE_HEADS | {"intermediate_size": 1280}, 3, 16, "float16", (100, 1, 30), 2, 2, weights="blocks"
+        *(
+            "llama",
+            THREE_HEADS | {"hidden_size": 288, "intermediate_size": 1040},
+            3,
+            16,
+            "float16",
+            (100, 1, 30),
+            2,
+            2,
+        ),
+        weights="blocks",
     ),
     "weights of blocks, pieces": Case(
         *("qwen2", WIDE | {"intermediate_size": 1104}, 8, 16, "bfloat16", (30, 9, 1, 100), 4, 4, SMALL_PIECES),

@@ -27,6 +27,7 @@ class IslandState:
     host: str = ""  # the address of its host
     gone: bool = False
     cut_off: frozenset[int] = frozenset()  # PEs that have ended themselves, without a word to their callers
+    missing: int = 0  # workers that are being replaced while the others serve
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,14 @@ class Membership:
         workers: tuple[WorkerAddress, ...],
         host: str = "",
         cut_off: frozenset[int] = frozenset(),
+        missing: int = 0,
     ) -> list[Future[Any]]:
         """Keeps the new state and sends it to the gateway's processes; the calls under way, none while none serves."""
         with self._lock:
             before = self._states.get(name)
             version, number = (1, len(self._states)) if before is None else (before.version + 1, before.number)
             state = self._states[name] = IslandState(
-                name, epoch, restarts, workers, version, number, host, cut_off=cut_off
+                name, epoch, restarts, workers, version, number, host, cut_off=cut_off, missing=missing
             )
             return [gateway.call("update_island", state) for gateway in self._gateways]
 

@@ -132,7 +132,7 @@ class IslandSupervisor(Supervisor):
             places.add(place)
             log.warning("a worker of island %s is replaced: %s", self.island_name, lost)
             try:
-                self._tell(self.island.part(places))
+                self._tell(self.island.part(places), missing=len(places))
                 epoch = next(self._epochs)
                 workers, self._epoch = self.island.refill(places, epoch), epoch
                 self._tell(workers)
@@ -142,9 +142,10 @@ class IslandSupervisor(Supervisor):
             except TandemError as error:
                 raise ReshapeFailed(f"a worker was not replaced: {error}") from error
 
-    def _tell(self, workers: tuple[WorkerAddress, ...]) -> None:
+    def _tell(self, workers: tuple[WorkerAddress, ...], missing: int = 0) -> None:
         """Those that serve now. The gateway keeps its connections to workers that it knows."""
-        self._membership.update(self.island_name, self._epoch, self._budget.used, workers, self.island.host)
+        name, host = self.island_name, self.island.host
+        self._membership.update(name, self._epoch, self._budget.used, workers, host, missing=missing)
 
     def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
         """The outcome, and the calls that update the gateway."""

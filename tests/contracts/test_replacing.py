@@ -32,6 +32,8 @@ CONFIG = TransportConfig(
 
 @pytest.fixture(params=["tcp", "nixl"])
 def name(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
     return request.param
 
 
@@ -209,8 +211,6 @@ def writing_without_end(name: str) -> Iterator[tuple[Transport, Peer]]:
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP, None])
 def test_nothing_that_a_cut_peer_wrote_lands(name: str, end: signal.Signals | None) -> None:
     """Dead in the middle of its writes, stopped there, or alive and still writing."""
-    if name == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
     with writing_without_end(name) as (own, peer):
         until(lambda: float(own.pools[0].max()) > 3)
         if end is not None:

@@ -24,6 +24,7 @@ from tests.support.waiting import until
 VOCABULARY = 512
 NUM_TOKENS = 200
 STREAMS = 4
+CHANGES = 20
 PREFILL, DECODE = 0, 2  # PEs of workers, the first of their role
 OVERRIDES: dict[str, Any] = {
     "island.num_prefill": 2,
@@ -146,6 +147,7 @@ def test_a_prefill_worker_dies_and_no_stream_notices(served: str, expected: list
     assert Streams(served, expected).attempts() == [1] * STREAMS
 
 
+@pytest.mark.long
 def test_a_prefill_and_a_decode_worker_die_at_once(served: str, expected: list[tuple[list[int], list[int]]]) -> None:
     until(lambda: whole(served))
     streams = Streams(served, expected)
@@ -154,3 +156,38 @@ def test_a_prefill_and_a_decode_worker_die_at_once(served: str, expected: list[t
     assert sorted(set(streams.attempts())) == [1, 2]
     check_replaced(served, before, PREFILL, DECODE)
     assert Streams(served, expected).attempts() == [1] * STREAMS
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_twenty_workers_leave_and_come_under_load(served: str, expected: list[tuple[list[int], list[int]]]) -> None:
+    """Of all places in turn, while streams begin and end all the time; sometimes two at once."""
+    until(lambda: whole(served))
+    over = threading.Event()
+
+    def load() -> int:
+        rounds = 0
+        while not over.is_set():
+            Streams(served, expected).attempts()
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(load) for _ in range(2)]
+        try:
+            gone = 0
+            while gone < CHANGES and not any(one.done() for one in loads):
+                places = {gone % 4, (gone + 1) % 4} if gone % 5 == 4 else {gone % 4}
+                before = kill(served, *places)
+                until(lambda before=before, places=places: replaced(served, before, places))
+                gone += len(places)
+        finally:
+            over.set()
+        assert all(one.result(300) > 0 for one in loads)
+    assert gone >= CHANGES
+    until(lambda: whole(served))
+
+
+def replaced(address: str, before: list[int], places: set[int]) -> bool:
+    known = workers(address)
+    return len(known) == 4 and all(one.alive and (one.pid != before[one.pe]) == (one.pe in places) for one in known)

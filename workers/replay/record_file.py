@@ -60,9 +60,10 @@ class Header:
 
     @classmethod
     def of(cls, config: WorkerConfig, num_pages: int, layout: int, types: list[list[str]]) -> "Header":
-        """That of a worker which begins now. The header has no secret of the worker's."""
+        """That of a worker which begins now. The header has no secret of the worker's, and no epochs of its peers: a
+        replay makes peers of the worker's own."""
         prompts = config.record is not None and config.record.prompts
-        public = replace(config, token="", logging=LogSettings(), record=None)
+        public = replace(config, token="", logging=LogSettings(), record=None, epochs=())
         model, host = model_digest(Path(config.model_path)), BOOT_ID.read_text().strip()
         run = sha256(f"{MAGIC} {config.token}".encode()).hexdigest()[:RUN_DIGITS]
         return cls(public, num_pages, layout, model, host, run, time.monotonic_ns(), prompts, types, version("tandem"))
@@ -82,8 +83,7 @@ class Header:
             given = values.pop("config")
             speculation, role = SpeculationSettings(**given.pop("speculation")), Role(given.pop("role"))
             del given["logging"], given["record"]
-            if given["ranks"] == []:
-                given["ranks"] = ()
+            given |= {name: () for name in ("ranks", "epochs") if given[name] == []}
             header = cls(config=WorkerConfig(role=role, speculation=speculation, **given), **values)
             config = header.config
             for part in (header, config, speculation):
@@ -92,6 +92,8 @@ class Header:
                 raise BadRecord(f"its header has PE {config.pe} of {config.num_pes}; at most {MAX_PES} are accepted")
             if config.rank or config.ranks != ():
                 raise BadRecord(f"its header has rank {config.rank} of {config.ranks!r:.40}; one rank is accepted")
+            if config.epochs != ():
+                raise BadRecord(f"its header has epochs {config.epochs!r:.40}; none are accepted")
             return header
         except BadRecord:
             raise

@@ -43,19 +43,23 @@ class RoleScaler:
 
     def sees_change(self) -> bool:
         """Whether an island serves in another shape than the last time, by whatever order."""
-        shapes = {island.name: _shape(island) for island in self._membership.islands if island.workers}
+        shapes = {island.name: _shape(island) for island in self._membership.islands if _is_whole(island)}
         changed = any(self._shapes.get(name, shape) != shape for name, shape in shapes.items())
         self._shapes |= shapes
         return changed
 
     def look(self, load: Load) -> RoleChange | None:
-        """None while an island starts again or changes, and for the cooldown behind it."""
+        """None while an island or a worker starts again or changes, and for the cooldown behind it."""
         islands = self._membership.islands
         shapes = {island.name: _shape(island) for island in islands}
-        if not shapes or any(not island.workers for island in islands):
+        if not shapes or not all(map(_is_whole, islands)):
             self.changed()
             return None
         return self._policy.desired(self._meter.read(load, islands, self._num_pages() * self._page_size), shapes)
+
+
+def _is_whole(island: IslandState) -> bool:
+    return bool(island.workers) and not island.missing
 
 
 def _shape(island: IslandState) -> Shape:

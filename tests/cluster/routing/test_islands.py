@@ -209,3 +209,22 @@ def test_a_state_that_comes_late_changes_nothing() -> None:
         assert gateway.decide()[DECODE].load == 0
 
     with_gateway(body)
+
+
+def test_connections_to_workers_that_stay_are_kept_where_another_is_replaced() -> None:
+    async def body(gateway: Gateway) -> None:
+        stays, goes = (WorkerAddress(role, pe, "127.0.0.1:1", "", epoch=1) for pe, role in enumerate(Role))
+        await gateway.islands.update(IslandState("i0", 1, 1, (stays, goes), 2, 0))
+        prefill, decode = gateway.link(PREFILL), gateway.link(DECODE)
+        await gateway.islands.update(IslandState("i0", 1, 1, (stays,), 3, 0, missing=1))
+        assert gateway.link(PREFILL) is prefill
+        assert DECODE not in gateway.islands.links()
+        comes = WorkerAddress(goes.role, goes.pe, goes.address, "", epoch=2)
+        await gateway.islands.update(IslandState("i0", 2, 1, (stays, comes), 4, 0))
+        assert gateway.link(PREFILL) is prefill
+        assert gateway.link(DECODE) is not decode
+        assert [gateway.link(key).epoch for key in (PREFILL, DECODE)] == [1, 2]
+        await gateway.start(0, epoch=5)
+        assert gateway.link(PREFILL) is not prefill
+
+    with_gateway(body)

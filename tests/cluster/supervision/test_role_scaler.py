@@ -58,11 +58,11 @@ class Islands:
         self.pending = Future()
         return self.pending
 
-    def form(self, prefill: int, decode: int) -> None:
-        """The island serves in that shape; with none it does not."""
-        roles = Shape(prefill, decode).roles
+    def form(self, prefill: int, decode: int, missing: int = 0) -> None:
+        """The island serves in that shape; with none it does not. missing: workers that are being replaced."""
+        roles = Shape(prefill, decode).roles[: prefill + decode - missing]
         workers = tuple(WorkerAddress(role, pe, f"127.0.0.1:{pe + 1}", "token") for pe, role in enumerate(roles))
-        self._membership.update("c", 1, 0, workers)
+        self._membership.update("c", 1, 0, workers, missing=missing)
 
     def end(self, error: Exception | None = None) -> None:
         pending, self.pending = self.pending, None
@@ -102,6 +102,16 @@ class Scene:
             self.recorder.add(series.RESERVATIONS, min(1, waiting))
             self.recorder.add(series.GENERATION_TOKENS, 10 * min(1, waiting))
             self.scaler.look()
+
+
+def test_no_island_gets_another_shape_while_a_worker_is_replaced() -> None:
+    """It seems to have fewer workers then. Another island helps at once."""
+    scene = Scene()
+    scene.islands.form(1, 2)
+    scene.look(5, waiting=30)
+    scene.islands.form(1, 2, missing=1)
+    scene.look(60, waiting=30)
+    assert scene.islands.orders == [2]
 
 
 def test_a_worker_comes_before_an_island_and_goes_behind_it() -> None:

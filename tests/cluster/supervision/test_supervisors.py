@@ -199,9 +199,11 @@ class TestLiveness:
 class Cluster:
     """One supervised island of a prefill and a decode worker, and a gateway that notes its updates."""
 
-    def __init__(self, processes: FakeProcesses, recovery: RecoverySection = RECOVERY, device: str = "cpu") -> None:
+    def __init__(
+        self, processes: FakeProcesses, recovery: RecoverySection = RECOVERY, device: str = "cpu", transport: str = ""
+    ) -> None:
         self.processes = processes
-        transport = {"cpu": "shared_memory", "cuda": "nvshmem"}[device]
+        transport = transport or {"cpu": "shared_memory", "cuda": "nvshmem"}[device]
         values = {"name": "c", "model.path": ".", "island.device": device, "island.transport": transport}
         self._config = load_config(None, values)
         self.membership = Membership()
@@ -228,6 +230,80 @@ class Cluster:
     @property
     def last(self) -> FakeGroup:
         return self.processes.groups[-1]
+
+
+class TestElasticIsland:
+    """Its workers are replaced one by one."""
+
+    def served(self, processes: FakeProcesses, device: str = "cpu", transport: str = "tcp") -> Cluster:
+        cluster = Cluster(processes, device=device, transport=transport)
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        return cluster
+
+    @pytest.mark.parametrize("keeps_places", [False, True])
+    def test_a_lost_worker_is_replaced_alone(self, keeps_places: bool) -> None:
+        cluster = self.served(FakeProcesses(keeps_places=keeps_places))
+        other, lost = cluster.last.members
+        asked = len(other.calls)
+        lost.kill()
+        until(lambda: len(cluster.updates) == 3)
+        assert cluster.updates == [(1, 0, 2), (1, 1, 1), (2, 1, 2)]
+        assert [state.missing for state in cluster.states] == [0, 1, 0]
+        assert [worker.epoch for worker in cluster.states[-1].workers] == [1, 2]
+        assert [method for method, _ in other.calls[asked:] if method != "ping"] == ["part", "offer", "admit"]
+        assert ("offer", (1, 2)) in other.calls
+        (spec,) = cluster.processes.specs[-1]
+        assert (spec.argument.epoch, spec.argument.epochs) == (2, (1, 2))  # type: ignore[attr-defined]
+        assert not other.killed
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+        assert all(member.killed for member in cluster.last.members)
+
+    def test_a_worker_that_is_lost_meanwhile_is_replaced_with_it(self) -> None:
+        processes = FakeProcesses(keeps_places=True)
+        cluster = self.served(processes)
+        first, second = cluster.last.members
+        processes.silent = {"load"}
+        second.kill()
+        until(lambda: cluster.last.members[1].awaits("load"))
+        processes.silent = set()
+        first.kill()
+        until(lambda: len(cluster.updates) == 4)
+        assert cluster.updates[-1] == (3, 2, 2)
+        assert [state.missing for state in cluster.states] == [0, 1, 2, 0]
+        assert [worker.epoch for worker in cluster.states[-1].workers] == [3, 3]
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
+    def test_where_no_other_worker_comes_about_the_epoch_ends(self) -> None:
+        processes = FakeProcesses(fails={"c/i.2/decode (PE 1)": OSError("disk")}, keeps_places=True)
+        cluster = self.served(processes)
+        other, lost = cluster.last.members
+        lost.kill()
+        until(lambda: cluster.updates[-1] == (3, 2, 2))
+        assert other.killed
+        assert [worker.epoch for worker in cluster.states[-1].workers] == [3, 3]
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
+    def test_a_worker_that_has_less_room_than_the_others_is_refused(self) -> None:
+        rooms = iter([100, 100, 50, 100, 100])
+        processes = FakeProcesses(answers=room_of_each(rooms), keeps_places=True)
+        cluster = self.served(processes, "cuda", "nixl")
+        cluster.last.members[1].kill()
+        until(lambda: cluster.updates[-1] == (3, 2, 2))
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
+    def test_losses_without_an_end_end_the_cluster(self) -> None:
+        processes = FakeProcesses(keeps_places=True)
+        cluster = self.served(processes)
+        processes.ends_at = "load"
+        cluster.last.members[0].kill()
+        assert "recovery.max_restarts" in str(cluster.failure.result(30))
+        cluster.supervisor.join()
+        assert all(member.killed for group in processes.groups for member in group.members)
 
 
 class TestIsland:

@@ -61,6 +61,7 @@ def examine(port: int) -> Iterator[Finding]:
         yield _package(name, f"for a GPU island: {install('cuda13')}, or cuda12")
     yield _device_library()
     yield _remote_transports()
+    yield _nixl()
     yield _nvcc()
     yield _tool("c compiler", ("cc", "gcc", "clang"), "for faster CPU kernels: install gcc")
     yield _shm()
@@ -187,16 +188,26 @@ def _device_library() -> Finding:
 
 
 def _remote_transports() -> Finding:
-    """By which GPUs of several hosts could write to each other. No island of GPUs spans hosts yet, so nothing is
-    missing here."""
+    """By which NVSHMEM could write to GPUs of other hosts. An island over NVSHMEM spans no hosts, so nothing is missing
+    here."""
     try:
         libraries = sorted((find_nvshmem() / "lib").glob(f"{REMOTE_TRANSPORT}*.so*"))
     except (FileNotFoundError, ImportError, ValueError):
         libraries = []
     names = dict.fromkeys(library.name.removeprefix(REMOTE_TRANSPORT).partition(".")[0] for library in libraries)
+    found = f"{', '.join(names) or 'none'}; untried: an island over nvshmem is one host"
+    return Finding("remote transports", found)
+
+
+def _nixl() -> Finding:
+    """By which workers on several hosts write into each other's GPUs, and over what."""
+    try:
+        found = version("nixl")
+    except PackageNotFoundError:
+        return Finding("nixl", "missing", f"for GPU workers on several hosts, island.transport nixl: {install('nixl')}")
     cards = sorted(card.name for card in RDMA_CARDS.glob("*"))
-    found = f"{', '.join(names) or 'none'}; RDMA cards: {', '.join(cards) or 'none'}; untried"
-    return Finding("remote transports", f"{found}: an island of GPUs is one host")
+    links = f"RDMA ({', '.join(cards)}) and TCP" if cards else "TCP alone: this host has no RDMA card"
+    return Finding("nixl", f"{found}, over {links}")
 
 
 def _nvcc() -> Finding:

@@ -176,16 +176,24 @@ def test_the_device_library_is_looked_for_where_its_package_is(monkeypatch: pyte
 def test_remote_transports_are_listed_and_called_untried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(device_build, "find_spec", lambda name: spec)
-    monkeypatch.setattr(doctor, "RDMA_CARDS", tmp_path / "infiniband")
-    rest = "untried: an island of GPUs is one host"
-    assert findings()["remote transports"] == Finding("remote transports", f"none; RDMA cards: none; {rest}")
+    rest = "untried: an island over nvshmem is one host"
+    assert findings()["remote transports"] == Finding("remote transports", f"none; {rest}")
     libraries = ("nvshmem_transport_ibrc.so", "nvshmem_transport_ibrc.so.3", "nvshmem_transport_ucx.so.3", "other.so")
     for file in (device_build.LIBRARY, device_build.HEADER, *(f"lib/{name}" for name in libraries)):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     found = findings()["remote transports"]
-    assert found == Finding("remote transports", f"ibrc, ucx; RDMA cards: mlx5_0; {rest}")
+    assert found == Finding("remote transports", f"ibrc, ucx; {rest}")
+
+
+def test_nixl_is_named_with_what_it_writes_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: "1.5.2")
+    monkeypatch.setattr(doctor, "RDMA_CARDS", tmp_path)
+    assert findings()["nixl"] == Finding("nixl", "1.5.2, over TCP alone: this host has no RDMA card")
+    (tmp_path / "mlx5_0").mkdir()
+    assert findings()["nixl"] == Finding("nixl", "1.5.2, over RDMA (mlx5_0) and TCP")
+    monkeypatch.setattr(doctor, "version", no_package)
+    assert "pip install -e '.[nixl]'" in findings()["nixl"].advice
 
 
 def test_memory_files_may_be_limited(monkeypatch: pytest.MonkeyPatch) -> None:

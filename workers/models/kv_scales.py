@@ -13,8 +13,8 @@ KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 
 
 def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
-    """auto: where the checkpoint asks for it. InvalidArgument for models with an encoder, or with K and V in one
-    plane."""
+    """auto: where the checkpoint asks for it. InvalidArgument for models with an encoder, with K and V in one
+    plane, or with recurrent states."""
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise InvalidArgument(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
     fp8 = kv_cache_dtype == "fp8_e4m3" or model.quantization.fp8_kv
@@ -27,6 +27,11 @@ def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
         raise InvalidArgument(
             f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} has "
             "an encoder, whose K and V are stored as they are computed"
+        )
+    if fp8 and model.recurrent is not None:
+        raise InvalidArgument(
+            f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} keeps "
+            "recurrent states, which are stored in float32: auto is accepted where the checkpoint asks for no 8 bits"
         )
     return fp8
 

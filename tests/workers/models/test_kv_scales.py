@@ -116,6 +116,19 @@ def test_one_plane_is_not_stored_in_8_bits(tmp_path: Path) -> None:
         stores_fp8("auto", model)
 
 
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_states_are_not_stored_in_8_bits(case: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(case, tmp_path)
+    assert chosen(folder) is None
+    message = r"kv_cache_dtype is 'fp8_e4m3', .* keeps recurrent states, .*: auto is accepted where"
+    settings = {"model.path": str(folder), "cache.kv_cache_dtype": FP8}
+    with pytest.raises(ConfigError, match=rf"cache\.{message}"):  # and nothing was started
+        Cluster(load_cluster_config(None, settings), Mock(spec=[])).start()
+    model = replace(load_config(folder), quantization=Quantization(fp8_kv=True))
+    with pytest.raises(InvalidArgument, match="kv_cache_dtype is 'auto', which means 8 bits for this checkpoint"):
+        stores_fp8("auto", model)
+
+
 def test_another_dtype_is_refused(plain: Path) -> None:
     config = worker_configs(load_cluster_config(None, {"model.path": str(plain)}), max_model_len=64)[0]
     config = replace(config, kv_cache_dtype="fp8_e5m2")

@@ -33,7 +33,7 @@ from tests.chaos.http_stream import HttpStream
 from tests.support.local_processes import started_at
 
 OUTPUT_TOKENS, LONG_OUTPUT_TOKENS = 40, 160  # long: with adaptive roles, so that requests live to be moved
-UNRESPONSIVE_SECONDS = 2.5
+UNRESPONSIVE_SECONDS = 5.0
 # Longest wait for messages to clients before the next blow: a start takes longer on GPUs.
 QUIET_SECONDS, QUIET_SECONDS_ON_GPUS = 0.5, 2.5
 

@@ -97,9 +97,10 @@ clean:
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
+# Modules are compiled when they are first imported: most of them never are.
 .venv/.dev: .venv/.venv pyproject.toml constraints.txt
 	@echo "installing tandem and its tools into .venv (the first time this takes a while)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/.base
 
 # The folders under their import names, for pyright.

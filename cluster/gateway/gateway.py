@@ -65,7 +65,7 @@ from tandem.workers.ports.call_turns import CallTurns
 if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
-LAST_SECONDS = 0.5  # for clients to read why their calls ended
+LAST_SECONDS = 2.0  # at most, for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 

@@ -19,7 +19,7 @@ from tandem.cluster.processes.processes import cluster_of
 
 IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
-LAST_SECONDS = 2.0  # for what an actor still has to say
+LAST_SECONDS = 4.0  # at most, for what an actor still has to say
 log = logging.getLogger(__name__)
 
 

@@ -144,6 +144,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.long
 def test_probes_are_answered_and_pre_stop_drains(tmp_path: Path, model: Path) -> None:
     with container(tmp_path, model) as running:
         probes = {name: MANIFEST.container[name]["httpGet"]["path"] for name in ("livenessProbe", "readinessProbe")}

@@ -189,7 +189,7 @@ def test_an_id_that_another_process_runs_is_refused(stubs: list[Any], case: Case
 
 def test_of_calls_of_one_id_that_come_at_once_one_runs(stubs: list[Any], case: Case) -> None:
     with ThreadPoolExecutor(4) as pool:
-        for number in range(8):
+        for number in range(3):
             begin = threading.Barrier(4)
 
             def one(which: int, begin: threading.Barrier = begin, number: int = number) -> str:

@@ -80,7 +80,7 @@ def test_an_island_is_scaled_by_workers(served: str) -> None:
     until(lambda: is_whole(served), 120)
 
 
-@pytest.mark.gate("decode-1-SIGKILL", "prefill-1-SIGKILL", "decode-1-SIGSTOP")
+@pytest.mark.gate("decode-1-SIGKILL")
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=lambda blow: blow.name)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("role", ["prefill", "decode"])

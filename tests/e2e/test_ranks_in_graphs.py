@@ -43,7 +43,7 @@ def with_capture(method: Callable[..., None]) -> Callable[..., None]:
     return capturing
 
 
-@pytest.mark.gate("none-2+2", "ngram-1+2")
+@pytest.mark.gate("ngram-1+2")
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 2)], ids=["2+2", "1+2"])
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "mtp", "eagle3"])
 def test_tokens_are_those_of_one_rank(method: str, prefill: int, decode: int, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_storm_is_replayed(files: list[Path]) -> None:
     assert set(summary.ends.values()) == {"the worker left its island"}
 
 
-@pytest.mark.gate("draft_model")
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["draft_model", "mtp", "eagle3", "fp8"])
 def test_other_storms_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = (make_glm if kind == "mtp" else make_llama)(tmp_path / "model")

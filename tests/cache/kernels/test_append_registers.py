@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.support.hopper import GRANULE, REGISTERS, taken, told_by
 
 THREADS_OF_FULL = 2048  # of a multiprocessor
@@ -22,6 +24,7 @@ def registers(entries: str, has_peer: bool, fp8: bool) -> int:
     return taken(_append, fixed, {**TYPES, "pool": entries}, num_warps=WARPS).registers
 
 
+@pytest.mark.long
 def test_a_multiprocessor_is_full() -> None:
     """Three quarters full, the kernel takes 5 % longer (docs/decisions/0017)."""
     of_thread = {case: -(-number // GRANULE) * GRANULE for case, number in told_by(__name__).items()}

@@ -169,6 +169,7 @@ def test_rotation_and_append(case: Case) -> None:
     assert not torch.equal(pools[1], pool)
 
 
+@pytest.mark.gate("*-one share", "overlapping-many shares")
 @pytest.mark.parametrize(
     ("case", "programs"),
     [*((case, programs) for case in CASES.values() for programs in (1, 1000)), (WIDE, None)],

@@ -138,6 +138,7 @@ def oracle(folder: Path) -> list[list[int]]:
     return [greedy(model, prompt, OUTPUT) for prompt in PROMPTS]
 
 
+@pytest.mark.gate("True")
 @pytest.mark.parametrize("sharing", [False, True])
 @settings(max_examples=30)
 @given(program=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5)), min_size=10, max_size=60))

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.support.hopper import GRANULE, REGISTERS, taken, told_by
 
 TYPES = {"slots": "*i64", "positions": "*i64", "tokens": "*i64", "seen": "*i16", "allowed": "*i32", "records": "*i32"}
@@ -19,6 +21,7 @@ def registers() -> dict[str, int]:
     return {"process": process.registers * threads, "count": count.registers * 128}
 
 
+@pytest.mark.long
 def test_programs_share_a_multiprocessor() -> None:
     for number in told_by(__name__).values():
         assert -(-number // GRANULE) * GRANULE * PROGRAMS <= REGISTERS

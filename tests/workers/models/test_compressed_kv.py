@@ -62,7 +62,7 @@ def test_tokens_at_any_split(case: str, model: CachedModel, oracle: "PreTrainedM
     expected = oracle(torch.tensor([text])).logits[0, -1:]
     random = np.random.default_rng(0)
     edges = [[], [24], [3, 4, 5, 27, 28, 29], [1, 31, 32, 33], [length - 1]]
-    edges += [sorted(random.choice(np.arange(1, length), 5, False)) for _ in range(4)]
+    edges += [sorted(random.choice(np.arange(1, length), 5, False))]
     for sequence, splits in enumerate(edges):
         model.cache.add_sequence(sequence)
         logits = model.feed(sequence, text, [int(edge) for edge in splits])

@@ -46,6 +46,7 @@ def by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "takes_by_token", lambda groups, tokens: tokens.trees is None)
 
 
+@pytest.mark.gate("deepseek_v4-128")
 def test_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Sequences come and go, so that rows are padded, and others that complete an entry stand in each row."""
     small, large = model.cache.graph_buffers([Limits.of_step(size, 4, 1) for size in (2, 6)])
@@ -66,6 +67,7 @@ def test_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, or
         assert output == likeliest(oracle, text, output)
 
 
+@pytest.mark.gate("deepseek_v4-128")
 def test_verify_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
     """Three rows of a sequence, of which the last two are popped by turns; entries are made of earlier rows."""
     (buffers,) = model.cache.graph_buffers([Limits.of_verification(8, 4, 1)])
@@ -87,6 +89,7 @@ def test_verify_steps_give_the_tokens_of_transformers(case: str, model: CachedMo
         done += kept
 
 
+@pytest.mark.gate("deepseek_v4-128")
 @torch.inference_mode()
 @pytest.mark.usefixtures("by_token")
 def test_forwards_by_token_give_the_logits_of_transformers(

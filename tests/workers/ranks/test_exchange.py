@@ -90,6 +90,7 @@ def shapes() -> Iterator[tuple[int, tuple[int, ...]]]:
     return enumerate([(1, 1), (3, 7), (64,), (5, 333), (2,), (1, 1024), (7, 11)] * 3)
 
 
+@pytest.mark.gate("2-*", "3-torch.bfloat16-by-parts")
 @pytest.mark.parametrize("whole_packets", [0, 1 << 20], ids=["by-parts", "at-once"])
 @pytest.mark.parametrize("dtype", list(NAMES), ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])

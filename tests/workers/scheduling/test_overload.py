@@ -17,6 +17,7 @@ def oldest_late(worker: Worker) -> Prompt | None:
     return min(late, key=lambda prompt: prompt.sequence_id, default=None)
 
 
+@pytest.mark.gate("2.0-20000")
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("load", [1.0, 1.3, 2.0])
 def test_prompts_come_in_time_however_many_there_are(load: float, room: int) -> None:

@@ -99,6 +99,7 @@ def test_large_batches_draft_nothing(rows: int) -> None:
     assert Batches().run(rows, 200, 100, lambda number: 0.9).verified == 0
 
 
+@pytest.mark.gate("1-*", "24-*")
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("holds", [0.3, 0.5, 0.7, 0.9, 1.0])
 @pytest.mark.parametrize("rows", [1, 8, 16, 24, 28, 31])
@@ -106,6 +107,7 @@ def test_no_batch_is_slower_for_its_drafts(rows: int, holds: float, follows: boo
     assert Batches(follows=follows).run(rows, 200, 500, lambda number: holds).gain >= 0.98
 
 
+@pytest.mark.gate("16-*")
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("holds", [0.0, 0.2, 0.4, 0.5, 0.7])
 @pytest.mark.parametrize("rows", [8, 16, 32])
@@ -121,6 +123,7 @@ def test_drafts_that_mostly_hold_pay(rows: int, gain: float, follows: bool) -> N
     assert Batches(follows=follows).run(rows, 200, 1000, lambda number: 0.7).gain >= gain
 
 
+@pytest.mark.gate("1-*", "8-0.5-*")
 @pytest.mark.parametrize(("follows", "gain"), [(False, 0.93), (True, 0.97)])
 @pytest.mark.parametrize("holds", [0.1, 0.3, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("rows", [1, 8, 32])
@@ -179,6 +182,7 @@ def test_drafts_pay_sooner_where_steps_follow() -> None:
     assert following.gain >= 1.15
 
 
+@pytest.mark.gate("8-*", "32-0.7-*")
 @pytest.mark.parametrize("computes", [False, True])
 @pytest.mark.parametrize("holds", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("rows", [8, 32, 64])

@@ -88,7 +88,7 @@ def nearly(folder: Path, target: Path) -> SpeculationSettings:
     return SpeculationSettings("draft_model", 4, 24, draft=str(folder))
 
 
-@pytest.mark.gate("ngram-True", "draft_model-False")
+@pytest.mark.gate("ngram-True")
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_tokens_are_those_of_plain_steps(folder: Path, method: str, sharing: bool, tmp_path: Path) -> None:

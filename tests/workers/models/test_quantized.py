@@ -1,5 +1,6 @@
 """FP8 and MXFP4 checkpoints: what is loaded, and that tokens equal those of transformers' dequantized model."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,15 @@ def test_parts_of_a_matrix_in_4_bits_are_those_that_transformers_dequantizes(tmp
                 part.read(torch.empty(0))
     assert torch.equal(rows, theirs[155:])
     assert torch.equal(columns, theirs[:, 77:122])
+
+
+def test_a_config_of_quantized_weights_beside_files_without_any_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint("qwen3", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    asked = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": asked}))
+    with pytest.raises(InvalidWeights, match="quantization_config asks for weights in fp8, and no tensor is stored so"):
+        load_parameters(folder, load_config(folder, "float32"))
 
 
 def rewrite(folder: Path, name: str, tensor: Tensor | None) -> None:

@@ -83,5 +83,10 @@ def stored_weights(files: Iterable[SafetensorsFile], quantization: Quantization)
         weights, parts = one.find(plain, quantization)
         found |= weights
         used |= parts
+    if plain and not found:
+        raise InvalidWeights(
+            f"config.json: quantization_config asks for weights in {quantization.weights}, and no tensor is stored so; "
+            "leave it out where the weights are not quantized"
+        )
     others: dict[str, StoredWeight] = {name: one for name, one in plain.items() if name not in used}
     return others | found

@@ -139,8 +139,7 @@ NOT_UNIT = (
 # Their tests start a Ray, or several. One process has them all, so that no two clusters start at a time.
 RAY = (
     "tests/e2e/test_hosts.py",
-    "tests/e2e/test_nixl_hosts.py",
-    "tests/e2e/test_rank_hosts.py",
+    "tests/e2e/test_spanned_hosts.py",
     "tests/e2e/test_partitions.py",
     "tests/deploy/test_several_hosts.py",
     "tests/e2e/test_up.py",

@@ -1,5 +1,6 @@
-"""An island over two hosts, whose decode worker has two ranks: they share one of them."""
+"""Islands whose workers stand on two hosts: joined by NIXL, or with ranks, which share a host."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,26 @@ from tests.support.hosts import NODE_CPUS, can_make_hosts, hosts
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 
 pytestmark = [pytest.mark.skipif(not can_make_hosts(), reason="needs root and `ip netns`"), pytest.mark.long]
+WITH_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed; pip install -e '.[nixl]'")
 
 
 @pytest.mark.timeout(400)  # with the start of all
-def test_tokens_over_two_hosts_are_those_of_transformers(small_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "second_cpus"),
+    [
+        pytest.param({"island.transport": "nixl"}, NODE_CPUS, id="nixl", marks=WITH_NIXL),
+        pytest.param({"island.decode_ranks": 2}, NODE_CPUS + 1, id="ranks"),
+    ],
+)
+def test_tokens_over_two_hosts_are_those_of_transformers(
+    settings: dict[str, object], second_cpus: int, small_model: Path, tmp_path: Path
+) -> None:
     prompts = [random_prompt(5 + 37 * number, number) for number in range(8)]
     expected = greedy_all(load_oracle(small_model), prompts, ANSWER)
     with hosts(4) as made:
         made.start_ray(0, cpus=NODE_CPUS + 1)
-        made.start_ray(1, cpus=NODE_CPUS + 1)
-        with running(made, tmp_path, small_model, OVER_HOSTS | {"island.decode_ranks": 2}) as cluster:
+        made.start_ray(1, cpus=second_cpus)
+        with running(made, tmp_path, small_model, OVER_HOSTS | settings) as cluster:
             ((there, workers),) = cluster.islands().values()
             assert sorted(there.split(", ")) == sorted(made.addresses[:2])
             assert len(workers) == 2

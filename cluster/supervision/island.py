@@ -1,7 +1,7 @@
 """The processes of one island in one epoch."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tandem.cluster.supervision.process_settings import agreed_pages, utilizatio
 from tandem.cluster.supervision.start_clock import StartClock
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.worker_actor import WorkerActor
-from tandem.transfer.factory import TRANSPORTS
+from tandem.transfer.island_ranks import IslandRanks
 from tandem.workers.config import Role, WorkerConfig
 
 START_SECONDS = 600.0
@@ -32,9 +32,8 @@ LoadState = tuple[str, str, int, int]  # worker, phase of its start, bytes loade
 class Island:
     """An island's processes in one epoch: launch() → load() → form() → wait_for() → end(), all from one thread.
 
-    Before form() a lost member can be replaced alone: its peers keep their imports and weights. After that an elastic
-    island goes on without lost workers, part(), until others have their places, refill(). Else a lost member ends the
-    epoch, and the next epoch is another Island:
+    Before form() a lost member can be replaced alone: its peers keep their imports and weights. After that, unless this
+    is an ElasticIsland, a lost member ends the epoch. The next epoch is another Island:
     - succeed() → launch() → … starts its processes in the places of the old ones;
     - extend() → take_over() → wait_for() → … keeps the old processes that the new shape needs.
     Waits raise Stopping after the stop signal. StartFailed and ProcessEnded: the island was not formed.
@@ -61,10 +60,20 @@ class Island:
         self._loads: dict[ActorProcess, Future[Any]] = {}
         self._replacements: set[str] = set()  # names
         self._addresses: tuple[WorkerAddress, ...] = ()  # once the island is formed
-        self.shape = Shape(config.island.num_prefill, config.island.num_decode)
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
         self.formed = False
+
+    @property
+    def shape(self) -> Shape:
+        """Of the workers that it has now."""
+        roles = [worker.role for worker in self._leaders]
+        return Shape(roles.count(Role.PREFILL), roles.count(Role.DECODE))
+
+    @property
+    def addresses(self) -> tuple[WorkerAddress, ...]:
+        """Of the workers that serve; none before form()."""
+        return self._addresses
 
     def launch(self, stop: StopSignal) -> None:
         """Starts the processes."""
@@ -128,55 +137,6 @@ class Island:
             self._join()
         with self.clock.phase("kernels"):
             return self._serve()
-
-    def lost_worker(self, lost: ProcessEnded) -> int | None:
-        """The PE of the worker that has ended, where the others can go on; None where its end is that of the epoch."""
-        names = [member.name for member in self._members]
-        ranks = self._config.island.ranks
-        if not self.formed or not TRANSPORTS[self._config.island.transport].elastic or ranks.has_several:
-            return None
-        return names.index(lost.name) if lost.name in names and len(names) > 1 else None
-
-    def part(self, lost: Collection[int]) -> tuple[WorkerAddress, ...]:
-        """Ends these workers; the others end all that they did with them, and go on. Returns the others. Idempotent."""
-        members = [self._members[pe] for pe in lost]
-        self._liveness.forget(members)
-        for member in members:
-            member.kill()
-        others = [member for pe, member in enumerate(self._members) if pe not in lost]
-        for pe in lost:
-            self._ask(others, "part", pe)
-        return tuple(worker for worker in self._addresses if worker.pe not in lost)
-
-    def refill(self, lost: Collection[int], epoch: int) -> tuple[WorkerAddress, ...]:
-        """After part(): starts workers in those places, with an epoch of their own, and returns all. ProcessEnded:
-        a worker was lost meanwhile; part() and refill() come again, with another epoch."""
-        assert self._group is not None, "launch() comes first"
-        epochs = tuple(epoch if pe in lost else worker.epoch for pe, worker in enumerate(self._workers))
-        others = {pe: member for pe, member in enumerate(self._members) if pe not in lost}
-        for pe in lost:
-            worker = self._workers[pe] = replace(self._workers[pe], epoch=epoch, epochs=epochs)
-            started = self._group.replace_anywhere(self._members[pe], self._spec(worker), threads=self._threads)
-            self._members[pe] = started
-            self._liveness.add([started])
-        new = {pe: self._members[pe] for pe in lost}
-        self._ask([*new.values()], "load")
-        self._agree([*new.values()], self.num_pages)
-        handles = dict(zip(new, self._open([*new.values()]), strict=True))
-        offers = {pe: dict(zip(others, self._ask([*others.values()], "offer", pe, epoch), strict=True)) for pe in new}
-        joins = [
-            member.call("join", [handles.get(peer) or offers[pe][peer] for peer in range(len(epochs))])
-            for pe, member in new.items()
-        ]
-        self._results(joins)
-        for pe in new:
-            self._ask([*others.values()], "admit", pe, epoch, handles[pe])
-        served = dict(zip(new, self._listen([*new.values()]), strict=True))
-        self._addresses = tuple(
-            self._known(worker, served[worker.pe]) if worker.pe in new else address
-            for worker, address in zip(self._workers, self._addresses, strict=True)
-        )
-        return self._addresses
 
     def extend(self, before: "Island") -> int:
         """Starts and loads the workers that `before` lacks, while `before` serves on. Returns their number.
@@ -277,6 +237,16 @@ class Island:
         return self._workers[0].token
 
     @property
+    def _leaders(self) -> list[WorkerConfig]:
+        """Each worker by its first rank."""
+        return [worker for worker in self._workers if worker.rank == 0]
+
+    @property
+    def _ranks(self) -> IslandRanks:
+        """Of the workers that it has now."""
+        return IslandRanks(worker.ranks[worker.pe] if worker.ranks else 1 for worker in self._leaders)
+
+    @property
     def _threads(self) -> int:
         return self._workers[0].threads or 1
 
@@ -320,9 +290,10 @@ class Island:
     def _kept(self, before: "Island") -> list[int | None]:
         """For each of the processes the number of that of `before` which takes its place: see keep_members(). A worker
         whose number of ranks would change starts anew."""
-        now, then = self._config.island.ranks, before._config.island.ranks
+        now, then = self._ranks, before._ranks
         kept: list[int | None] = []
-        for pe, old in enumerate(keep_members(before.shape.roles, self.shape.roles)):
+        roles = [worker.role for worker in before._leaders]
+        for pe, old in enumerate(keep_members(roles, self.shape.roles)):
             fits = old is not None and then[old] == now[pe]
             kept += [then.process(old, rank) if fits and old is not None else None for rank in range(now[pe])]
         return kept
@@ -342,9 +313,9 @@ class Island:
         except Exception as error:
             raise StartFailed(f"{type(error).__name__}: {error}") from error
 
-    def _stop_gently(self, members: Sequence[ActorProcess]) -> None:
+    def _stop_gently(self, members: Sequence[ActorProcess], seconds: float = STOP_SECONDS) -> None:
         with suppress(Exception):  # what does not stop by itself is killed next
-            StopSignal().results([member.call("stop") for member in members], STOP_SECONDS)
+            StopSignal().results([member.call("stop") for member in members], seconds)
 
     def _try(self, role: Role, method: str, *arguments: object) -> bool:
         """Whether all members of the role succeed in time."""

@@ -4,7 +4,6 @@ A lost worker of an elastic island is replaced alone. Another one ends its whole
 place.
 """
 
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -15,10 +14,11 @@ from typing import Any, NoReturn
 from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused, TandemError
 from tandem.cluster.routing.membership import Membership
-from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape
 from tandem.cluster.supervision.island import Island
-from tandem.cluster.supervision.process_settings import FIRST_EPOCH
+from tandem.cluster.supervision.islands.elastic_island import ElasticIsland
+from tandem.cluster.supervision.islands.island_account import IslandAccount
+from tandem.cluster.supervision.islands.worker_changes import WorkerChanges
 from tandem.cluster.supervision.supervisor import Supervisor
 
 GATEWAY_SECONDS = 2.0  # longest wait for the gateway's processes to answer
@@ -43,13 +43,11 @@ class IslandSupervisor(Supervisor):
         super().__init__(f"island {name}", recovery, failed)
         self.island_name = name
         self._island_of = island_of
-        self._membership = membership
-        self._epochs = itertools.count(FIRST_EPOCH)  # one that did not come about is not tried again
-        self._epoch = next(self._epochs)
+        self._account = IslandAccount(name, membership, self._budget)
         self._num_pages = num_pages
         self._orders = ScaleOrders()
         self._reshapes = False
-        self.island = island_of(self._epoch, shape)
+        self.island = island_of(self._account.epoch, shape)
 
     @property
     def num_pages(self) -> int:
@@ -75,14 +73,15 @@ class IslandSupervisor(Supervisor):
             self._stop_admission()
         self.stop()
         self.join()
-        self._membership.remove(self.island_name)
+        self._account.remove()
 
     def _begin(self) -> None:
         self._bring_up()
-        workers = self.island.form(self._num_pages)
+        self.island.form(self._num_pages)
         self._num_pages = self.island.num_pages
-        self._membership.update(self.island_name, self._epoch, self._budget.used, workers, self.island.host)
-        log.info("island %s serves in epoch %d; seconds: %s", self.island_name, self._epoch, self.island.clock.seconds)
+        self._account.tell(self.island)
+        epoch, seconds = self._account.epoch, self.island.clock.seconds
+        log.info("island %s serves in epoch %d; seconds: %s", self.island_name, epoch, seconds)
 
     def _bring_up(self) -> None:
         """launch() and load(). Of a later start a lost member is replaced alone, once, if the budget of
@@ -122,38 +121,19 @@ class IslandSupervisor(Supervisor):
                 raise
 
     def _replace(self, lost: ProcessEnded) -> None:
-        """Gives the place of a lost worker to another, and those of workers that are lost meanwhile; their peers serve
-        on. Raises what ends the epoch: a loss that the others cannot go on with, or ReshapeFailed."""
-        places: set[int] = set()
-        while True:
-            place = self.island.lost_worker(lost)
-            if place is None or not self._budget.take(time.monotonic()):
-                raise lost
-            places.add(place)
-            log.warning("a worker of island %s is replaced: %s", self.island_name, lost)
-            try:
-                self._tell(self.island.part(places), missing=len(places))
-                epoch = next(self._epochs)
-                workers, self._epoch = self.island.refill(places, epoch), epoch
-                self._tell(workers)
-                return
-            except ProcessEnded as another:
-                lost = another
-            except TandemError as error:
-                raise ReshapeFailed(f"a worker was not replaced: {error}") from error
-
-    def _tell(self, workers: tuple[WorkerAddress, ...], missing: int = 0) -> None:
-        """Those that serve now. The gateway keeps its connections to workers that it knows."""
-        name, host = self.island_name, self.island.host
-        self._membership.update(name, self._epoch, self._budget.used, workers, host, missing=missing)
+        """Where its peers can go on without the lost worker, another takes its place. Else its loss is raised."""
+        if not isinstance(self.island, ElasticIsland):
+            raise lost
+        WorkerChanges(self.island, self._account, self._budget).replace(lost)
 
     def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
         """The outcome, and the calls that update the gateway."""
         before = self.island
         if shape == before.shape:
             kept = len(shape.roles)
-            return ScaleOutcome(self.island_name, self._epoch, shape, kept, started=0, ended=0, seconds_away=0.0), []
-        epoch = next(self._epochs)
+            epoch = self._account.epoch
+            return ScaleOutcome(self.island_name, epoch, shape, kept, started=0, ended=0, seconds_away=0.0), []
+        epoch = self._account.draw()
         after = self._island_of(epoch, shape)
         try:
             started = after.extend(before)
@@ -164,13 +144,13 @@ class IslandSupervisor(Supervisor):
         away = time.monotonic()
         self._stop_admission()
         try:
-            workers = after.take_over(before)
+            after.take_over(before)
         except ProcessEnded:
             raise
         except TandemError as error:
             raise ReshapeFailed(f"the island was not formed anew: {error}") from error
-        self.island, self._epoch = after, epoch
-        updates = self._membership.update(self.island_name, epoch, self._budget.used, workers, after.host)
+        self.island, self._account.epoch = after, epoch
+        updates = self._account.tell(after)
         kept = len(shape.roles) - started
         ended = len(before.shape.roles) - kept
         return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), updates
@@ -181,8 +161,8 @@ class IslandSupervisor(Supervisor):
         if isinstance(lost, ProcessEnded):
             before.end_other_ranks(lost)
         self._stop_admission()
-        self._epoch = next(self._epochs)
-        self.island = self._island_of(self._epoch, before.shape)
+        self._account.epoch = self._account.draw()
+        self.island = self._island_of(self._account.epoch, before.shape)
         self.island.succeed(before)
 
     def _stop_admission(self) -> None:
@@ -192,9 +172,8 @@ class IslandSupervisor(Supervisor):
         while cut_off is None or time.monotonic() < deadline:
             if cut_off != self.island.cut_off:  # another worker may tell of a loss before its host was silent for long
                 cut_off = self.island.cut_off
-                updates = self._membership.update(self.island_name, self._epoch, self._budget.used, (), cut_off=cut_off)
-                self._stop.answers(updates, GATEWAY_SECONDS)
-            asked = self._membership.ask_placed_tokens(self.island_name)
+                self._stop.answers(self._account.tell_stopped(cut_off), GATEWAY_SECONDS)
+            asked = self._account.ask_placed_tokens()
             # Nobody reads what workers would still generate for a lost gateway process.
             if not any(self._stop.answers(asked, GATEWAY_SECONDS)):
                 return

@@ -29,6 +29,7 @@ from tandem.cluster.supervision.gateway_supervisor import GatewayShape
 from tandem.cluster.supervision.gateways.gateway_set import GatewaySet
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
+from tandem.cluster.supervision.islands.elastic_island import ElasticIsland
 from tandem.cluster.supervision.network import Network, wait_for_hosts
 from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.process_modules import process_modules
@@ -37,6 +38,7 @@ from tandem.cluster.supervision.process_settings import (
     agreed_pages,
     gateway_processes,
     gateway_settings,
+    is_elastic,
     max_islands,
     worker_configs,
 )
@@ -278,7 +280,8 @@ class Cluster:
     def _island(self, max_model_len: int, network: Network, name: str, epoch: int, shape: Shape) -> Island:
         section = self._config.island.model_copy(update=asdict(shape))
         config = self._config.model_copy(update={"island": section})
-        island = Island(self._processes, config, max_model_len, name, epoch, network)
+        kind = ElasticIsland if is_elastic(config) else Island
+        island = kind(self._processes, config, max_model_len, name, epoch, network)
         if epoch == FIRST_EPOCH:
             island.clock.listener = self.clock.listener
         return island

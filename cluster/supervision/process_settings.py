@@ -9,6 +9,7 @@ from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.served_model import ServedModel
+from tandem.transfer.factory import TRANSPORTS
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION
 
@@ -33,6 +34,11 @@ def island_name(config: ClusterConfig, number: int) -> str:
 def max_islands(config: ClusterConfig) -> int:
     """As configured, or room to grow."""
     return config.scaling.max_islands or max(config.num_islands, ISLANDS)
+
+
+def is_elastic(config: ClusterConfig) -> bool:
+    """Whether workers of an island come and go while the others serve."""
+    return TRANSPORTS[config.island.transport].elastic and not config.island.ranks.has_several
 
 
 def worker_configs(

@@ -20,8 +20,9 @@ from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewayS
 from tandem.cluster.supervision.heartbeat import MEETING, MEETING_SECONDS, POLL_SECONDS, Heartbeat
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.island_supervisor import IslandSupervisor
+from tandem.cluster.supervision.islands.elastic_island import ElasticIsland
 from tandem.cluster.supervision.liveness import Liveness
-from tandem.cluster.supervision.process_settings import gateway_settings, island_name
+from tandem.cluster.supervision.process_settings import gateway_settings, is_elastic, island_name
 from tandem.cluster.supervision.shared_ports import SharedPorts
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.supervisor import RestartBudget
@@ -216,7 +217,8 @@ class Cluster:
 
     def _island(self, epoch: int, shape: Shape) -> Island:
         config = self._config.model_copy(update={"island": self._config.island.model_copy(update=asdict(shape))})
-        return Island(self.processes, config, 64, "i", epoch)
+        kind = ElasticIsland if is_elastic(config) else Island
+        return kind(self.processes, config, 64, "i", epoch)
 
     @property
     def updates(self) -> list[tuple[int, int, int]]:

@@ -1,0 +1,97 @@
+"""An island whose workers come and go, one by one, while the others serve."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from tandem.cluster.errors import ProcessEnded
+from tandem.cluster.processes.processes import ActorProcess
+from tandem.cluster.supervision.island import Island
+from tandem.workers.config import Role
+
+
+class ElasticIsland(Island):
+    """A PE is a place, which one worker after another may have, each in an epoch of its own.
+
+    After form():
+    - part() → restart() → seat(): others take the places of workers that were lost.
+
+    Each of them may raise ProcessEnded, when a worker was lost meanwhile. Then part() comes with its place, too.
+    """
+
+    @property
+    def roles(self) -> dict[int, Role]:
+        """Of the workers, by their PEs."""
+        return {worker.pe: worker.role for worker in self._workers}
+
+    def place_of(self, ended: ProcessEnded) -> int | None:
+        """The PE of the worker that has ended; None where it is none of the island's."""
+        members = zip(self._workers, self._members, strict=True)
+        return next((worker.pe for worker, member in members if member.name == ended.name), None)
+
+    def lost_worker(self, lost: ProcessEnded) -> int | None:
+        """As place_of(); None as well where nobody is left to go on."""
+        return self.place_of(lost) if self.formed and len(self._members) > 1 else None
+
+    def part(self, pes: Collection[int]) -> None:
+        """Ends these workers at once; the others end all that they did with them, and go on. Idempotent."""
+        members = self._at(pes)
+        self._liveness.forget(members)
+        for member in members:
+            member.kill()
+        self._let_go(pes)
+
+    def restart(self, pes: Collection[int], epoch: int) -> None:
+        """After part(): starts other processes in the places of these workers, with an epoch of their own."""
+        assert self._group is not None, "launch() comes first"
+        epochs = self._epochs(dict.fromkeys(pes, epoch))
+        for number, (worker, member) in enumerate(zip(self._workers, self._members, strict=True)):
+            if worker.pe in pes:
+                self._workers[number] = worker = replace(worker, epoch=epoch, epochs=epochs)
+                self._loads.pop(member, None)
+                started = self._group.replace_anywhere(member, self._spec(worker), threads=self._threads)
+                self._members[number] = started
+                self._liveness.add([started])
+
+    def seat(self, pes: Collection[int], epoch: int) -> None:
+        """After restart(): these workers load what they have not yet, and join the others."""
+        new = {worker.pe: member for worker, member in zip(self._workers, self._members, strict=True)
+               if worker.pe in pes}  # fmt: skip
+        loading = [member for member in new.values() if member not in self._loads]
+        self._loads |= {member: member.call("load") for member in loading}
+        self._results([self._loads[member] for member in loading])
+        if loading:
+            self._agree(loading, self.num_pages)
+        handles = dict(zip(new, self._open([*new.values()]), strict=True))
+        others = {pe: member for pe, member in zip(self.roles, self._members, strict=True) if pe not in pes}
+        offers = {pe: dict(zip(others, self._ask([*others.values()], "offer", pe, epoch), strict=True)) for pe in new}
+        joins = [
+            member.call("join", [handles.get(peer) or offers[pe].get(peer, b"") for peer in range(self._places)])
+            for pe, member in new.items()
+        ]
+        self._results(joins)
+        for pe in new:
+            self._ask([*others.values()], "admit", pe, epoch, handles[pe])
+        served = dict(zip(new, self._listen([*new.values()]), strict=True))
+        known = {address.pe: address for address in self._addresses}
+        for worker in self._workers:
+            if worker.pe in served:
+                known[worker.pe] = self._known(worker, served[worker.pe])
+        self._addresses = tuple(known[pe] for pe in self.roles)
+
+    @property
+    def _places(self) -> int:
+        return self._workers[0].num_pes
+
+    def _at(self, pes: Collection[int]) -> list[ActorProcess]:
+        return [member for worker, member in zip(self._workers, self._members, strict=True) if worker.pe in pes]
+
+    def _let_go(self, pes: Collection[int]) -> None:
+        """All others part with these workers."""
+        others = [member for member in self._members if member not in self._at(pes)]
+        for pe in pes:
+            self._ask(others, "part", pe)
+
+    def _epochs(self, changed: Mapping[int, int]) -> tuple[int, ...]:
+        """Of each place, 0 where it is vacant."""
+        known = {**{worker.pe: worker.epoch for worker in self._workers}, **changed}
+        return tuple(known.get(pe, 0) for pe in range(self._places))

@@ -1,0 +1,44 @@
+"""What the gateway is told of one island."""
+
+import itertools
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import Any
+
+from tandem.cluster.routing.membership import Membership
+from tandem.cluster.supervision.island import Island
+from tandem.cluster.supervision.process_settings import FIRST_EPOCH
+from tandem.cluster.supervision.supervisor import RestartBudget
+
+
+class IslandAccount:
+    """The island's epochs, and the states that follow from them. Owned by its supervisor's thread."""
+
+    def __init__(self, name: str, membership: Membership, budget: RestartBudget) -> None:
+        self.name = name
+        self._membership = membership
+        self._budget = budget
+        self._epochs = itertools.count(FIRST_EPOCH)
+        self.epoch = self.draw()  # the one that the gateway is told
+
+    def draw(self) -> int:
+        """The number of the next epoch. One that did not come about is not tried again."""
+        return next(self._epochs)
+
+    def tell(self, island: Island, *, without: Collection[int] = (), missing: int = 0) -> list[Future[Any]]:
+        """Which workers serve: those of the island, but for the PEs `without`. The gateway keeps its connections to
+        workers that it knows. The calls under way; see Membership.update."""
+        workers = tuple(address for address in island.addresses if address.pe not in without)
+        return self._membership.update(self.name, self.epoch, self._budget.used, workers, island.host, missing=missing)
+
+    def tell_stopped(self, cut_off: frozenset[int] = frozenset()) -> list[Future[Any]]:
+        """The island takes no requests. cut_off: see IslandState."""
+        return self._membership.update(self.name, self.epoch, self._budget.used, (), cut_off=cut_off)
+
+    def ask_placed_tokens(self) -> list[Future[Any]]:
+        """See Membership."""
+        return self._membership.ask_placed_tokens(self.name)
+
+    def remove(self) -> None:
+        """The island is no part of the cluster any more."""
+        self._membership.remove(self.name)

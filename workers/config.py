@@ -58,8 +58,8 @@ class WorkerConfig:
     both often, so that what captures CUDA graphs captures those of both. token_seconds: how long a sequence may wait
     for its next token because of prompts; None sets no bound. token_share: how many of its tokens are to come in that
     time. record: None records nothing. ranks: how many processes make up each worker of the island, each with a shard
-    of the model; none where all have one. rank: which of them this is; the first leads. epochs: of each PE, where this
-    worker takes the place of another while its peers serve; none where the island begins an epoch.
+    of the model; none where all have one. rank: which of them this is; the first leads. epochs: of each PE, 0
+    for a vacant place, where the island has such or this worker joins others that serve; none where all have `epoch`.
     """
 
     role: Role

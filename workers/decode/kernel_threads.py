@@ -16,7 +16,8 @@ def threads_of(config: WorkerConfig) -> tuple[int | None, int | None]:
     if own is None or config.decode_workers is None:
         return own, own
     ranks = config.island_ranks
-    return own, own * ranks.processes // (config.decode_workers * ranks[config.pe])
+    processes = sum(map(bool, config.epochs)) or ranks.processes  # an elastic island has vacant places, and no ranks
+    return own, own * processes // (config.decode_workers * ranks[config.pe])
 
 
 class KernelThreads:

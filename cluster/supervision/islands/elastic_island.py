@@ -3,20 +3,47 @@
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ProcessEnded
-from tandem.cluster.processes.processes import ActorProcess
+from tandem.cluster.processes.processes import ActorProcess, Processes
 from tandem.cluster.supervision.island import Island
+from tandem.cluster.supervision.network import Network
 from tandem.workers.config import Role
+
+LEAST_PLACES = 8  # each costs a worker two rows of its mailbox, and with NIXL 9 MB of rings
+
+
+def places(config: ClusterConfig) -> int:
+    """How many workers an elastic island can have at a time in one epoch. Records are of workers that stay for an
+    epoch."""
+    workers, most = len(config.island.ranks), config.scaling.max_workers or 0
+    return workers if config.record.folder is not None else max(LEAST_PLACES, 2 * workers, most)
 
 
 class ElasticIsland(Island):
-    """A PE is a place, which one worker after another may have, each in an epoch of its own.
+    """A PE is a place, which one worker after another may have, each in an epoch of its own. The island is formed with
+    a number of places, some of them vacant.
 
     After form():
     - part() → restart() → seat(): others take the places of workers that were lost.
 
     Each of them may raise ProcessEnded, when a worker was lost meanwhile. Then part() comes with its place, too.
     """
+
+    def __init__(
+        self,
+        processes: Processes,
+        config: ClusterConfig,
+        max_model_len: int,
+        name: str,
+        epoch: int,
+        network: Network | None = None,
+    ) -> None:
+        super().__init__(processes, config, max_model_len, name, epoch, network)
+        workers, self._places = len(self._workers), places(config)
+        epochs = (epoch,) * workers + (0,) * (self._places - workers)
+        given = epochs if self._places > workers else ()
+        self._workers = [replace(worker, num_pes=self._places, epochs=given) for worker in self._workers]
 
     @property
     def roles(self) -> dict[int, Role]:
@@ -78,9 +105,9 @@ class ElasticIsland(Island):
                 known[worker.pe] = self._known(worker, served[worker.pe])
         self._addresses = tuple(known[pe] for pe in self.roles)
 
-    @property
-    def _places(self) -> int:
-        return self._workers[0].num_pes
+    def _join(self) -> None:
+        vacant = self._places - len(self._workers)
+        self._all("join", [*self._open(self._members), *[b""] * vacant])
 
     def _at(self, pes: Collection[int]) -> list[ActorProcess]:
         return [member for worker, member in zip(self._workers, self._members, strict=True) if worker.pe in pes]

@@ -20,7 +20,7 @@ from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewayS
 from tandem.cluster.supervision.heartbeat import MEETING, MEETING_SECONDS, POLL_SECONDS, Heartbeat
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.island_supervisor import IslandSupervisor
-from tandem.cluster.supervision.islands.elastic_island import ElasticIsland
+from tandem.cluster.supervision.islands.elastic_island import LEAST_PLACES, ElasticIsland, places
 from tandem.cluster.supervision.liveness import Liveness
 from tandem.cluster.supervision.process_settings import gateway_settings, is_elastic, island_name
 from tandem.cluster.supervision.shared_ports import SharedPorts
@@ -243,6 +243,29 @@ class TestElasticIsland:
         cluster.supervisor.ready.result(30)
         return cluster
 
+    def test_it_is_formed_with_vacant_places(self) -> None:
+        cluster = self.served(FakeProcesses())
+        for member in cluster.last.members:
+            assert [arguments for method, arguments in member.calls if method == "join"] == [
+                ([b"handle"] * 2 + [b""] * (LEAST_PLACES - 2),)
+            ]
+        workers: list[Any] = [spec.argument for spec in cluster.processes.specs[-1]]
+        assert [(one.num_pes, one.epochs) for one in workers] == [(LEAST_PLACES, (1, 1, 0, 0, 0, 0, 0, 0))] * 2
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
+    @pytest.mark.parametrize(
+        ("settings", "number"),
+        [
+            ({}, LEAST_PLACES),
+            ({"island.num_prefill": 2, "island.num_decode": 4}, 12),
+            ({"scaling.max_workers": 20, "scaling.queue_seconds": 1.0}, 20),
+            ({"record.folder": "/tmp"}, 2),
+        ],
+    )
+    def test_places_are_enough_for_twice_the_workers(self, settings: dict[str, Any], number: int) -> None:
+        assert places(load_config(None, {"island.transport": "tcp", **settings})) == number
+
     @pytest.mark.parametrize("keeps_places", [False, True])
     def test_a_lost_worker_is_replaced_alone(self, keeps_places: bool) -> None:
         cluster = self.served(FakeProcesses(keeps_places=keeps_places))
@@ -256,7 +279,7 @@ class TestElasticIsland:
         assert [method for method, _ in other.calls[asked:] if method != "ping"] == ["part", "offer", "admit"]
         assert ("offer", (1, 2)) in other.calls
         (spec,) = cluster.processes.specs[-1]
-        assert (spec.argument.epoch, spec.argument.epochs) == (2, (1, 2))  # type: ignore[attr-defined]
+        assert (spec.argument.epoch, spec.argument.epochs[:3]) == (2, (1, 2, 0))  # type: ignore[attr-defined]
         assert not other.killed
         cluster.supervisor.stop()
         cluster.supervisor.join()

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,5 @@ def test_a_worker_shares_the_cores_of_the_host_that_it_is_on(
         decode_workers=decode_workers,
     )  # fmt: skip
     assert threads_of(config) == (own, alone)
+    in_places = replace(config, num_pes=8, epochs=(1, 1, 1, 0, 0, 0, 0, 0))
+    assert threads_of(in_places) == (own, alone), "vacant places count as workers"

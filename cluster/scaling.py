@@ -1,7 +1,7 @@
 """Another shape for a running island: the order, the processes that stay, and the outcome."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
@@ -76,6 +76,28 @@ def keep_members(before: Sequence[Role], after: Sequence[Role]) -> list[int | No
     taken: list[int | None] = [left[role].popleft() if left[role] else None for role in after]
     others = iter(sorted(pe for pes in left.values() for pe in pes))
     return [next(others, None) if pe is None else pe for pe in taken]
+
+
+@dataclass(frozen=True)
+class WorkerChange:
+    """What brings an island to another shape while its other workers serve."""
+
+    joining: tuple[Role, ...]
+    turning: Mapping[int, Role]  # workers, by their PEs, that get this role
+    leaving: tuple[int, ...]  # PEs
+
+
+def plan_change(now: Mapping[int, Role], shape: Shape) -> WorkerChange:
+    """now: the role of each PE. As many workers as possible stay as they are, lower PEs first. As many as possible of
+    the others get another role."""
+    pes = sorted(now)
+    kept = keep_members([now[pe] for pe in pes], shape.roles)
+    taken = {pes[old]: role for old, role in zip(kept, shape.roles, strict=True) if old is not None}
+    return WorkerChange(
+        tuple(role for old, role in zip(kept, shape.roles, strict=True) if old is None),
+        {pe: role for pe, role in taken.items() if now[pe] != role},
+        tuple(pe for pe in pes if pe not in taken),
+    )
 
 
 class ScaleOrders:

@@ -40,6 +40,7 @@ from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget, largest_body
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.default_sampling import default_sampling
+from tandem.cluster.requests.departures import Departures
 from tandem.cluster.requests.observer import Observe, all_of
 from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
@@ -329,9 +330,9 @@ class Gateway:
 
     async def update_island(self, state: IslandState) -> None:
         """What the island's supervisor says of it. New workers serve at once, and are warm when this returns."""
-        await self._islands.update(state)
+        has_new = await self._islands.update(state)
         self._router.look_again()
-        if self._warm_up is not None and state.workers:
+        if self._warm_up is not None and has_new:
             await self._warm_up.run(state.name)
         if state.workers:
             self._readiness.start()
@@ -353,6 +354,10 @@ class Gateway:
     async def placed_tokens(self, island: str) -> int:
         """Tokens of this process's requests that the island's workers have not yet ended."""
         return self._islands.placed_tokens(island)
+
+    async def unfinished(self, island: str, pes: frozenset[int], *, move: bool) -> int:
+        """See Departures."""
+        return Departures(self._islands, self._requests).unfinished(island, pes, move=move)
 
     async def next_order(self) -> ScaleOrder | None:
         """As Admin.next_order."""

@@ -169,10 +169,11 @@ class ActiveRequests:
         for call in self._running.values():
             call.work.cancel()
 
-    def move(self, source: WorkerLink, target: WorkerLink, count: int) -> int:
+    def move(self, source: WorkerLink, target: WorkerLink, count: int, *, leaves: bool = False) -> int:
         """Lets up to `count` requests that `source` decodes go on at `target`: those with most tokens left.
 
-        How many there were. One with few tokens left stays, and so does one that was moved often.
+        How many there were. One with few tokens left stays, and so does one that was moved often, unless the source
+        leaves.
         """
         movable = [
             generation
@@ -180,8 +181,8 @@ class ActiveRequests:
             for generation in call.answers.generations
             if generation.decoded_by is source
             and not generation.slides
-            and generation.max_tokens_left >= LEAST_TOKENS_LEFT
-            and generation.num_moves < MOST_MOVES
+            and (leaves or generation.max_tokens_left >= LEAST_TOKENS_LEFT)
+            and (leaves or generation.num_moves < MOST_MOVES)
         ]
         movable.sort(key=lambda generation: -generation.max_tokens_left)
         for generation in movable[:count]:

@@ -88,6 +88,7 @@ class Islands:
                 for name, island in self._current.items()
                 if island.state.workers
                 for link in island.links
+                if link.pe not in island.state.leaving
             }
             self._changes = PlacedChanges(self._table, [link.placed for link in self._links.values()])
             for link in self._links.values():
@@ -118,19 +119,25 @@ class Islands:
         )
 
     def serves(self, pair: LinkPair) -> bool:
-        """Whether both workers take requests now."""
-        links = self.links().values()
-        return all(link in links and link.reachable for link in (pair.decode, pair.prefill))
+        """Whether the decode worker takes requests now, and the other one sends it a prompt: it may be leaving."""
+        takes = pair.decode in self.links().values()
+        serving = [link for island in self._current.values() if island.state.workers for link in island.links]
+        return takes and pair.prefill in serving and pair.decode.reachable and pair.prefill.reachable
+
+    def workers(self, name: str) -> list[WorkerLink]:
+        """Of an island, whether they take requests or are about to leave."""
+        return list(self._current[name].links) if name in self._current else []
 
     def placed_tokens(self, name: str) -> int:
         """Tokens of this process's requests that are not yet over on the island, whether it takes new ones or not."""
         return self._current[name].placed_tokens if name in self._current else 0
 
-    async def update(self, state: IslandState) -> None:
-        """Takes an island's new state. One that is older than the last is ignored."""
+    async def update(self, state: IslandState) -> bool:
+        """Takes an island's new state, and says whether it has new workers. One that is older than the last is
+        ignored."""
         before = self._current.get(state.name)
         if before is not None and state.version <= before.state.version:
-            return
+            return False
         self._links = None
         if before is not None and not state.workers:
             before.state = state
@@ -140,7 +147,7 @@ class Islands:
             if state.gone:
                 before.links = []
             await asyncio.gather(*(link.close() for link in lost))
-            return
+            return False
         old = [] if before is None else before.links
         serving = {(worker, worker.epoch or state.epoch) for worker in state.workers}
         kept = [link for link in old if (link.worker, link.epoch) in serving]
@@ -150,10 +157,11 @@ class Islands:
         island = self._current[state.name] = IslandLinks(
             state, self._max_message_bytes, self._prefixes, self._table, self._pushes, kept
         )
-        for link in island.links:
-            if link not in kept:
-                link.watch()
+        new = [link for link in island.links if link not in kept]
+        for link in new:
+            link.watch()
         await asyncio.gather(*(link.close() for link in gone))  # processes are gone, and calls to them wait in vain
+        return bool(new)
 
     async def info(self, transport: str) -> list[inference_pb2.IslandInfo]:
         """Each island's own account. All are asked at once."""

@@ -28,6 +28,7 @@ class IslandState:
     gone: bool = False
     cut_off: frozenset[int] = frozenset()  # PEs that have ended themselves, without a word to their callers
     missing: int = 0  # workers that are being replaced while the others serve
+    leaving: frozenset[int] = frozenset()  # PEs of workers that get no more requests, and end what they have
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,23 @@ class Membership:
         host: str = "",
         cut_off: frozenset[int] = frozenset(),
         missing: int = 0,
+        leaving: frozenset[int] = frozenset(),
     ) -> list[Future[Any]]:
         """Keeps the new state and sends it to the gateway's processes; the calls under way, none while none serves."""
         with self._lock:
             before = self._states.get(name)
             version, number = (1, len(self._states)) if before is None else (before.version + 1, before.number)
             state = self._states[name] = IslandState(
-                name, epoch, restarts, workers, version, number, host, cut_off=cut_off, missing=missing
+                name,
+                epoch,
+                restarts,
+                workers,
+                version,
+                number,
+                host,
+                cut_off=cut_off,
+                missing=missing,
+                leaving=leaving,
             )
             return [gateway.call("update_island", state) for gateway in self._gateways]
 
@@ -130,3 +141,8 @@ class Membership:
         """Asks each process how much of the island's work it has not yet seen done; no call while none serves."""
         with self._lock:
             return [gateway.call("placed_tokens", name) for gateway in self._gateways]
+
+    def ask_unfinished(self, name: str, pes: frozenset[int], *, move: bool) -> list[Future[Any]]:
+        """Asks each process how many requests it has at these workers of an island; see Departures."""
+        with self._lock:
+            return [gateway.call("unfinished", name, pes, move) for gateway in self._gateways]

@@ -153,6 +153,7 @@ class Router:
     @staticmethod
     def _count(decode: WorkerLink, prefill: WorkerLink, total_tokens: int, prompt_tokens: int) -> None:
         decode.load += total_tokens
+        decode.decoding += 1 if total_tokens > 0 else -1
         if prefill is not decode:
             prefill.load += prompt_tokens
 

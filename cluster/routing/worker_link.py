@@ -71,6 +71,7 @@ class WorkerLink:
         self._report = worker_pb2.WorkerReport()
         self.known_load: WorkerLoad | None = None  # of worker_load(), until something of it changes
         self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
+        self.decoding = 0  # requests of this gateway process that the worker holds, to decode them
         self._address, self._host = worker.address, worker.address.rpartition(":")[0]
         self._pushes = pushes
         self._name = f"{worker.role} worker (PE {worker.pe}, epoch {epoch})"
@@ -117,6 +118,11 @@ class WorkerLink:
     def has_prompts(self) -> bool:
         """Whether this gateway process awaits a first token from the worker."""
         return bool(self._prompts)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests of this gateway process that still need the worker."""
+        return self.decoding + len(self._prompts)
 
     def expect_prompt(self, request_id: str, num_tokens: int) -> None:
         """The worker is to compute this prompt."""

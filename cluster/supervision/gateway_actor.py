@@ -55,6 +55,9 @@ class GatewayActor:
     def placed_tokens(self, island: str) -> int:
         return self._events.run(self._gateway.placed_tokens(island), timeout=30)
 
+    def unfinished(self, island: str, pes: frozenset[int], move: bool) -> int:
+        return self._events.run(self._gateway.unfinished(island, pes, move=move), timeout=30)
+
     def next_order(self) -> ScaleOrder | None:
         return self._events.run(self._gateway.next_order(), timeout=60)
 

@@ -1,7 +1,7 @@
 """The supervisor of one island.
 
-A lost worker of an elastic island is replaced alone. Another one ends its whole island, and the next epoch takes its
-place.
+Workers of an elastic island come and go alone, by losses and orders. Elsewhere a lost worker ends its whole island, and
+the next epoch takes its place.
 """
 
 import logging
@@ -18,10 +18,9 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.islands.elastic_island import ElasticIsland
 from tandem.cluster.supervision.islands.island_account import IslandAccount
-from tandem.cluster.supervision.islands.worker_changes import WorkerChanges
+from tandem.cluster.supervision.islands.worker_changes import GATEWAY_SECONDS, WorkerChanges
 from tandem.cluster.supervision.supervisor import Supervisor
 
-GATEWAY_SECONDS = 2.0  # longest wait for the gateway's processes to answer
 DRAIN_POLL_SECONDS = 0.02
 log = logging.getLogger(__name__)
 
@@ -109,14 +108,16 @@ class IslandSupervisor(Supervisor):
                 continue
             self._reshapes = True
             order, outcome = self._orders.take()
+            before = self.island.shape
             try:
-                scaled, updates = self._reshape(order.shape(self.island.shape))
+                scaled, updates = self._reshape(order.shape(before))
                 _after(updates, partial(outcome.set_result, scaled))
             except ScaleRefused as error:
                 outcome.set_exception(error)
             except BaseException as error:
+                keeps = "keeps its shape" if self.island.shape == before else "has another shape"
                 outcome.set_exception(
-                    ReshapeFailed(f"island {self.island_name} keeps its shape, and is started again: {error}")
+                    ReshapeFailed(f"island {self.island_name} {keeps}, and is started again: {error}")
                 )
                 raise
 
@@ -124,7 +125,10 @@ class IslandSupervisor(Supervisor):
         """Where its peers can go on without the lost worker, another takes its place. Else its loss is raised."""
         if not isinstance(self.island, ElasticIsland):
             raise lost
-        WorkerChanges(self.island, self._account, self._budget).replace(lost)
+        self._changes(self.island).replace(lost)
+
+    def _changes(self, island: ElasticIsland) -> WorkerChanges:
+        return WorkerChanges(island, self._account, self._recovery, self._budget, self._stop)
 
     def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
         """The outcome, and the calls that update the gateway."""
@@ -133,7 +137,13 @@ class IslandSupervisor(Supervisor):
             kept = len(shape.roles)
             epoch = self._account.epoch
             return ScaleOutcome(self.island_name, epoch, shape, kept, started=0, ended=0, seconds_away=0.0), []
-        epoch = self._account.draw()
+        if isinstance(before, ElasticIsland) and before.takes(shape):
+            return self._changes(before).reshape(shape)
+        return self._form_anew(shape)
+
+    def _form_anew(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
+        """As _reshape(), through another epoch of all workers."""
+        before, epoch = self.island, self._account.draw()
         after = self._island_of(epoch, shape)
         try:
             started = after.extend(before)

@@ -11,7 +11,7 @@ from tandem.cluster.processes.placement import ANYWHERE, Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes
 from tests.support.local_processes import LocalGroup
 
-ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "placed_tokens": 0}
+ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "placed_tokens": 0, "unfinished": 0}
 ADDRESS = "127.0.0.1:1"
 
 

@@ -3,16 +3,18 @@
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 
+from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused
-from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape, keep_members
+from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape, keep_members, plan_change
+from tandem.cluster.supervision.islands.elastic_island import LEAST_PLACES
 from tandem.workers.config import Role
 from tests.cluster.fake_processes import FakeProcess, FakeProcesses, room_of_each
-from tests.cluster.supervision.test_supervisors import Cluster
+from tests.cluster.supervision.test_supervisors import RECOVERY, Cluster
 from tests.support.waiting import until
 
 
@@ -31,6 +33,24 @@ class TestPlan:
             assert len(set(stay)) == len(stay) == min(len(before.roles), len(kept))
             unchanged = sum(pe is not None and before.roles[pe] == after.roles[place] for place, pe in enumerate(kept))
             assert unchanged == min(before.num_prefill, prefill) + min(before.num_decode, decode)
+
+    @pytest.mark.parametrize("before", [Shape(1, 1), Shape(2, 1), Shape(1, 3), Shape(4, 4)])
+    def test_a_change_of_workers_leads_to_the_shape_by_as_few_as_possible(self, before: Shape) -> None:
+        """In places that are neither in order of roles nor without gaps."""
+        now = {2 * place + place % 2: role for place, role in enumerate(reversed(before.roles))}
+        for prefill, decode in itertools.product(range(1, 6), repeat=2):
+            change = plan_change(now, Shape(prefill, decode))
+            stay = {pe: role for pe, role in {**now, **change.turning}.items() if pe not in change.leaving}
+            after = [*stay.values(), *change.joining]
+            assert (after.count(Role.PREFILL), after.count(Role.DECODE)) == (prefill, decode)
+            assert not (change.joining and change.leaving)
+            assert all(now[pe] != role for pe, role in change.turning.items())
+            lack = max(0, prefill - before.num_prefill), max(0, decode - before.num_decode)
+            assert len(change.turning) + len(change.joining) == sum(lack)
+
+    def test_the_highest_of_a_role_leaves(self) -> None:
+        change = plan_change({0: Role.PREFILL, 1: Role.DECODE, 3: Role.DECODE, 5: Role.PREFILL}, Shape(1, 1))
+        assert (change.joining, change.turning, change.leaving) == ((), {}, (3, 5))
 
     def test_roles(self) -> None:
         assert Shape(2, 1).roles == [Role.PREFILL, Role.PREFILL, Role.DECODE]
@@ -54,8 +74,10 @@ def test_orders_have_their_turn_and_always_end() -> None:
 
 
 @contextmanager
-def supervised(processes: FakeProcesses, device: str = "cpu") -> Iterator[Cluster]:
-    cluster = Cluster(processes, device=device)
+def supervised(
+    processes: FakeProcesses, device: str = "cpu", transport: str = "", recovery: RecoverySection = RECOVERY
+) -> Iterator[Cluster]:
+    cluster = Cluster(processes, recovery, device=device, transport=transport)
     cluster.supervisor.start()
     cluster.supervisor.ready.result(30)
     yield cluster
@@ -176,3 +198,163 @@ class TestIsland:
             until(lambda: cluster.updates[-1] == (3, 1, 2))
             assert all(member.killed for member in [*old, new])
             assert [spec.argument.role for spec in cluster.processes.specs[-1]] == [Role.PREFILL, Role.DECODE]  # type: ignore[attr-defined]
+
+
+GROWN = ["offer", "offer", "admit", "admit"]  # two others at once
+AT_ONCE = RECOVERY.model_copy(update={"drain_seconds": 0.0})
+
+
+def elastic(
+    processes: FakeProcesses | None = None, recovery: RecoverySection = RECOVERY
+) -> AbstractContextManager[Cluster]:
+    """Of two workers that cost no new epoch of the others."""
+    return supervised(processes or FakeProcesses(keeps_places=True), transport="tcp", recovery=recovery)
+
+
+def pes(cluster: Cluster) -> list[tuple[int, int]]:
+    """PE and epoch of the workers that the gateway knows."""
+    return [(worker.pe, worker.epoch) for worker in cluster.states[-1].workers]
+
+
+class TestElasticIsland:
+    def test_grows_and_shrinks_and_those_that_stay_notice_little(self) -> None:
+        with elastic() as cluster:
+            first = list(cluster.last.members)
+            grown = scale(cluster, 2, 2).result(30)
+            assert (grown.kept, grown.started, grown.ended, grown.seconds_away) == (2, 2, 0, 0)
+            assert pes(cluster) == [(0, 1), (1, 1), (2, 2), (3, 2)]
+            new = cluster.last.members[2:]
+            assert [methods(member) for member in new] == [FORMED] * 2
+            specs: list[Any] = [spec.argument for spec in cluster.processes.specs[-1]]
+            assert [(one.role, one.pe, one.epochs[:5]) for one in specs] == [
+                (Role.PREFILL, 2, (1, 1, 2, 2, 0)),
+                (Role.DECODE, 3, (1, 1, 2, 2, 0)),
+            ]
+            assert len({one.token for one in specs}) == 1
+            shrunk = scale(cluster, 1, 1).result(30)
+            assert (shrunk.kept, shrunk.started, shrunk.ended, shrunk.seconds_away) == (2, 0, 2, 0)
+            assert [methods(member) for member in first] == [[*FORMED, *GROWN, "part", "part"]] * 2
+            assert [methods(member) for member in new] == [[*FORMED, "stop"]] * 2
+            assert all(member.killed for member in new)
+            assert cluster.last.members == first
+            scale(cluster, 1, 2).result(30)
+            assert pes(cluster) == [(0, 1), (1, 1), (2, 3)], "a vacant place is not taken again"
+            assert all(state.workers for state in cluster.states), "the island took no requests for a moment"
+
+    def test_the_role_of_a_process_changes_and_its_weights_stay(self) -> None:
+        with elastic() as cluster:
+            scale(cluster, 1, 2).result(30)
+            *_, turned = cluster.last.members
+            outcome = scale(cluster, 2, 1).result(30)
+            assert (outcome.kept, outcome.started, outcome.ended) == (3, 0, 0)
+            assert methods(turned) == FORMED + FORMED_AGAIN
+            ((name, config),) = arguments_of(turned, "rejoin")
+            assert (config.role, config.pe, config.epoch, config.epochs[:4]) == (Role.PREFILL, 2, 3, (1, 1, 3, 0))
+            assert name == turned.name == "c/i.3/prefill (PE 2)"
+            assert [(worker.role, worker.epoch) for worker in cluster.states[-1].workers] == [
+                (Role.PREFILL, 1),
+                (Role.DECODE, 1),
+                (Role.PREFILL, 3),
+            ]
+            assert not any(member.killed for member in cluster.last.members)
+
+    def test_who_leaves_gets_nothing_new_and_has_time(self) -> None:
+        """Then what it has not finished moves, and what has not moved is placed again."""
+        with elastic() as cluster:
+            scale(cluster, 1, 2).result(30)
+            cluster.gateway.silent.add("unfinished")
+            outcome = scale(cluster, 1, 1)
+            for _ in range(2):
+                until(lambda: cluster.gateway.awaits("unfinished"))
+                assert (cluster.states[-1].leaving, len(cluster.states[-1].workers)) == (frozenset({2}), 3)
+                cluster.gateway.answer_pending("unfinished", 1)
+            until(lambda: ("i", frozenset({2}), True) in arguments_of(cluster.gateway, "unfinished"))
+            assert not any(member.killed for member in cluster.last.members)
+            cluster.gateway.silent.remove("unfinished")
+            cluster.gateway.answer_pending("unfinished", 0)
+            assert outcome.result(30).ended == 1
+            assert arguments_of(cluster.gateway, "unfinished")[0] == ("i", frozenset({2}), False)
+            assert (cluster.states[-1].leaving, len(cluster.states[-1].workers)) == (frozenset(), 2)
+
+    @pytest.mark.parametrize(
+        ("room", "fails", "reason"),
+        [
+            (1, {}, "no room for 2 processes"),
+            (100, {"c/i.2/prefill (PE 2)": OSError("disk")}, "OSError: disk"),
+            (100, {"c/i.2/decode (PE 3)": ProcessEnded("c/i.2/decode (PE 3)", "killed")}, "ended: killed"),
+        ],
+    )
+    def test_what_cannot_be_started_is_refused(self, room: int, fails: dict[str, Exception], reason: str) -> None:
+        with elastic() as cluster:
+            cluster.processes.room, cluster.processes.fails = room, fails
+            with pytest.raises(ScaleRefused, match=reason):
+                scale(cluster, 2, 2).result(30)
+            assert cluster.updates == [(1, 0, 2)]
+            assert len(cluster.last.members) == 2
+            cluster.processes.room, cluster.processes.fails = 100, {}
+            assert scale(cluster, 2, 1).result(30).epoch == 3
+            assert pes(cluster) == [(0, 1), (1, 1), (2, 3)]
+
+    def test_a_worker_that_is_lost_while_another_joins_is_replaced_with_it(self) -> None:
+        with elastic() as cluster:
+            cluster.processes.silent = {"load"}
+            outcome = scale(cluster, 2, 1)
+            until(lambda: len(cluster.last.members) == 3 and cluster.last.members[2].awaits("load"))
+            cluster.processes.silent = set()
+            cluster.last.members[1].kill()
+            assert (outcome.result(30).kept, outcome.result(30).started) == (2, 1)
+            assert pes(cluster) == [(0, 1), (1, 3), (2, 3)]
+            assert [state.missing for state in cluster.states] == [0, 2, 0, 0]
+
+    def test_a_worker_that_is_lost_while_another_leaves_is_replaced_alone(self) -> None:
+        with elastic() as cluster:
+            scale(cluster, 1, 2).result(30)
+            cluster.gateway.silent.add("unfinished")
+            outcome = scale(cluster, 1, 1)
+            until(lambda: cluster.gateway.awaits("unfinished"))
+            cluster.gateway.answer_pending("unfinished", 1)
+            cluster.last.members[0].kill()
+            until(lambda: cluster.states[-1].workers[0].epoch == 3)
+            assert [state.leaving for state in cluster.states[-2:]] == [frozenset({2})] * 2
+            cluster.gateway.silent.remove("unfinished")
+            cluster.gateway.answer_pending("unfinished", 0)
+            assert (outcome.result(30).kept, outcome.result(30).ended) == (2, 1)
+            assert pes(cluster) == [(0, 3), (1, 1)]
+
+    def test_a_worker_that_is_lost_while_it_leaves_is_not_replaced(self) -> None:
+        with elastic() as cluster:
+            scale(cluster, 1, 2).result(30)
+            cluster.gateway.silent.add("unfinished")
+            outcome = scale(cluster, 1, 1)
+            until(lambda: cluster.gateway.awaits("unfinished"))
+            cluster.last.members[2].kill()
+            cluster.gateway.answer_pending("unfinished", 1)
+            assert outcome.result(30).ended == 1
+            assert pes(cluster) == [(0, 1), (1, 1)]
+            assert cluster.updates[-1] == (2, 0, 2), "its end counts as a restart"
+
+    def test_a_loss_that_cannot_be_made_up_for_brings_the_old_shape_back(self) -> None:
+        with elastic(recovery=RECOVERY.model_copy(update={"max_restarts": 1})) as cluster:
+            cluster.last.members[0].kill()
+            until(lambda: cluster.updates[-1] == (2, 1, 2))
+            cluster.processes.silent = {"load"}
+            outcome = scale(cluster, 2, 1)
+            until(lambda: len(cluster.last.members) == 3 and cluster.last.members[2].awaits("load"))
+            cluster.last.members[1].kill()
+            with pytest.raises(ReshapeFailed, match="keeps its shape"):
+                outcome.result(30)
+            assert "recovery.max_restarts" in str(cluster.failure.result(30))
+
+    def test_more_workers_than_places_begin_an_epoch(self) -> None:
+        with elastic(recovery=AT_ONCE) as cluster:
+            scale(cluster, 1, 2).result(30)
+            scale(cluster, 2, 1).result(30)  # so that PEs and roles are in another order
+            outcome = scale(cluster, 1, LEAST_PLACES)
+            assert (outcome.result(30).kept, outcome.result(30).started) == (3, LEAST_PLACES - 2)
+            assert pes(cluster) == [(pe, 4) for pe in range(LEAST_PLACES + 1)]
+            assert [methods(member)[-5:] for member in cluster.last.members[:3]] == [FORMED_AGAIN] * 3
+            first, *_ = cluster.last.members
+            ((_, config),) = arguments_of(first, "rejoin")
+            assert config.num_pes == 2 * (LEAST_PLACES + 1)
+            scale(cluster, 1, LEAST_PLACES + 1).result(30)
+            assert methods(first)[-2:] == ["offer", "admit"]

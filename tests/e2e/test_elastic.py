@@ -1,17 +1,21 @@
-"""Workers of one elastic island that die, one after another and together, while the others keep their streams."""
+"""Workers of one elastic island that die, leave and join, one after another and together, while the others keep their
+streams."""
 
 import os
+import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.cluster.client import Client
-from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.client.client_messages import GenerateUpdate, Timings
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
@@ -35,6 +39,7 @@ OVERRIDES: dict[str, Any] = {
     "gateway.max_attempts": 20,
     "cache.num_pages": 128,
     "recovery.max_restarts": 100,
+    "recovery.drain_seconds": 0.0,  # a worker that leaves moves its requests at once
 }
 
 
@@ -65,10 +70,11 @@ def pids(address: str) -> list[int]:
     return [worker.pid for worker in workers(address)]
 
 
-def whole(address: str) -> bool:
-    """All four workers serve, and all their pages are free."""
+def whole(address: str, count: int = 4) -> bool:
+    """All workers serve, nothing is under way, and all their pages are free."""
     known = workers(address)
-    return len(known) == 4 and all(one.alive and one.free_pages == one.num_pages for one in known)
+    idle = [one.alive and one.free_pages == one.num_pages and not one.running and not one.waiting for one in known]
+    return len(known) == count and all(idle)
 
 
 class Streams:
@@ -89,12 +95,16 @@ class Streams:
 
     def attempts(self) -> list[int]:
         """Of each, once all have ended with the tokens that are expected."""
+        return [timings.attempts for timings in self.timings()]
+
+    def timings(self) -> list[Timings]:
+        """As attempts()."""
         found = []
         for answer, (_, tokens) in zip(self._answers, self._expected, strict=True):
             updates = answer.result(120)
             assert tokens_of(updates) == tokens
             assert updates[-1].timings is not None
-            found.append(updates[-1].timings.attempts)
+            found.append(updates[-1].timings)
         self._pool.shutdown()
         return found
 
@@ -191,3 +201,106 @@ def test_twenty_workers_leave_and_come_under_load(served: str, expected: list[tu
 def replaced(address: str, before: list[int], places: set[int]) -> bool:
     known = workers(address)
     return len(known) == 4 and all(one.alive and (one.pid != before[one.pe]) == (one.pe in places) for one in known)
+
+
+def scale(address: str, prefill: int, decode: int) -> int:
+    """How many workers have joined and left."""
+    with Client(address) as client:
+        done = client.scale(num_prefill=prefill, num_decode=decode)
+    assert done.seconds_away == 0
+    return done.started + done.ended
+
+
+def test_workers_leave_and_join_and_no_stream_is_placed_again(
+    served: str, expected: list[tuple[list[int], list[int]]]
+) -> None:
+    """Two leave that have streams, and have no time to end them; then two join."""
+    until(lambda: whole(served))
+    before = pids(served)
+    streams = Streams(served, expected)
+    streams.await_begun()
+    assert scale(served, 1, 1) == 2
+    timings = streams.timings()
+    assert [one.attempts for one in timings] == [1] * STREAMS
+    assert sum(one.moves for one in timings) > 0, "nothing was moved"
+    until(lambda: whole(served, 2))
+    assert pids(served) == [before[PREFILL], before[DECODE]]
+    streams = Streams(served, expected)
+    streams.await_begun()
+    assert scale(served, 2, 2) == 2
+    assert streams.attempts() == [1] * STREAMS
+    until(lambda: whole(served))
+    assert [pid for pid in pids(served) if pid in before] == [before[PREFILL], before[DECODE]]
+    assert Streams(served, expected).attempts() == [1] * STREAMS
+
+
+@pytest.mark.long
+def test_a_worker_changes_its_role_and_no_stream_is_placed_again(
+    served: str, expected: list[tuple[list[int], list[int]]]
+) -> None:
+    until(lambda: whole(served))
+    before = pids(served)
+    for prefill, decode in ((3, 1), (1, 3), (2, 2)):
+        streams = Streams(served, expected)
+        streams.await_begun()
+        assert scale(served, prefill, decode) == 0
+        assert streams.attempts() == [1] * STREAMS
+        roles = [worker.role for worker in workers(served)]
+        assert roles.count(inference_pb2.ROLE_PREFILL) == prefill
+        until(lambda: whole(served))
+        assert pids(served) == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["stays", "leaves"])
+def test_a_worker_dies_while_another_joins_or_leaves(
+    served: str, expected: list[tuple[list[int], list[int]]], victim: str
+) -> None:
+    until(lambda: whole(served))
+    chance = random.Random(victim)
+    with ThreadPoolExecutor(1) as pool:
+        for shape in ((3, 3), (2, 2), (1, 3), (2, 2)):
+            known = {(worker.pe, worker.pid): worker.role for worker in workers(served)}
+            streams = Streams(served, expected)
+            streams.await_begun()
+            scaled = pool.submit(scale, served, *shape)
+            time.sleep(chance.uniform(0, 0.3))
+            of_role = sorted(key for key, role in known.items() if role == inference_pb2.ROLE_DECODE)
+            pe, pid = of_role[0] if victim == "stays" else of_role[-1]
+            with suppress(ProcessLookupError):  # it has left
+                os.kill(pid, signal.SIGKILL)
+            scaled.result(60)
+            assert max(streams.attempts()) <= 2
+            until(lambda shape=shape: whole(served, sum(shape)))
+            assert pid not in pids(served)
+            stay = [other for other in known if other[0] < min(len(known), sum(shape)) - 1 and other[0] != pe]
+            assert len({pid for _, pid in stay} & set(pids(served))) >= 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_hundred_workers_join_and_leave_under_load(served: str, expected: list[tuple[list[int], list[int]]]) -> None:
+    """No stream is placed again, no page is lost, and the first worker stays all the time."""
+    until(lambda: whole(served))
+    before, over, chance = pids(served), threading.Event(), random.Random(5)
+
+    def load() -> int:
+        rounds = 0
+        while not over.is_set():
+            assert Streams(served, expected).attempts() == [1] * STREAMS
+            rounds += 1
+        return rounds
+
+    changes = 0
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(load) for _ in range(2)]
+        try:
+            while changes < 5 * CHANGES and not any(one.done() for one in loads):
+                changes += scale(served, chance.randint(1, 3), chance.randint(1, 3))
+            changes += scale(served, 2, 2)
+        finally:
+            over.set()
+        assert all(one.result(300) > 0 for one in loads)
+    assert changes >= 5 * CHANGES
+    until(lambda: whole(served))
+    assert pids(served)[PREFILL] == before[PREFILL]

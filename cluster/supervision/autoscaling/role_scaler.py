@@ -59,7 +59,7 @@ class RoleScaler:
 
 
 def _is_whole(island: IslandState) -> bool:
-    return bool(island.workers) and not island.missing
+    return bool(island.workers) and not island.missing and not island.leaving
 
 
 def _shape(island: IslandState) -> Shape:

@@ -1,14 +1,19 @@
 """An island whose workers come and go, one by one, while the others serve."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ProcessEnded
 from tandem.cluster.processes.processes import ActorProcess, Processes
+from tandem.cluster.scaling import Shape
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.network import Network
-from tandem.workers.config import Role
+from tandem.cluster.supervision.process_settings import workers_on_host
+from tandem.workers.config import Role, WorkerConfig
+
+LEAVE_SECONDS = 5.0  # for a worker that leaves to close what it holds
+
 
 LEAST_PLACES = 8  # each costs a worker two rows of its mailbox, and with NIXL 9 MB of rings
 
@@ -25,7 +30,10 @@ class ElasticIsland(Island):
     a number of places, some of them vacant.
 
     After form():
-    - part() → restart() → seat(): others take the places of workers that were lost.
+    - part() → restart() → seat(): others take the places of workers that were lost;
+    - add() → seat(): workers take vacant places;
+    - turn() → seat(): workers get another role, and keep their processes and weights;
+    - dismiss(): workers leave.
 
     Each of them may raise ProcessEnded, when a worker was lost meanwhile. Then part() comes with its place, too.
     """
@@ -49,6 +57,11 @@ class ElasticIsland(Island):
     def roles(self) -> dict[int, Role]:
         """Of the workers, by their PEs."""
         return {worker.pe: worker.role for worker in self._workers}
+
+    def takes(self, shape: Shape) -> bool:
+        """Whether its workers can be changed to that shape while it serves."""
+        kept = self._config.record.folder is not None  # a record is of workers that stay
+        return self.formed and not kept and len(shape.roles) <= self._places
 
     def place_of(self, ended: ProcessEnded) -> int | None:
         """The PE of the worker that has ended; None where it is none of the island's."""
@@ -79,8 +92,37 @@ class ElasticIsland(Island):
                 self._members[number] = started
                 self._liveness.add([started])
 
+    def add(self, roles: Sequence[Role], epoch: int) -> list[int]:
+        """Starts workers of these roles in vacant places, with an epoch of their own; returns their PEs. StartFailed:
+        there is no room for them, and nothing has changed."""
+        assert self._group is not None, "launch() comes first"
+        vacant = [pe for pe in range(self._places) if pe not in self.roles]
+        pes = vacant[: len(roles)]
+        assert len(pes) == len(roles), "see takes()"
+        shape = _shape_of([*self.roles.values(), *roles])
+        epochs = self._epochs(dict.fromkeys(pes, epoch))
+        workers = [self._changed(pe, role, epoch, epochs, shape) for pe, role in zip(pes, roles, strict=True)]
+        started = self._group.grow([self._spec(worker) for worker in workers], threads=self._threads)
+        self._liveness.add(started)
+        self._hold([*zip(self._workers, self._members, strict=True), *zip(workers, started, strict=True)])
+        return pes
+
+    def turn(self, roles: Mapping[int, Role], epoch: int) -> None:
+        """These workers leave their peers, and are of another role next, in an epoch of their own."""
+        shape, epochs = _shape_of({**self.roles, **roles}.values()), self._epochs(dict.fromkeys(roles, epoch))
+        for number, worker in enumerate(self._workers):
+            if worker.pe in roles:
+                self._workers[number] = self._changed(worker.pe, roles[worker.pe], epoch, epochs, shape)
+        self._let_go(roles)
+        turned = [(member, worker) for worker, member in zip(self._workers, self._members, strict=True)
+                  if worker.pe in roles]  # fmt: skip
+        self._ask([member for member, _ in turned], "leave")
+        for member, worker in turned:
+            member.name = self._spec(worker).name
+        self._results([member.call("rejoin", member.name, worker) for member, worker in turned])
+
     def seat(self, pes: Collection[int], epoch: int) -> None:
-        """After restart(): these workers load what they have not yet, and join the others."""
+        """After restart(), add() or turn(): these workers load what they have not yet, and join the others."""
         new = {worker.pe: member for worker, member in zip(self._workers, self._members, strict=True)
                if worker.pe in pes}  # fmt: skip
         loading = [member for member in new.values() if member not in self._loads]
@@ -105,12 +147,45 @@ class ElasticIsland(Island):
                 known[worker.pe] = self._known(worker, served[worker.pe])
         self._addresses = tuple(known[pe] for pe in self.roles)
 
+    def dismiss(self, pes: Collection[int]) -> None:
+        """These workers leave: the others end all that they did with them, and the processes end. Their places are
+        vacant, even where ProcessEnded is raised."""
+        gone = self._at(pes)
+        self._liveness.forget(gone)
+        try:
+            self._let_go(pes)
+        finally:
+            self._stop_gently(gone, LEAVE_SECONDS)
+            self.drop(pes)
+
+    def drop(self, pes: Collection[int]) -> None:
+        """Kills these workers, which the others know no more or must not wait for. Idempotent."""
+        assert self._group is not None, "launch() comes first"
+        gone = self._at(pes)
+        self._liveness.forget(gone)
+        self._group.shrink(gone)
+        for member in gone:
+            self._loads.pop(member, None)
+        pairs = zip(self._workers, self._members, strict=True)
+        self._hold([(worker, member) for worker, member in pairs if worker.pe not in pes])
+        self._addresses = tuple(address for address in self._addresses if address.pe not in pes)
+
+    def look(self) -> None:
+        """Returns a moment later. ProcessEnded when a worker is lost."""
+        self._liveness.wait(())
+
     def _join(self) -> None:
         vacant = self._places - len(self._workers)
         self._all("join", [*self._open(self._members), *[b""] * vacant])
 
     def _at(self, pes: Collection[int]) -> list[ActorProcess]:
         return [member for worker, member in zip(self._workers, self._members, strict=True) if worker.pe in pes]
+
+    def _hold(self, pairs: Sequence[tuple[WorkerConfig, ActorProcess]]) -> None:
+        """These are the workers, with their processes."""
+        ordered = sorted(pairs, key=lambda pair: pair[0].pe)
+        self._workers = [worker for worker, _ in ordered]
+        self._members = [member for _, member in ordered]
 
     def _let_go(self, pes: Collection[int]) -> None:
         """All others part with these workers."""
@@ -122,3 +197,21 @@ class ElasticIsland(Island):
         """Of each place, 0 where it is vacant."""
         known = {**{worker.pe: worker.epoch for worker in self._workers}, **changed}
         return tuple(known.get(pe, 0) for pe in range(self._places))
+
+    def _changed(self, pe: int, role: Role, epoch: int, epochs: tuple[int, ...], shape: Shape) -> WorkerConfig:
+        """A worker as it is configured where the island has that shape."""
+        section = self._config.island.model_copy(update=asdict(shape))
+        config = self._config.model_copy(update={"island": section})
+        return replace(
+            self._workers[0],
+            role=role,
+            pe=pe,
+            epoch=epoch,
+            epochs=epochs,
+            workers_on_host=workers_on_host(config, self._network.num_hosts),
+            decode_workers=shape.num_decode if role == Role.DECODE else None,
+        )
+
+
+def _shape_of(roles: Collection[Role]) -> Shape:
+    return Shape(sum(role == Role.PREFILL for role in roles), sum(role == Role.DECODE for role in roles))

@@ -25,11 +25,15 @@ class IslandAccount:
         """The number of the next epoch. One that did not come about is not tried again."""
         return next(self._epochs)
 
-    def tell(self, island: Island, *, without: Collection[int] = (), missing: int = 0) -> list[Future[Any]]:
+    def tell(
+        self, island: Island, *, without: Collection[int] = (), leaving: Collection[int] = (), missing: int = 0
+    ) -> list[Future[Any]]:
         """Which workers serve: those of the island, but for the PEs `without`. The gateway keeps its connections to
         workers that it knows. The calls under way; see Membership.update."""
         workers = tuple(address for address in island.addresses if address.pe not in without)
-        return self._membership.update(self.name, self.epoch, self._budget.used, workers, island.host, missing=missing)
+        return self._membership.update(
+            self.name, self.epoch, self._budget.used, workers, island.host, leaving=frozenset(leaving), missing=missing
+        )
 
     def tell_stopped(self, cut_off: frozenset[int] = frozenset()) -> list[Future[Any]]:
         """The island takes no requests. cut_off: see IslandState."""
@@ -38,6 +42,10 @@ class IslandAccount:
     def ask_placed_tokens(self) -> list[Future[Any]]:
         """See Membership."""
         return self._membership.ask_placed_tokens(self.name)
+
+    def ask_unfinished(self, pes: Collection[int], *, move: bool) -> list[Future[Any]]:
+        """See Membership."""
+        return self._membership.ask_unfinished(self.name, frozenset(pes), move=move)
 
     def remove(self) -> None:
         """The island is no part of the cluster any more."""

@@ -11,9 +11,10 @@ import pytest
 from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.peers.table import GatewayTable, table_bytes
 from tandem.cluster.routing import worker_link
-from tandem.cluster.routing.islands import Islands
+from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import Ask, Key, Pair, WorkerLoad, least_loaded
+from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import AVOID_SECONDS, WorkerAddress, WorkerLink
 from tandem.proto import worker_pb2
 from tandem.workers.config import Role
@@ -228,3 +229,44 @@ def test_connections_to_workers_that_stay_are_kept_where_another_is_replaced() -
         assert gateway.link(PREFILL) is not prefill
 
     with_gateway(body)
+
+
+class TestAWorkerThatIsAboutToLeave:
+    @staticmethod
+    async def tell(gateway: Gateway, version: int, leaving: frozenset[int], without: frozenset[int]) -> bool:
+        """Island 0, whose second decode worker is about to leave, or has left."""
+        roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+        workers = tuple(
+            WorkerAddress(role, pe, "127.0.0.1:1", "", epoch=1) for pe, role in enumerate(roles) if pe not in without
+        )
+        return await gateway.islands.update(IslandState("i0", 1, 0, workers, version, 0, leaving=leaving))
+
+    def test_gets_no_requests_but_may_send_what_it_has(self) -> None:
+        async def body(gateway: Gateway) -> None:
+            none, last = frozenset[int](), frozenset({2})
+            assert await self.tell(gateway, 2, none, none)
+            prefill, decode, leaver = (gateway.link(("i0", pe)) for pe in range(3))
+            assert not await self.tell(gateway, 3, last, none)
+            assert set(gateway.decide()) == {PREFILL, DECODE, ("i1", 0), OTHER}
+            assert gateway.islands.workers("i0") == [prefill, decode, leaver]
+            assert gateway.islands.serves(LinkPair(decode, leaver, 0.0))
+            assert not gateway.islands.serves(LinkPair(leaver, prefill, 0.0))
+            assert not await self.tell(gateway, 4, none, last)
+            assert gateway.islands.workers("i0") == [prefill, decode], "links of workers that stay were made anew"
+            assert not gateway.islands.serves(LinkPair(decode, leaver, 0.0))
+
+        with_gateway(body)
+
+    def test_is_told_to_be_busy_until_nothing_needs_it(self) -> None:
+        async def body(gateway: Gateway) -> None:
+            link = gateway.link(DECODE)
+            for change, count in (
+                (lambda: Router._count(link, gateway.link(PREFILL), 50, 30), 1),
+                (lambda: link.expect_prompt("a", 20), 2),
+                (lambda: Router._count(link, gateway.link(PREFILL), -50, -30), 1),
+                (lambda: link.forget_prompt("a"), 0),
+            ):
+                change()
+                assert (link.unfinished, gateway.link(PREFILL).unfinished) == (count, 0)
+
+        with_gateway(body)

@@ -1,7 +1,7 @@
 """Two loops as they run, over wires and memories of token ids: PE 0 is mainly for prompts, PE 1 for decoding."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -223,8 +223,17 @@ class Unmetered:
 
 
 class SmallIsland:
-    def __init__(self, shape: Shape, epoch: int, lease_seconds: float, clock: Ticks, findings: list[str]) -> None:
-        self.epochs = [epoch, epoch]
+    def __init__(
+        self,
+        shape: Shape,
+        epoch: int,
+        lease_seconds: float,
+        clock: Ticks,
+        findings: list[str],
+        vacant: int | None = None,
+    ) -> None:
+        """vacant: the PE whose place nobody has, until replace()."""
+        self.epochs = [0 if pe == vacant else epoch for pe in (PREFILL, DECODE)]
         self._shape, self._lease_seconds, self._clock, self._findings = shape, lease_seconds, clock, findings
         self.memories = [self._memory(pe) for pe in (PREFILL, DECODE)]
         self.endpoints = [self._endpoint(memory) for memory in self.memories]
@@ -239,7 +248,7 @@ class SmallIsland:
         return max(self.epochs)
 
     def replace(self, pe: int) -> None:
-        """Another process takes the place of a worker with which the other one has parted."""
+        """A process takes a vacant place, or that of a worker with which the other one has parted."""
         self.epochs[pe] = self.epoch + 1
         self.memories[pe] = self._memory(pe)
         self.endpoints[pe] = self._endpoint(self.memories[pe])
@@ -302,16 +311,15 @@ class SmallIsland:
             held.update(zip(pages.tolist(), tokens.tolist(), strict=True))
         return held
 
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is held, nothing is known, nothing is under way."""
-        if any(device.launched for device in self.devices):
+    def is_idle(self, pes: Sequence[int]) -> bool:
+        """Nothing is held, nothing is known, nothing is under way at these workers."""
+        if any(self.devices[pe].launched for pe in pes):
             return False
         free = all(
             cache.is_empty and cache.num_free_pages == cache.num_pages and not cache.num_draining_pages
-            for cache in self.caches
+            for cache in map(self.caches.__getitem__, pes)
         )
-        for loop in self.loops:
+        for loop in map(self.loops.__getitem__, pes):
             reservations, prefills = loop.decodes._reservations, loop.prefills
             signals = reservations._signals
             known = prefills._handoff._requests or len(reservations) or reservations._draining or loop.num_running

@@ -92,7 +92,7 @@ class WireTransport(Transport):
         super().__init__(config)
         self._own, self._other = endpoints[config.pe], endpoints[1 - config.pe]
         self.posts_that_fail = 0
-        self._is_cut = False
+        self._is_cut = 1 - config.pe in config.vacant
 
     def cut(self, pe: int) -> None:
         """As of the elastic transports: see Transport."""

@@ -51,6 +51,8 @@ class Limits:
     failed_posts: int = 0
     deaths: int = 0
     leaver: int | None = None  # a worker that is lost, or leaves, and is replaced alone
+    comes_back: bool = True  # else the leaver's place stays vacant
+    joins: bool = False  # whether the leaver's place is vacant at first
 
 
 @dataclass(eq=False)
@@ -97,9 +99,10 @@ class World:
         self.shape = shape
         self.findings: list[str] = []
         self.clock = Ticks()
-        self.island = SmallIsland(shape, 1, LEASE_SECONDS, self.clock, self.findings)
+        vacant = limits.leaver if limits.joins else None
+        self.island = SmallIsland(shape, 1, LEASE_SECONDS, self.clock, self.findings, vacant)
         self.dead = False  # the prefill worker
-        self.away = ""  # how far the replacement of the leaver has come: "left", "cut", "parted"
+        self.away = "parted" if limits.joins else ""  # how far its replacement has come: "left", "cut", "parted"
         self.used = {"tick": 0, "post fails": 0, "die": 0, "leave": 0}
         routes = limits.routes
         self.known = [
@@ -120,9 +123,9 @@ class World:
         for pe, endpoint in enumerate(endpoints):
             if endpoint.incoming:
                 yield "deliver", pe
-        if self.away:
+        if self.away and not self.stays_away:
             yield {"left": "cut", "cut": "part", "parted": "welcome"}[self.away], 0
-        leaves = int(limits.leaver is not None)
+        leaves = int(limits.leaver is not None and not self.away)
         allowed = {"tick": limits.ticks, "post fails": limits.failed_posts, "die": limits.deaths, "leave": leaves}
         for name, most in allowed.items():
             if self.used[name] < most and not (name == "die" and self.dead):
@@ -218,6 +221,11 @@ class World:
         return bool(self.away) and pe == self.limits.leaver
 
     @property
+    def stays_away(self) -> bool:
+        """Whether the leaver has gone for good."""
+        return self.away == "parted" and bool(self.used["leave"]) and not self.limits.comes_back
+
+    @property
     def _leaver(self) -> int:
         assert self.limits.leaver is not None
         return self.limits.leaver
@@ -311,25 +319,25 @@ class World:
         if self.dead:
             self._begin_epoch()
         for stage, do in (("left", self._cut), ("cut", self._part), ("parted", self._welcome)):
-            if self.away == stage:
+            if self.away == stage and not self.stays_away:
                 do()
         for known in self.known:
             for lease in known.leases:
                 lease.leave()
             for stream in known.streams:
-                if not stream.left and known.epoch == self.island.epochs[known.receiver]:
+                there = known.epoch == self.island.epochs[known.receiver] and not self.is_away(known.receiver)
+                if not stream.left and there:
                     self._end_stream(known)
-        island = self.island
+        island, there = self.island, [pe for pe in (DECODE, PREFILL) if not self.is_away(pe)]
         for _ in range(ROUNDS_TO_THE_END):
-            if island.is_idle:
+            if island.is_idle(there):
                 break
             self.clock.now += LEASE_SECONDS
-            decode, prefill = island.loops[DECODE].step, island.loops[PREFILL].step
-            compute = [device.drain for device in island.devices]
-            for step in (decode, prefill, *compute, decode, prefill):
+            steps, compute = [island.loops[pe].step for pe in there], [island.devices[pe].drain for pe in there]
+            for step in (*steps, *compute, *steps):
                 step()
                 for endpoint in island.endpoints:
                     while endpoint.incoming:
                         endpoint.deliver()
-        if not island.is_idle:
+        if not island.is_idle(there):
             self.findings.append(f"no end is reached: {island.state()}")

@@ -39,5 +39,21 @@ WORLDS: dict[str, tuple[Limits, Shape]] = {
         Limits(requests=2, streams_end=True, routes=((0, 1), (1, 0)), leaver=DECODE),
         Shape(num_pages=6, longest=3),
     ),
+    "the writer leaves for good": (
+        Limits(requests=2, sends=2, streams_end=True, leaver=PREFILL, comes_back=False),
+        Shape(num_signals=1),
+    ),
+    "the receiver leaves for good": (
+        Limits(requests=2, sends=2, streams_end=True, leaver=DECODE, comes_back=False),
+        Shape(num_signals=1),
+    ),
+    "the writer joins and leaves": (
+        Limits(requests=2, prepares=2, sends=2, streams_end=True, leaver=PREFILL, comes_back=False, joins=True),
+        Shape(num_signals=1),
+    ),
+    "the receiver joins": (
+        Limits(requests=2, prepares=2, sends=2, streams_end=True, leaver=DECODE, joins=True),
+        Shape(num_signals=1),
+    ),
     "sharing": (Limits(requests=2, alike=True), Shape(num_pages=6, sharing=True)),
 }

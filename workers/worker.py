@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -249,6 +250,12 @@ class Worker:
         if loop is not None:
             for quiet in self.on_step_thread(lambda: loop.release(prefix, writer_quiet)):
                 quiet.result(RELEASE_SECONDS)
+
+    def share_cores(self, workers_on_host: int, decode_workers: int | None, epochs: tuple[int, ...]) -> None:
+        """While it serves: its island has other workers now, with which it shares its host. See WorkerConfig."""
+        shares = {"workers_on_host": workers_on_host, "decode_workers": decode_workers, "epochs": epochs}
+        own, alone = threads_of(replace(self.config, **shares))
+        self.on_step_thread(lambda: self._threads.share(own, alone))
 
     def leave(self) -> None:
         """Ends calls, the step thread and the transport, in this order; the weights stay. All PEs leave at once: the

@@ -82,6 +82,9 @@ class WorkerActor:
     def admit(self, pe: int, epoch: int, handle: bytes) -> None:
         self._worker.peers.admit(pe, epoch, handle)
 
+    def share_cores(self, workers_on_host: int, decode_workers: int | None, epochs: tuple[int, ...]) -> None:
+        self._worker.share_cores(workers_on_host, decode_workers, epochs)
+
     def ping(self) -> tuple[str, int] | None:
         """Returns when the worker takes a command; one that hangs in a step does not. See Heartbeat."""
         self._worker.ping()

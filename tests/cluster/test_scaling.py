@@ -90,7 +90,7 @@ def scale(cluster: Cluster, prefill: int | None, decode: int | None) -> Future[S
 
 
 def methods(process: FakeProcess) -> list[str]:
-    return [method for method, _ in process.calls if method not in ("ping", "progress", "there", "wait")]
+    return [method for method, _ in process.calls if method not in ("ping", "progress", "there", "wait", "share_cores")]
 
 
 def arguments_of(process: FakeProcess, method: str) -> list[Any]:
@@ -239,6 +239,10 @@ class TestElasticIsland:
             assert cluster.last.members == first
             scale(cluster, 1, 2).result(30)
             assert pes(cluster) == [(0, 1), (1, 1), (2, 3)], "a vacant place is not taken again"
+            shares = [[given[:2] for given in arguments_of(member, "share_cores")] for member in first]
+            assert shares == [[(4, None), (2, None), (3, None)], [(4, 2), (2, 1), (3, 2)]]
+            (*_, (_, _, epochs)) = arguments_of(first[0], "share_cores")
+            assert epochs[:4] == (1, 1, 3, 0)
             assert all(state.workers for state in cluster.states), "the island took no requests for a moment"
 
     def test_the_role_of_a_process_changes_and_its_weights_stay(self) -> None:
@@ -271,6 +275,7 @@ class TestElasticIsland:
             until(lambda: ("i", frozenset({2}), True) in arguments_of(cluster.gateway, "unfinished"))
             assert not any(member.killed for member in cluster.last.members)
             cluster.gateway.silent.remove("unfinished")
+            until(lambda: cluster.gateway.awaits("unfinished"))
             cluster.gateway.answer_pending("unfinished", 0)
             assert outcome.result(30).ended == 1
             assert arguments_of(cluster.gateway, "unfinished")[0] == ("i", frozenset({2}), False)

@@ -29,11 +29,20 @@ class KernelThreads:
     def __init__(self, crew: Crew | None, own: int | None, alone: int | None = None) -> None:
         """crew: None where there are no native kernels. own None: as many as torch has; alone None: as many as own."""
         self._crew = crew
-        self._own = own or torch.get_num_threads()
-        self._alone = alone or self._own
-        if crew is not None:
-            crew.threads = self._own
+        self._set(own, alone)
+
+    def share(self, own: int | None, alone: int | None) -> None:
+        """From now on there are so many. On the step thread: torch counts threads of each thread that computes."""
+        if own is not None:
+            torch.set_num_threads(own)
+        self._set(own, alone)
 
     def use(self, *, alone: bool) -> None:
         if self._crew is not None and self._alone != self._own:
             self._crew.threads = self._alone if alone else self._own
+
+    def _set(self, own: int | None, alone: int | None) -> None:
+        self._own = own or torch.get_num_threads()
+        self._alone = alone or self._own
+        if self._crew is not None:
+            self._crew.threads = self._own

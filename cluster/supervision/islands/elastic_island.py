@@ -170,6 +170,12 @@ class ElasticIsland(Island):
         self._hold([(worker, member) for worker, member in pairs if worker.pe not in pes])
         self._addresses = tuple(address for address in self._addresses if address.pe not in pes)
 
+    def share_cores(self) -> None:
+        """Workers on CPUs count their threads anew, as many workers as there are now. Does not wait for it."""
+        config, epochs = self._of_shape(self.shape), self._epochs({})
+        for worker, member in zip(self._workers, self._members, strict=True):
+            member.call("share_cores", *_shares(config, worker.role, self._network), epochs)
+
     def look(self) -> None:
         """Returns a moment later. ProcessEnded when a worker is lost."""
         self._liveness.wait(())
@@ -200,17 +206,26 @@ class ElasticIsland(Island):
 
     def _changed(self, pe: int, role: Role, epoch: int, epochs: tuple[int, ...], shape: Shape) -> WorkerConfig:
         """A worker as it is configured where the island has that shape."""
-        section = self._config.island.model_copy(update=asdict(shape))
-        config = self._config.model_copy(update={"island": section})
+        on_host, decode_workers = _shares(self._of_shape(shape), role, self._network)
         return replace(
             self._workers[0],
             role=role,
             pe=pe,
             epoch=epoch,
             epochs=epochs,
-            workers_on_host=workers_on_host(config, self._network.num_hosts),
-            decode_workers=shape.num_decode if role == Role.DECODE else None,
+            workers_on_host=on_host,
+            decode_workers=decode_workers,
         )
+
+    def _of_shape(self, shape: Shape) -> ClusterConfig:
+        section = self._config.island.model_copy(update=asdict(shape))
+        return self._config.model_copy(update={"island": section})
+
+
+def _shares(config: ClusterConfig, role: Role, network: Network) -> tuple[int, int | None]:
+    """See WorkerConfig: workers_on_host and decode_workers, of a worker of that role."""
+    decode_workers = config.island.num_decode if role == Role.DECODE else None
+    return workers_on_host(config, network.num_hosts), decode_workers
 
 
 def _shape_of(roles: Collection[Role]) -> Shape:

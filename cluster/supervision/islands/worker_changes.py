@@ -81,6 +81,7 @@ class WorkerChanges:
             self._drain({*change.leaving, *change.turning}, change.leaving)
         if change.turning:
             self._turn(change.turning)
+        self._island.share_cores()
         started, ended = len(change.joining), len(change.leaving)
         kept = len(before) - ended
         name, epoch = self._account.name, self._account.epoch
@@ -133,7 +134,8 @@ class WorkerChanges:
         moves = time.monotonic() + self._recovery.drain_seconds
         while self._leaving and (now := time.monotonic()) < moves + MOVE_SECONDS:
             asked = self._account.ask_unfinished(self._leaving, move=now >= moves)
-            if not any(self._stop.answers(asked, GATEWAY_SECONDS)):
+            counts = self._stop.answers(asked, GATEWAY_SECONDS)
+            if not any(counts) and all(call.done() for call in asked):  # one that is gone has ended its call
                 break
             try:
                 self._island.look()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.cache.kernels.native.crew import Crew, load_crew
 from tandem.cluster.client import Client
@@ -48,6 +49,20 @@ def test_decode_has_all_cores_only_while_no_prompt_is_on_its_way(tmp_path: Path)
         for thread in (prefill, asking):
             thread.join(20)
         assert crew.threads == ALL
+    crew.threads = 1
+
+
+def test_workers_that_join_or_leave_change_the_share(tmp_path: Path) -> None:
+    """Of the native kernels and of torch, and the next step has it."""
+    folder, crew = save_checkpoint("llama", tmp_path), the_crew()
+    with running_island(folder, {"island.threads_per_worker": OWN}) as island, Client(island.address) as client:
+        decode = island.workers[1]
+        decode.config = replace(decode.config, threads=None)
+        cores = len(os.sched_getaffinity(0))
+        decode.share_cores(cores, 1, (1, 1, 3, 0, 0))
+        assert decode.on_step_thread(torch.get_num_threads) == 1
+        list(client.generate(random_prompt(9, 0), max_tokens=4, **GREEDY))
+        assert crew.threads == 3, "one core of each of three workers"
     crew.threads = 1
 
 

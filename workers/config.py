@@ -78,6 +78,8 @@ class WorkerConfig:
     load_format: str = "safetensors"
     page_size: int = 16
     prefix_sharing: bool = True
+    state_interval: int | None = 512
+    state_share: float = 0.25
     max_batch_tokens: int = 1024
     max_sequences: int = 256
     transport: str = "shared_memory"

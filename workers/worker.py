@@ -17,7 +17,6 @@ from tandem.cache.kernels.native.crew import load_crew
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
-from tandem.cache.plan.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.factory import create_transport
@@ -32,9 +31,9 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.watched_engine import WatchedEngine
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.following.worker_ranks import WorkerRanks
-from tandem.workers.handoff.reservations import longest_append
 from tandem.workers.models.drafters.load import Model, load_drafter
 from tandem.workers.models.weights import load_decoder
+from tandem.workers.pool_pages import pages_in, pool_pages, snapshot_rule
 from tandem.workers.ports.authentication import TokenRequired
 from tandem.workers.ports.private_socket import PrivateSocket
 from tandem.workers.ports.tls import Identity, bracketed
@@ -58,17 +57,8 @@ Watch = Callable[[PageWriter], PageWriter]
 HOST = "127.0.0.1"
 FOLLOWS = "none: it follows rank 0 of its worker"  # the address of a rank that serves nobody
 SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
-PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 COMMAND_SECONDS = 30.0
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
-
-
-def page_uses(config: WorkerConfig) -> tuple[PageUse, ...]:
-    """What a worker holds at a time: sequences that it decodes, and prompts that it computes for its peers."""
-    return (
-        PageUse(config.max_sequences, config.max_model_len, longest_append(config.speculation)),
-        PageUse(PROMPTS_AT_ONCE, config.max_model_len, config.max_batch_tokens),
-    )
 
 
 class Worker:
@@ -162,13 +152,11 @@ class Worker:
                 max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # of sequences of two new tokens
             )
         layout = self._ranks.largest_layout
-        return num_pages_in(layout, budget.room(layout.token_bytes * config.page_size), page_uses(config))
+        return pages_in(config, layout, budget.room(layout.token_bytes * config.page_size))
 
     def open(self, num_pages: int, endpoint: Endpoint = LOOPBACK) -> bytes:
         """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric. endpoint:
         where this PE listens, with a transport that does.
-
-        Groups with a window get fewer where their window cannot use as many.
         """
         config = self.config
         self._num_pages = num_pages
@@ -176,7 +164,7 @@ class Worker:
             pe=config.pe,
             num_pes=config.num_pes,
             layout=self._layout,
-            num_pages=pages_of_groups(self._layout, num_pages, page_uses(config)),
+            num_pages=pool_pages(config, self._layout, num_pages),
             num_signals=mailbox_rows(config.num_signals, config.num_pes),
             island=config.island,
             epoch=config.epoch,
@@ -359,6 +347,7 @@ class Worker:
             max_length=self.config.max_model_len,
             writer=self._meter if watch is None else watch(self._meter),
             drafter=self._drafter_config,
+            snapshots=snapshot_rule(self.config, self._layout, self._num_pages),
         )
         parts = cache, ModelRunner(self._model, cache), self._transport
         with_ranks = self._ranks.engine(*parts)

@@ -20,6 +20,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.snapshots import NO_WRITES, StateWrites
 from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables
 
@@ -80,16 +81,17 @@ class GroupAttention:
         rotation: Rotation | None,
         sends: tuple[Send, ...],
         sliding: SlidingParts | None,
+        writes: StateWrites = NO_WRITES,
         *,
         encodes: bool = False,
     ) -> GroupPlan:
-        """encodes: the tokens are an encoder's, which this group keeps."""
+        """writes: snapshots of states. encodes: the tokens are an encoder's, which this group keeps."""
         shared = None
         if self.prefixes.rule is not None:
             shared = self.prefixes.find(rows, tokens.seq_lens, able_to_share(tokens, sliding))
         rows, tokens = (rows, tokens) if encodes else self.split(rows, tokens)
         tables = self.tables.look_up(rows, entry_of_each(tokens) if self.whole else tokens, shared)
-        own = self.backend.plan(tokens, tables)
+        own = self.backend.plan(tokens, replace(tables, writes=writes) if writes.pages.size else tables)
         if self.whole:
             sends = send_states(sends, tokens, tables.kv_indices)
         if sends and (encodes or not self.given) and self.backend.capabilities.pushes:

@@ -51,9 +51,12 @@ class ForwardCalls(Parts):
         rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents, in_flight=batch.scratch)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
+        kept = self._pages.keep_states(rows, tokens, scratch=batch.scratch > 0)
         plans = tuple(
-            group.plan(rows, tokens, rotation, to_send, slides)
-            for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
+            group.plan(rows, tokens, rotation, to_send, slides, writes)
+            for group, rotation, to_send, slides, writes in zip(
+                self._groups, rotations, sends, sliding, kept, strict=True
+            )
         )
         standing = self._table.standing(rows)
         compressed = by_token = None

@@ -19,10 +19,12 @@ from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_pages import SequencePages
 from tandem.cache.pages.sequence_table import SequenceTable, Standing
 from tandem.cache.plan.arrays import Int64Array, integer
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.snapshots import NO_SNAPSHOTS, SnapshotRule
 
 Ids = Sequence[int] | Int64Array
 
@@ -44,16 +46,21 @@ class Parts:
         latent: LatentHeads | None = None,
         heads: Sequence[Heads] | None = None,
         kernels: KernelFactory = choose_kernels,
+        snapshots: SnapshotRule = NO_SNAPSHOTS,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
 
         scale: of the softmax; None is that of q's width, ** -0.5. softcap: scores become softcap · tanh(score /
         softcap), not with latents. latent: the heads that read those of groups with latents. heads: in place of these
-        three, for each group what it has of them.
+        three, for each group what it has of them. snapshots: of recurrent states, by which prefixes are shared.
         """
         layout.check_pools(pools)
         integer("max_sequence_length", max_sequence_length, least=1)
+        if integer("every of snapshots", snapshots.every, least=1) % layout.page_size and snapshots.most:
+            raise InvalidArgument(
+                f"every of snapshots is {snapshots.every}; a multiple of page_size, {layout.page_size}, is accepted"
+            )
         self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, LayerIndex.of(layout)
         self._writer = writer
         spans, num_pages = [group.keeps for group in layout.groups], tuple(pool.shape[0] for pool in pools)
@@ -66,7 +73,9 @@ class Parts:
             heads = heads_of_groups(Heads(scale, softcap, latent), layout)
         encoder_lens = self._table.encoder_lens if layout.has_encoder else None
         self._groups = make_groups(layout, pools, self._table.groups, writer, heads, kernels, encoder_lens)
-        self._pages = SequencePages(layout, self._table, self._pools, [group.backend for group in self._groups])
+        self._pages = SequencePages(
+            layout, self._table, self._pools, [group.backend for group in self._groups], snapshots
+        )
         self._receptions = Receptions(self._table, self._pages, self._pools, self._sliding, pools)
         self._trees = OpenTrees(self._table, self._pages, self._marks, self._groups)
         self._growth = Growth(self._table, self._pages, self._sliding, self._marks, self._receptions, self._trees)

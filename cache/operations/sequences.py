@@ -10,7 +10,7 @@ from tandem.cache.operations.parts import Ids, Parts
 from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int32Array, Int64Array, checked_reach, integer, integers
-from tandem.cache.plan.errors import CacheError, InvalidArgument
+from tandem.cache.plan.errors import CacheError, InvalidArgument, OutOfPages
 from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
 
@@ -36,7 +36,7 @@ class SequenceCalls(Parts):
             return ()
         row = self._table.row(sequence)
         held = self._table.held_pages(row)
-        self._pools.release(held)
+        self._pages.drop(row)
         self._marks.drop(row)
         self._trees.drop(sequence)
         self._table.remove(sequence)
@@ -154,12 +154,11 @@ class SequenceCalls(Parts):
         salt: at most 16 bytes; only what was published with the same one is found.
 
         With an encoder, token_ids begin with its prompt, which is padded to whole pages. Only what was published behind
-        the same one is found, and nothing where not all of the encoder's pages are. Where a group keeps states, which
-        nobody has of a prefix, nothing is found.
+        the same one is found, and nothing where not all of the encoder's pages are. Where a group keeps states, a
+        prefix ends with a snapshot, which is copied into the sequence's own page; where that finds no room, nothing is
+        found.
         """
         self._check_sharing(sequence)
-        if self.layout.recurs:
-            return 0
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
@@ -167,7 +166,12 @@ class SequenceCalls(Parts):
         most = max(tokens.size - 1, 0) // self.layout.page_size
         border = int(self._table.borders[row])
         num_pages, pages = self._pools.prefixes.match(tokens, most, self._salt(row, tokens, salt), border)
-        self._pages.share(row, num_pages * self.layout.page_size, pages)
+        try:
+            self._pages.share(row, num_pages * self.layout.page_size, pages)
+        except OutOfPages:
+            if self.layout.recurs:  # the snapshot may be what has to go for the sequence's own state
+                return 0
+            raise
         return num_pages * self.layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> None:
@@ -176,19 +180,15 @@ class SequenceCalls(Parts):
         Of groups with a window those that the sequence still has: a page that a forward lets go of has to be published
         before that forward begins.
 
-        salt: as in match_prefix, where the sequence begins with what that found. Where a group keeps states, nothing is
-        published.
+        salt: as in match_prefix, where the sequence begins with what that found. Where a group keeps states, the
+        snapshots that the sequence's forwards have left are published.
         """
         self._check_sharing(sequence)
-        if self.layout.recurs:
-            return
         row = self._settled_row(sequence)
         length, tokens = int(self._table.lengths[row]), integers("token_ids", token_ids)
         if tokens.size > length:
             raise InvalidArgument(f"token_ids has {tokens.size} tokens; sequence {sequence} holds {length}")
-        pages = self._table.full_pages(row, tokens.size)
-        salt, border = self._salt(row, tokens, salt), int(self._table.borders[row])
-        self._pools.prefixes.publish(tokens, pages, salt, border)
+        self._pages.publish(row, tokens, self._salt(row, tokens, salt))
 
     def room(self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0) -> Room:
         """For one more sequence that reserve() lets grow to num_tokens. encoder_len: see add_sequence."""

@@ -9,6 +9,7 @@ from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_users import PageUsers
 from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.state_snapshots import StateSnapshots
 from tandem.cache.pages.step_growth import StepChange
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
 from tandem.cache.plan.spans import Paging, Span
@@ -106,6 +107,7 @@ class GroupPages:
     users: PageUsers
     memory: PageOperations
     grain: int  # see Span
+    snapshots: StateSnapshots | None = None  # of a group that keeps the last state
 
     def open(self, row: int) -> None:
         """An empty row begins where its first page will be: behind the border, unless the group keeps that side."""
@@ -227,6 +229,20 @@ class GroupPages:
         table.ends[row] = held + added
         self._replace(np.full(shared.size, row), shared, pages[added:])
 
+    def state_page(self, row: int, length: int) -> Int32Array:
+        """int32 [1]: the page with what a row keeps behind its first `length` positions, of a group with a page for a
+        whole sequence. A snapshot, or the row's own."""
+        found = None if self.snapshots is None else self.snapshots.find(row, length)
+        return self.table.held(row, 0, 1) if found is None else np.array([found], np.int32)
+
+    def take_back(self, row: int, length: int) -> None:
+        """A row gets `length` positions, fewer than it has: of a group with states the one it had there."""
+        if self.snapshots is None:
+            return
+        if length:
+            self.memory.copy_pages(self.state_page(row, length), self.table.held(row, 0, 1))
+        self.snapshots.cut(row, length)
+
     def cut(self, row: int, end: int) -> Int32Array:
         """Takes away what a row holds from page index `end` on; the pages are the caller's to release."""
         surplus = self.table.held(row, end)
@@ -250,10 +266,22 @@ class GroupPages:
         if self.keeps.given:
             full = min(full, border)
         if copies.size:
-            self.memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
+            whole = self.snapshots is not None
+            source = self.state_page(parent, length) if whole else table.pages[parent, full : full + 1].copy()
+            self.memory.copy_pages(source, copies)
+        if self.snapshots is not None:
+            self.snapshots.fork(parent, child, length)
         table.pages[child, first:full] = table.pages[parent, first:full]
         table.pages[child, full : full + copies.size] = copies
         table.begins[child], table.ends[child] = first, full + copies.size
+
+    def begin_at(self, row: int, length: int, snapshot: Int32Array, own: Int32Array) -> None:
+        """Gives an empty row of a group with states a page of its own, and in it the state of a snapshot; int32 [1]
+        both."""
+        self.memory.copy_pages(snapshot, own)
+        self.table.pages[row, 0], self.table.begins[row], self.table.ends[row] = own[0], 0, 1
+        if self.snapshots is not None:
+            self.snapshots.found(row, length, int(snapshot[0]))
 
     def share(self, row: int, end: int, pages: Int32Array) -> None:
         """Gives an empty row full pages, up to page index `end`, or its border where the group keeps what is before."""

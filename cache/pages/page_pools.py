@@ -56,6 +56,16 @@ class PagePools:
         """counts[i] pages of group i; evicts prefixes where free ones do not suffice. OutOfPages changes nothing."""
         return self.exchange(self.none, counts)
 
+    def take_spare(self, group: int) -> int | None:
+        """A page of a group that owes none, for what may be evicted again; None where no page is free, and the prefix
+        index has none to evict."""
+        allocator = self.allocators[group]
+        if not allocator.num_free:
+            if not self.prefixes.num_evictable[group]:
+                return None
+            self.prefixes.evict(group, 1)
+        return int(allocator.allocate(1)[0])
+
     def exchange(self, gone: PageIds, counts: Sequence[int]) -> PageIds:
         """Releases `gone`, then allocates. OutOfPages changes nothing: `gone` is still the caller's."""
         if not any(counts) and not any(ids.size for ids in gone):

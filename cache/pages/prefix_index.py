@@ -25,6 +25,8 @@ class IndexedPages:
         self.indexed = np.zeros(allocator.num_pages, np.bool_)
         self.entries = np.zeros(allocator.num_pages, np.int64)
         self.stamps = np.zeros(allocator.num_pages, np.int64)
+        self.goes_alone = span.drops_past or span.last  # a page whose entry may stay without it
+        self.num_dropped = 0
 
     def unused(self) -> NDArray[np.bool_]:
         """bool [num_pages]: those that no sequence uses."""
@@ -32,6 +34,7 @@ class IndexedPages:
 
     def drop(self, pages: Int32Array) -> None:
         self.indexed[pages] = False
+        self.num_dropped += pages.size
         self.allocator.release(pages)
 
 
@@ -39,15 +42,15 @@ class PrefixIndex:
     """Full pages by the digest of their salt and of all tokens up to their end: see digest_chain.
 
     An entry stands for page_size positions. It names a page in each layer group, or none where a group with a window
-    has let go of it. A page that covers several entries is named by the last of them. The index holds one
-    reference to each, so a page that nobody else uses has exactly one. A prefix of n pages is found where each group
-    has the pages that a query behind it needs: all of them, or the last of a window. So n is a multiple of what the
-    coarsest page covers. A border divides the pages of an encoder from those behind: a group has pages on one side of
-    it, and a prefix has all of the encoder's.
+    has let go of it, or where a group with states has no snapshot. A page that covers several entries is named by the
+    last of them. The index holds one reference to each, so a page that nobody else uses has exactly one. A prefix of n
+    pages is found where each group has the pages that a query behind it needs: all of them, the last of a window, or
+    the snapshot behind page n. So n is a multiple of what the coarsest page covers. A border divides the pages of an
+    encoder from those behind: a group has pages on one side of it, and a prefix has all of the encoder's.
 
     A page is stamped when it is matched or published, a page later than those that follow it in its prefix: the least
     recently used page is a leaf, or one whose followers are in use. An entry goes with its page in a group that keeps
-    all; a group with a window drops its pages alone.
+    all; a group with a window or with snapshots drops its pages alone.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class PrefixIndex:
         together = [1] * len(allocators) if together is None else together
         self._groups = [IndexedPages(*of) for of in zip(allocators, spans, together, strict=True)]
         # After so many entries a group has a page without which no longer prefix is found; 0: no group has.
-        self._needed_each = min((of.together for of in self._groups if not of.span.drops_past), default=0)
+        self._needed_each = min((of.together for of in self._groups if not of.goes_alone), default=0)
         self._page_size = page_size
         most = sum(allocator.num_pages for allocator in allocators)  # each entry has a page somewhere
         self._entries: dict[bytes, int] = {}  # digest → entry
@@ -81,6 +84,11 @@ class PrefixIndex:
     def indexed(self) -> tuple[NDArray[np.bool_], ...]:
         """bool [num_pages] of each group: whether the index holds a reference to a page; to be read only."""
         return tuple(group.indexed for group in self._groups)
+
+    @property
+    def num_dropped(self) -> tuple[int, ...]:
+        """Pages of each group that the index has let go of so far."""
+        return tuple(group.num_dropped for group in self._groups)
 
     @property
     def num_evictable(self) -> tuple[int, ...]:
@@ -138,7 +146,8 @@ class PrefixIndex:
         """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.
 
         pages: per group int32, full: all that these are, or the last of them that a group with a window still has; with
-        a border (as for match) those on the group's side of it.
+        a border (as for match) those on the group's side of it. Of a group with states all n, NO_PAGE where it has no
+        snapshot.
         """
         num_pages = token_ids.size // self._page_size
         if num_pages < border:
@@ -183,7 +192,7 @@ class PrefixIndex:
         unused = np.flatnonzero(pages.unused()).astype(np.int32)
         oldest = np.argpartition(pages.stamps[unused], count - 1)[:count]  # steps wait for it: sorting all takes longer
         entries = pages.entries[unused[oldest]]
-        if pages.span.drops_past:
+        if pages.goes_alone:
             self._pages[group, entries] = NO_PAGE
             pages.drop(unused[oldest])
             entries = entries[(self._pages[:, entries] == NO_PAGE).all(0)]

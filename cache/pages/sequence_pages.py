@@ -12,26 +12,41 @@ from tandem.cache.pages.group_pages import GroupPages, Ownership, lay_out_append
 from tandem.cache.pages.page_pools import PageIds, PagePools
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.state_snapshots import StateSnapshots
 from tandem.cache.pages.step_growth import StepChange, StepGrowth
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.snapshots import NO_SNAPSHOTS, NO_WRITES, SnapshotRule, StateWrites
 from tandem.cache.plan.spans import Paging
+from tandem.cache.plan.tables import TokenLayout
 
 
 class SequencePages:
     """Moves pages between `pools` and the rows of `table`. A call changes every group or, with OutOfPages, none."""
 
     def __init__(
-        self, layout: KVLayout, table: SequenceTable, pools: PagePools, memory: Sequence[PageOperations]
+        self,
+        layout: KVLayout,
+        table: SequenceTable,
+        pools: PagePools,
+        memory: Sequence[PageOperations],
+        rule: SnapshotRule = NO_SNAPSHOTS,
     ) -> None:
-        """memory: what moves the pages of each layer group."""
+        """memory: what moves the pages of each layer group. rule: when snapshots of states are taken."""
         self._table = table
         self._pools = pools
         self._layout = layout
+        self._rule = rule
+        self._no_writes = (NO_WRITES,) * len(layout.groups)
+        self.snapshots = tuple(
+            StateSnapshots(pools, number, layout.page_size, rule) if group.keeps.last else None
+            for number, group in enumerate(layout.groups)
+        )
+        of_groups = zip(layout.groups, table.groups, pools.users, memory, self.snapshots, strict=True)
         self._groups = [
-            GroupPages(kind.keeps, group, users, mover, layout.grain)
-            for kind, group, users, mover in zip(layout.groups, table.groups, pools.users, memory, strict=True)
+            GroupPages(kind.keeps, group, users, mover, layout.grain, snapshots)
+            for kind, group, users, mover, snapshots in of_groups
         ]
         self._page_size = table.page_size
         self._paging = list(dict.fromkeys(layout.paging))  # groups that are paged alike grow alike
@@ -71,10 +86,11 @@ class SequencePages:
             )
         held = int(self._table.lengths[row])
         for index, group in enumerate(self._groups):
-            if group.keeps.last and length not in (0, held):
+            if group.snapshots is not None and length not in (0, held) and group.snapshots.find(row, length) is None:
+                others = [one for one in group.snapshots.positions(row) if one != held]
                 raise InvalidArgument(
-                    f"{what} would have {length} positions, but layer group {index} has only the state behind all "
-                    f"{held}; 0 and {held} are accepted"
+                    f"{what} would have {length} positions, but layer group {index} has no state there: it has those "
+                    f"behind {', '.join(map(str, (0, *others, held)))}, which are accepted"
                 )
             begin = int(group.table.begins[row])
             if group.first_page_index(length, border) < begin:
@@ -245,6 +261,8 @@ class SequencePages:
         self._own(row, owned)
         used = [group.table.paging.num_pages(length) for group in self._groups]
         ends = [max(end, change.end) for end, change in zip(used, owned, strict=True)]
+        for group in self._groups if length < self._table.lengths[row] else ():
+            group.take_back(row, length)
         self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))
         self._table.lengths[row] = length
         self._table.count_cut(row)
@@ -290,13 +308,54 @@ class SequencePages:
         self._table.unclean[child] = self._table.unclean[parent]
 
     def share(self, row: int, length: int, pages: PageIds) -> None:
-        """Gives an empty row `length` positions in full pages: per group the last of them, which others hold."""
+        """Gives an empty row `length` positions in full pages: per group the last of them, which others hold. Of a
+        snapshot the row gets a copy. OutOfPages changes nothing."""
         if not length:
             return
         self._pools.retain(pages)
-        for group, ids in zip(self._groups, pages, strict=True):
-            group.share(row, length // group.table.paging.positions, ids)
+        try:
+            copies = self._pools.allocate([int(group.keeps.last) for group in self._groups])
+        except OutOfPages:
+            self._pools.release(pages)
+            raise
+        for group, ids, own in zip(self._groups, pages, copies, strict=True):
+            if group.keeps.last:
+                group.begin_at(row, length, ids, own)
+                group.users.release(ids)
+            else:
+                group.share(row, length // group.table.paging.positions, ids)
         self._table.lengths[row] = length
+
+    def drop(self, row: int) -> None:
+        """Releases what a row holds that goes: its snapshots, too."""
+        self._pools.release(self._table.held_pages(row))
+        for snapshots in self.snapshots:
+            if snapshots is not None:
+                snapshots.drop(row)
+
+    def keep_states(self, rows: Int64Array, tokens: TokenLayout, *, scratch: bool) -> tuple[StateWrites, ...]:
+        """Of each group the snapshots that a forward writes which has grown rows (int64 [B]) by `tokens`. scratch: they
+        will be popped, and none is written."""
+        if scratch or not self._layout.recurs:
+            return self._no_writes
+        ends = tokens.seq_lens.astype(np.int64)
+        lengths = ends - np.diff(tokens.qo_indptr)
+        return tuple(NO_WRITES if of is None else of.keep(rows, lengths, ends) for of in self.snapshots)
+
+    def publish(self, row: int, token_ids: Int64Array, salt: bytes) -> None:
+        """The prefix index gets the full pages of a row's first positions, of groups with states its snapshots. Where
+        none are taken, nobody could go on behind the pages, and it gets nothing."""
+        if self._layout.recurs and not self._rule.most:
+            return
+        size, num_pages = token_ids.size, token_ids.size // self._page_size
+        pages = tuple(
+            full if of is None else of.to_publish(row, num_pages)
+            for full, of in zip(self._table.full_pages(row, size), self.snapshots, strict=True)
+        )
+        self._pools.prefixes.publish(token_ids, pages, salt, int(self._table.borders[row]))
+        for of in self.snapshots:
+            if of is not None:
+                of.published(row, num_pages)
 
     def _reserved_ends(self, row: int) -> list[tuple[GroupPages, int]]:
         """Each group, and the page index that a row's reservation reaches to."""

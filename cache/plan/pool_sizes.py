@@ -18,18 +18,28 @@ class PageUse:
     append: int
 
 
-def pages_of_groups(layout: KVLayout, num_pages: int, uses: Sequence[PageUse]) -> tuple[int, ...]:
+def num_snapshots(layout: KVLayout, num_pages: int, share: float) -> int:
+    """How many snapshots of states fit into `share` of the bytes of num_pages pages that keep all; 0 in a layout
+    without states."""
+    states = sum(layout.page_bytes(group) for group, paging in enumerate(layout.paging) if paging.whole)
+    return int(share * num_pages * layout.page_size * layout.token_bytes) // states if states else 0
+
+
+def pages_of_groups(
+    layout: KVLayout, num_pages: int, uses: Sequence[PageUse], snapshot_share: float = 0.0
+) -> tuple[int, ...]:
     """Of each group num_pages, or, where pages are let go of, as many as the most demanding of `uses` can hold if that
     is less. Groups that keep all hold prefixes in what sequences leave. Of pages that cover several times page_size
     positions as many as cover those of num_pages, and one for each sequence, whose last one may not be full. Of pages
-    that cover a sequence one for each of all `uses`."""
+    that cover a sequence one for each of all `uses`, and those of num_snapshots()."""
+    snapshots = num_snapshots(layout, num_pages, snapshot_share)
 
     def most(group: int) -> int:
         return max(use.sequences * layout.most_pages(group, use.length, use.append) for use in uses)
 
     def pages_of(group: int, together: int) -> int:
         if layout.paging[group].whole:
-            return min(num_pages, sum(use.sequences for use in uses))
+            return min(num_pages, sum(use.sequences for use in uses)) + snapshots
         if layout.groups[group].keeps.drops_past:
             return min(num_pages, most(group))
         return min(num_pages, -(-num_pages // together) + max(use.sequences for use in uses) * (together > 1))
@@ -37,12 +47,12 @@ def pages_of_groups(layout: KVLayout, num_pages: int, uses: Sequence[PageUse]) -
     return tuple(pages_of(group, together) for group, together in enumerate(layout.pages_together))
 
 
-def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse]) -> int:
+def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse], snapshot_share: float = 0.0) -> int:
     """The most num_pages for which all pools together, by pages_of_groups(), have num_bytes; 0 when one is too many."""
     page_bytes = [layout.page_bytes(group) for group in range(len(layout.groups))]
 
     def bytes_of(num_pages: int) -> int:
-        return sum(map(mul, pages_of_groups(layout, num_pages, uses), page_bytes))
+        return sum(map(mul, pages_of_groups(layout, num_pages, uses, snapshot_share), page_bytes))
 
     most = num_bytes // min(page_bytes) * max(layout.pages_together)
     return bisect_right(range(1, most + 1), num_bytes, key=bytes_of)

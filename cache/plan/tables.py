@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int32Array, Int64Array, indptr_of, ragged_range, ragged_rows
 from tandem.cache.plan.position_map import SKIP, SlotRuns
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
+from tandem.cache.plan.snapshots import NO_WRITES, StateWrites
 from tandem.cache.plan.token_tree import TokenTrees
 
 
@@ -108,7 +109,7 @@ class PageTables:
     kv_indptr[i + 1]]: int32, the pages of sequence i, the new tokens' included, without those that have left the
     window; kv_last_page_len: int32 [B], 1 … page_size. kv_lens: int32 [B], the positions in those pages: the last
     kv_lens[i] of seq_lens[i]. shared: what sequences with one new token each attend to together, where that is faster;
-    their pages are in kv_indices all the same.
+    their pages are in kv_indices all the same. writes: snapshots to be left, of a group that keeps states.
     """
 
     slot_mapping: Int32Array
@@ -117,6 +118,7 @@ class PageTables:
     kv_last_page_len: Int32Array
     kv_lens: Int32Array
     shared: SharedPrefixes | None = None
+    writes: StateWrites = NO_WRITES
 
 
 @dataclass(frozen=True, eq=False)

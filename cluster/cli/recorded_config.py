@@ -17,6 +17,8 @@ KEYS = {  # of the cluster's configuration, by the field of WorkerConfig that ha
     "v_scale": "cache.v_scale",
     "page_size": "cache.page_size",
     "prefix_sharing": "cache.prefix_sharing",
+    "state_interval": "cache.state_interval",
+    "state_share": "cache.state_share",
     "max_batch_tokens": "scheduler.max_batch_tokens",
     "max_sequences": "scheduler.max_sequences",
     "token_seconds": "scheduler.token_seconds",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tandem.cache.plan.errors import CacheError
 from tandem.cache.plan.page_writer import PageWriter
-from tandem.cache.plan.pool_sizes import pages_of_groups
 from tandem.cluster.cli.recorded_config import check_recorded
 from tandem.cluster.errors import UsageError
 from tandem.transfer.errors import TransferError
@@ -15,12 +14,13 @@ from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.engine.engine import Engine
+from tandem.workers.pool_pages import pool_pages
 from tandem.workers.replay.errors import NoReplay
 from tandem.workers.replay.player import Playback, Show, Summary, replay
 from tandem.workers.replay.pushes import PushLog
 from tandem.workers.replay.record_file import Header, RecordReader, model_digest
 from tandem.workers.replay.value_types import schema
-from tandem.workers.worker import Worker, page_uses
+from tandem.workers.worker import Worker
 
 TRANSPORT = "shared_memory"  # all PEs are in this process
 
@@ -99,7 +99,7 @@ def _join(workers: Sequence[Worker], headers: Sequence[Header], missing: Sequenc
             pe=pe,
             num_pes=one.num_pes,
             layout=layout,
-            num_pages=pages_of_groups(layout, headers[0].num_pages, page_uses(one)),
+            num_pages=pool_pages(one, layout, headers[0].num_pages),
             num_signals=mailbox_rows(one.num_signals, one.num_pes),
             island=one.island,
             epoch=one.epoch,

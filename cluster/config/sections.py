@@ -108,6 +108,19 @@ class CacheSection(Section):
     """the same for V"""
     prefix_sharing: bool = True
     """whether requests share the pages of equal prefixes"""
+    state_interval: Positions | None = 512
+    """of a model with recurrent layers: a prefix is found at each multiple of this, where a snapshot of the states is
+    kept, and at the last full page; a multiple of page_size; null keeps none, and no prefix is found"""
+    state_share: Share = Field(default=0.25, ge=0, le=1)
+    """what these snapshots may take, as a share of the bytes of the pages with K and V"""
+
+    @field_validator("state_interval")
+    @classmethod
+    def _whole_pages(cls, interval: int | None, info: ValidationInfo) -> int | None:
+        page_size = info.data.get("page_size")
+        if interval is not None and page_size is not None and interval % page_size:
+            raise ValueError(f"must be a multiple of cache.page_size, {page_size}, or null")
+        return interval
 
     @field_validator("gpu_memory_utilization")
     @classmethod

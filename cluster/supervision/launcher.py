@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from tandem.workers.models.drafters.load import check_drafter_weights
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
+from tandem.workers.pool_pages import pages_in, pool_pages
 from tandem.workers.runner.model_cache import kv_layout
 
 READY_POLL_SECONDS = 0.2
@@ -248,13 +249,14 @@ class Cluster:
             raise ConfigError(f"cache.{error}") from error
         if self._config.island.device == "cuda":
             _check_gpu(layout, model if model.latent or drafter is None else drafter)
-        else:
-            _check_memory(layout, agreed_pages(self._config, (), model.max_length))
         max_model_len = self._config.model.max_model_len or model.max_length
         if max_model_len > model.max_length:
             raise ConfigError(
                 f"model.max_model_len is {max_model_len}; the checkpoint takes at most {model.max_length}"
             )
+        if self._config.island.device == "cpu":
+            worker = replace(worker, max_model_len=max_model_len)
+            _check_memory(worker, layout, agreed_pages(self._config, (), max_model_len))
         return max_model_len
 
     def _start_islands(self, max_model_len: int, network: Network) -> IslandSet:
@@ -373,17 +375,12 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
         raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error
 
 
-def _check_memory(layout: KVLayout, num_pages: int) -> None:
-    """ConfigError if one worker's pages exceed this machine's memory. Pages of windows and states do not count."""
-    groups = zip(layout.groups, layout.pages_together, strict=True)
-    sizes = [
-        layout.page_bytes(index) // together
-        for index, (group, together) in enumerate(groups)
-        if not group.keeps.drops_past and not group.keeps.last
-    ]
-    needed, there = num_pages * sum(sizes), machine_memory()
+def _check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None:
+    """ConfigError if one worker's pages, those of windows and states included, exceed this machine's memory."""
+    counts = enumerate(pool_pages(worker, layout, num_pages))
+    needed, there = sum(count * layout.page_bytes(group) for group, count in counts), machine_memory()
     if needed > there:
         raise ConfigError(
             f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
-            f"machine has {there / GIB:.1f}: at most {num_pages * there // needed} are accepted"
+            f"machine has {there / GIB:.1f}: at most {pages_in(worker, layout, there)} are accepted"
         )

@@ -72,6 +72,8 @@ def worker_configs(
             token=token,
             page_size=config.cache.page_size,
             prefix_sharing=config.cache.prefix_sharing,
+            state_interval=config.cache.state_interval,
+            state_share=config.cache.state_share,
             max_batch_tokens=config.scheduler.max_batch_tokens,
             max_sequences=max_sequences(config),
             transport=config.island.transport,

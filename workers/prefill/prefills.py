@@ -282,7 +282,8 @@ class Prefills:
         mark = self._engine.mark() if beside and forward is None else None
         if mark is not None:
             self._ahead.append(mark)
-        if self._sharing and self._engine.layout.drops_past:  # the next chunk lets go of what left a window
+        layout = self._engine.layout
+        if self._sharing and (layout.drops_past or layout.recurs):  # the next chunk lets go of windows, or takes pages
             for prompt in (prompt for prompt, _ in batch.chunks if prompt.computed < prompt.num_tokens):
                 self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.spec.salt)
         if ended is not None and not beside:

@@ -23,6 +23,7 @@ from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.snapshots import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.spans import Every, Span, Window
 from tandem.workers.models.compressed.fields import HEAVY, SLIDING, SPARSE, CompressedConfig
 from tandem.workers.models.config import ModelConfig
@@ -127,6 +128,7 @@ def make_cache(
     writer: PageWriter | None = None,
     kernels: KernelFactory = choose_kernels,
     drafter: ModelConfig | None = None,
+    snapshots: SnapshotRule = NO_SNAPSHOTS,
 ) -> PagedKVCache:
     """layout: what kv_layout() gives of model and drafter. For the rest see PagedKVCache; max_length: of one
     sequence."""
@@ -140,6 +142,7 @@ def make_cache(
         writer=writer,
         heads=[_heads(owner) for owner in owners],
         kernels=kernels,
+        snapshots=snapshots,
     )
 
 

@@ -9,20 +9,47 @@ from torch import Tensor
 from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, GroupPlan
 from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
 from tandem.cache.kernels.torch.delta_rule import chunk_conv, chunk_delta_rule, step_conv, step_delta_rule, unit
-from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.snapshots import StateWrites
 from tandem.cache.plan.tables import PageTables, TokenLayout
+
+
+class Chunk(NamedTuple):
+    """Tokens begin … end - 1 of a forward, all of one sequence. page: of the snapshot behind them; None: none."""
+
+    sequence: int
+    begin: int
+    end: int
+    page: int | None
 
 
 class StatePlan(NamedTuple):
     """Of a forward of B sequences. pages: int64 [B]. is_new: bool [B, 1], whether nothing is behind a sequence yet, so
     that its page means nothing. singles, rows: int64 [n], the sequences with one new token, and that token. chunks: the
-    others, each with its first token and the one behind its last."""
+    others. kept: int64 [m], sequences whose states at the end of the forward are kept in kept_pages, int64 [m]."""
 
     pages: Tensor
     is_new: Tensor
     singles: Tensor
     rows: Tensor
-    chunks: list[tuple[int, int, int]]
+    chunks: list[Chunk]
+    kept: Tensor
+    kept_pages: Tensor
+
+
+def plan_chunks(sequences: Int64Array, begins: Int64Array, ends: Int64Array, writes: StateWrites) -> list[Chunk]:
+    """The tokens begins[i] … ends[i] - 1 of sequences[i], cut where a snapshot is written before their end; int64 [n]
+    each."""
+    chunks = []
+    for index, begin, end in zip(sequences.tolist(), begins.tolist(), ends.tolist(), strict=True):
+        first = begin
+        for which in (writes.sequences == index).nonzero()[0].tolist():
+            at = first + int(writes.tokens[which])
+            if at < end:
+                chunks.append(Chunk(index, begin, at, int(writes.pages[which])))
+                begin = at
+        chunks.append(Chunk(index, begin, end, None))
+    return chunks
 
 
 class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
@@ -39,13 +66,15 @@ class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
         """Nothing: the first forward of a sequence does not read its page."""
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> StatePlan:
-        begins, counts = tokens.qo_indptr[:-1], np.diff(tokens.qo_indptr)
+        indptr, writes = tokens.qo_indptr.astype(np.int64), tables.writes
+        begins, counts = indptr[:-1], np.diff(indptr)
         is_new = torch.from_numpy(tokens.seq_lens == counts).unsqueeze(1)
         singles, others = (counts == 1).nonzero()[0], (counts > 1).nonzero()[0]
-        arrays = (tables.kv_indices, singles, begins[singles])
-        pages, of_singles, rows = (torch.from_numpy(array.astype(np.int64)) for array in arrays)
-        chunks = [(index, int(begins[index]), int(begins[index] + counts[index])) for index in others.tolist()]
-        return StatePlan(pages, is_new, of_singles, rows, chunks)
+        at_end = writes.tokens == counts[writes.sequences]
+        arrays = (tables.kv_indices, singles, begins[singles], writes.sequences[at_end], writes.pages[at_end])
+        pages, of_singles, rows, kept, kept_pages = (torch.from_numpy(array.astype(np.int64)) for array in arrays)
+        chunks = plan_chunks(others, begins[others], indptr[1:][others], writes)
+        return StatePlan(pages, is_new, of_singles, rows, chunks, kept, kept_pages)
 
     def run(self, plan: GroupPlan, layer: int, x: DeltaInputs, appended: Appended | None = None) -> Tensor:
         own: StatePlan = plan.own
@@ -58,10 +87,14 @@ class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
         if own.rows.shape[0]:
             of_rows = DeltaInputs(x.mixed[own.rows], x.conv, x.log_decay[own.rows], x.beta[own.rows])
             output[own.rows] = self._step(of_rows, tails, states, own.singles)
-        for index, begin, end in own.chunks:
+        for index, begin, end, page in own.chunks:
             of_one = DeltaInputs(x.mixed[begin:end], x.conv, x.log_decay[begin:end], x.beta[begin:end])
             output[begin:end] = self._advance(of_one, tails[index], states[index])
+            if page is not None:
+                entries[page] = held[index]
         entries.index_copy_(0, own.pages, held)
+        if own.kept.shape[0]:
+            entries.index_copy_(0, own.kept_pages, held[own.kept])
         if appended is not None:
             appended(None, None)
         return output.to(x.mixed.dtype)

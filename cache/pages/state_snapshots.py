@@ -1,0 +1,152 @@
+"""Snapshots of one layer group's states: pages with the state that a sequence had at an earlier position."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tandem.cache.pages.page_pools import PagePools
+from tandem.cache.pages.prefix_index import NO_PAGE
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.snapshots import NO_WRITES, SnapshotRule, StateWrites
+
+
+class Snapshot(NamedTuple):
+    """The state behind `position` positions. serial: of the page, which gets another with its next snapshot."""
+
+    position: int
+    page: int
+    serial: int
+
+
+class StateSnapshots:
+    """A forward writes a snapshot at each multiple of rule.every, and at the last full page: the next forward that
+    fills a page replaces the latter. So a prefix is found at most every - 1 positions before the pages end, and where
+    a sequence ends at most page_size - 1.
+
+        keep() ──► held by its sequence ── published() ──► held by the prefix index, which may evict it
+
+    A sequence remembers those that the index holds, and may go back to them as long as they are there.
+    """
+
+    def __init__(self, pools: PagePools, group: int, page_size: int, rule: SnapshotRule) -> None:
+        self._pools, self._group, self._page_size, self._rule = pools, group, page_size, rule
+        self._users = pools.users[group]
+        self._serials = np.zeros(pools.num_pages[group], np.int64)
+        self._last_serial = 0
+        self._held: dict[int, list[Snapshot]] = {}  # by row, in the order of positions
+        self._remembered: dict[int, list[Snapshot]] = {}
+        self.num_held = 0
+        """Pages that sequences hold."""
+
+    @property
+    def num_pages(self) -> int:
+        """Of sequences and of the prefix index."""
+        return self.num_held + int(np.count_nonzero(self._pools.prefixes.indexed[self._group]))
+
+    @property
+    def num_evicted(self) -> int:
+        """Snapshots that the prefix index has let go of so far."""
+        return self._pools.prefixes.num_dropped[self._group]
+
+    def keep(self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array) -> StateWrites:
+        """Sets pages aside for what a forward writes by which rows of `lengths` grow to new_lengths, int64 [B] each.
+        Where too few are free, a sequence keeps its last ones."""
+        size = self._page_size
+        crossing = (new_lengths // size > lengths // size).nonzero()[0] if self._rule.most else rows[:0]
+        if not crossing.size:
+            return NO_WRITES
+        writes = []
+        for index in crossing.tolist():
+            begin = int(lengths[index])
+            kept = self._keep(int(rows[index]), self._positions(begin, int(new_lengths[index])))
+            writes += [(index, one.position - begin, one.page) for one in kept]
+        return StateWrites(*np.array(writes, np.int64).reshape(-1, 3).T)
+
+    def find(self, row: int, position: int) -> int | None:
+        """The page with the state of a row behind `position` positions; None where there is none."""
+        indexed = self._pools.prefixes.indexed[self._group]
+        for one in self._held.get(row, ()):
+            if one.position == position:
+                return one.page
+        for one in self._remembered.get(row, ()):
+            if one.position == position and indexed[one.page] and self._serials[one.page] == one.serial:
+                return one.page
+        return None
+
+    def positions(self, row: int) -> list[int]:
+        """Where a row has a snapshot."""
+        known = {one.position for of in (self._held, self._remembered) for one in of.get(row, ())}
+        return [position for position in sorted(known) if self.find(row, position) is not None]
+
+    def to_publish(self, row: int, num_pages: int) -> Int32Array:
+        """int32 [num_pages]: at the last page of each prefix whose state the row holds, that state's page; NO_PAGE
+        elsewhere."""
+        pages = np.full(num_pages, NO_PAGE, np.int32)
+        for one in self._held.get(row, ()):
+            if one.position <= num_pages * self._page_size:
+                pages[one.position // self._page_size - 1] = one.page
+        return pages
+
+    def published(self, row: int, num_pages: int) -> None:
+        """The prefix index has taken to_publish(), or has the states already."""
+        held, indexed = self._held.get(row, []), self._pools.prefixes.indexed[self._group]
+        given = [one for one in held if one.position <= num_pages * self._page_size]
+        self._release(row, given)
+        self._remembered.setdefault(row, []).extend(one for one in given if indexed[one.page])
+
+    def found(self, row: int, position: int, page: int) -> None:
+        """A row begins with the state in a page of the prefix index."""
+        self._remembered[row] = [Snapshot(position, page, int(self._serials[page]))]
+
+    def fork(self, parent: int, child: int, length: int) -> None:
+        """What the prefix index holds of the first `length` positions is the child's, too."""
+        self._remembered[child] = [one for one in self._remembered.get(parent, ()) if one.position <= length]
+
+    def cut(self, row: int, length: int) -> None:
+        """Positions of a row from `length` on are taken back."""
+        self._release(row, [one for one in self._held.get(row, ()) if one.position > length])
+        remembered = self._remembered.get(row, ())
+        self._remembered[row] = [one for one in remembered if one.position <= length]
+
+    def drop(self, row: int) -> None:
+        """A row goes."""
+        self._release(row, self._held.get(row, []))
+        self._held.pop(row, None)
+        self._remembered.pop(row, None)
+
+    def _positions(self, begin: int, end: int) -> list[int]:
+        """Where a forward from `begin` to `end` positions, which fills a page, keeps states."""
+        every, last = self._rule.every, end // self._page_size * self._page_size
+        ticks = list(range((begin // every + 1) * every, end + 1, every))
+        return [*ticks, last] if last % every else ticks
+
+    def _keep(self, row: int, positions: list[int]) -> list[Snapshot]:
+        """New snapshots of a row, the last of `positions` that there are pages for."""
+        before, kept = self._held.setdefault(row, []), list[Snapshot]()
+        spare = [before.pop().page] if before and before[-1].position % self._rule.every else []
+        for position in reversed(positions):
+            page = spare.pop() if spare else self._take()
+            if page is None and before:
+                page = before.pop(0).page
+            if page is None:
+                break
+            self._last_serial += 1
+            self._serials[page] = self._last_serial
+            kept.insert(0, Snapshot(position, page, self._last_serial))
+        before += kept
+        return kept
+
+    def _take(self) -> int | None:
+        if self.num_held >= self._rule.most:
+            return None
+        page = self._pools.take_spare(self._group)
+        self.num_held += page is not None
+        return page
+
+    def _release(self, row: int, snapshots: list[Snapshot]) -> None:
+        if not snapshots:
+            return
+        gone = set(snapshots)
+        self._held[row] = [one for one in self._held[row] if one not in gone]
+        self._users.release(np.array([one.page for one in snapshots], np.int32))
+        self.num_held -= len(snapshots)

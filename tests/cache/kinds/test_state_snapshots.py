@@ -1,0 +1,316 @@
+"""Snapshots of states: prefixes, forks and pops end at one, and what follows is as if computed from token 0."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
+from tandem.cache.kernels.torch.delta_rule import unit
+from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.recurrent import Recurrent
+from tandem.cache.plan.errors import InvalidArgument, OutOfPages
+from tandem.cache.plan.kind import LayerGroup
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.snapshots import SnapshotRule
+from tests.cache.island import Island
+from tests.cache.naive import HEAD_DIM, ROPE, pools_of
+from tests.cache.peer_writer import PeerWriter
+from tests.support.tvm_cache import TvmCache
+
+SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=5, value_dim=3, tail=3)
+PAGE, EVERY = 4, 8
+LAYOUT = KVLayout(
+    (LayerGroup((1,), KV(2, HEAD_DIM)), LayerGroup((0, 2), Recurrent(SHAPE))), page_size=PAGE, dtype=torch.float32
+)
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+VOCABULARY = 50
+
+
+def table_of(*shape: int) -> Tensor:
+    return torch.randn(VOCABULARY, *shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1]))
+
+
+MIXED, DECAY, BETA, HEADS = table_of(SHAPE.channels), -table_of(4).abs(), table_of(1, 4)[:, 0].sigmoid(), table_of(2, 8)
+CONV = torch.randn(SHAPE.channels, SHAPE.tail + 1, generator=torch.Generator().manual_seed(99))
+
+
+def naive_outputs(tokens: list[int]) -> Tensor:
+    """float64 [T, value_heads, value_dim]: what a layer gives for all tokens of a sequence, from the first on."""
+    padded = torch.cat((torch.zeros(SHAPE.tail, SHAPE.channels), MIXED[tokens]))
+    windows = [padded[at : at + SHAPE.tail + 1] * CONV.t() for at in range(len(tokens))]
+    mixed = torch.nn.functional.silu(torch.stack([one.sum(0) for one in windows]))
+    q, k, v = mixed.split((10, 10, 12), 1)
+    q, k = (unit(one.view(-1, 2, 5)).repeat_interleave(2, 1).double() for one in (q, k))
+    v, state, outputs = v.view(-1, 4, 3).double(), torch.zeros(4, 5, 3, dtype=torch.float64), []
+    for at, token in enumerate(tokens):
+        state = state * DECAY[token].double().exp()[:, None, None]
+        delta = (v[at] - torch.einsum("hkv,hk->hv", state, k[at])) * BETA[token].double()[:, None]
+        state = state + k[at][:, :, None] * delta[:, None, :]
+        outputs.append(torch.einsum("hkv,hk->hv", state, q[at] * 5**-0.5))
+    return torch.stack(outputs)
+
+
+def forward(cache: TvmCache, tokens: dict[int, list[int]], counts: dict[int, int], *, push: bool = True) -> None:
+    """One forward of the next counts[i] of the tokens of each sequence, compared with all of them from the first on."""
+    begins = {sequence: cache.num_tokens(sequence) for sequence in counts}
+    new = [token for one, count in counts.items() for token in tokens[one][begins[one] : begins[one] + count]]
+    with torch.inference_mode():
+        plan = cache.begin_forward(list(counts), list(counts.values()), push=push)
+        x = DeltaInputs(MIXED[new], CONV, DECAY[new], BETA[new])
+        outputs = plan.attention.recur(0, x).clone()
+        kv = HEADS[new].repeat(1, 1, HEAD_DIM // 8)
+        plan.attention.attend(1, kv, kv, kv)
+        again = plan.attention.recur(2, x)
+        cache.commit(plan)
+    expected = torch.cat([naive_outputs(tokens[one][: begins[one] + count])[-count:] for one, count in counts.items()])
+    torch.testing.assert_close(outputs.double(), expected, **TOLERANCE)
+    torch.testing.assert_close(again.double(), expected, **TOLERANCE)
+
+
+def island_of(own: int, most: int) -> Island:
+    """own: pages of states without those for snapshots."""
+    pools = [(kv, states[: own + most].clone()) for kv, states in (pools_of(LAYOUT, 120) for _ in range(2))]
+    writers = [PeerWriter(pe, pools) for pe in range(2)]
+    rule = SnapshotRule(EVERY, most)
+    caches = [
+        TvmCache(LAYOUT, own, max_sequences=8, max_sequence_length=64, rope=ROPE, writer=writer, snapshots=rule)
+        for own, writer in zip(pools, writers, strict=True)
+    ]
+    return Island(caches, writers[0])
+
+
+@dataclass
+class Program:
+    """Random calls on the caches of an island. Sequences of a family begin alike."""
+
+    random: Random
+    island: Island
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    held: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    done: Counter[str] = field(default_factory=Counter)
+
+    def draw(self) -> tuple[list[int], bytes]:
+        """60 tokens, and the salt that they are shared under."""
+        family = Random(self.random.randrange(2))
+        base, salt = [family.randrange(VOCABULARY) for _ in range(60)], self.random.choice([b"", b"", b"", b"a"])
+        at = self.random.choice([11, 17, 30, 30])
+        return base[:at] + [self.random.randrange(VOCABULARY) for _ in range(60 - at)], salt
+
+    def add(self, at: int) -> None:
+        cache, new = self.island.caches[at], len(self.tokens)
+        self.tokens[new], salt = self.draw()
+        cache.add_sequence(new)
+        found = cache.match_prefix(new, np.array(self.tokens[new][: self.random.randint(10, 40)]), salt)
+        self.done["found" if found else "not found"] += 1
+        self.done["between"] += found % EVERY > 0
+        self.salts[new] = salt
+        self.held[at].append(new)
+
+    def __post_init__(self) -> None:
+        self.salts: dict[int, bytes] = {}
+
+    def forward(self, at: int) -> None:
+        cache = self.island.caches[at]
+        chosen = self.random.sample(self.held[at], self.random.randint(1, len(self.held[at])))
+        counts = {one: self.random.choice([1, 1, 3, 9, 20]) for one in chosen if cache.num_tokens(one) < 40}
+        if counts:
+            forward(cache, self.tokens, counts)
+
+    def publish(self, at: int) -> None:
+        cache, one = self.island.caches[at], self.random.choice(self.held[at])
+        length = cache.num_tokens(one) - self.random.choice([0, 0, 5])
+        cache.publish_prefix(one, np.array(self.tokens[one][: max(length, 0)], np.int64), self.salts[one])
+
+    def positions(self, at: int, sequence: int) -> list[int]:
+        cache = self.island.caches[at]
+        snapshots = cache._pages.snapshots[1]
+        assert snapshots is not None
+        length = cache.num_tokens(sequence)
+        return sorted({0, *snapshots.positions(cache._table.row(sequence)), length})
+
+    def fork(self, at: int) -> None:
+        cache, parent, child = self.island.caches[at], self.random.choice(self.held[at]), len(self.tokens)
+        position = self.random.choice(self.positions(at, parent))
+        self.done["forks within"] += 0 < position < cache.num_tokens(parent)
+        cache.fork_sequence(parent, child, position)
+        self.tokens[child] = self.tokens[parent][:position] + self.draw()[0][position:]
+        self.salts[child] = self.salts[parent]
+        self.held[at].append(child)
+
+    def pop(self, at: int) -> None:
+        cache, one = self.island.caches[at], self.random.choice(self.held[at])
+        length, position = cache.num_tokens(one), self.random.choice(self.positions(at, one))
+        self.done["pops within"] += 0 < position < length
+        cache.pop(one, length - position)
+        self.tokens[one] = self.tokens[one][:position] + self.draw()[0][position:]
+
+    def send(self, _: int) -> None:
+        """A prompt from the first cache to the second, each of which may know its beginning."""
+        (sender, receiver), one = self.island.caches, len(self.tokens)
+        self.tokens[one], self.salts[one] = self.draw()
+        prompt = np.array(self.tokens[one][: self.random.randint(2, 40)])
+        receiver.add_sequence(one)
+        begin = receiver.match_prefix(one, prompt, self.salts[one])
+        wanted = receiver.prepare_receive(one, prompt.size - begin)
+        sender.add_sequence(one)
+        known = sender.match_prefix(one, prompt, self.salts[one])
+        sender.mark_send(one, begin, wanted, 1)
+        forward(sender, self.tokens, {one: prompt.size - known})
+        sender.send_cached(one)
+        assert sender.sends_done(one)
+        receiver.finish_receive(one)
+        sender.publish_prefix(one, prompt, self.salts[one])
+        sender.remove_sequence(one)
+        self.held[1].append(one)
+        self.done["sent behind a prefix"] += begin > 0
+
+    def remove(self, at: int) -> None:
+        if self.random.random() < 0.7:
+            self.publish(at)
+        self.island.caches[at].remove_sequence(self.held[at].pop(self.random.randrange(len(self.held[at]))))
+
+    def run(self, turns: int) -> None:
+        for turn in range(turns):
+            at = turn % 2
+            actions = [self.forward, self.forward, self.publish, self.fork, self.pop, self.remove, self.send, self.add]
+            action = self.random.choice(actions) if self.held[at] else self.add
+            full = len(self.held[1 if action == self.send else at]) >= 4
+            if not (full and action in (self.fork, self.add, self.send)):
+                action(at)
+        for cache in self.island.caches:
+            snapshots = cache._pages.snapshots[1]
+            assert snapshots is not None
+            self.done["evicted"] += snapshots.num_evicted
+            for sequence in cache._table.sequences():
+                cache.remove_sequence(sequence)
+            assert snapshots.num_held == 0
+            cache.clear_prefixes()
+            assert cache.room(30).free == cache.room(30).total
+
+
+@pytest.mark.gate("1-3")
+@pytest.mark.parametrize("most", [1, 3, 30])
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_random_programs_equal_states_from_the_first_token(seed: int, most: int) -> None:
+    """Also with few pages for snapshots: these are evicted, and what is not found is computed."""
+    program = Program(Random(seed), island_of(5, most))
+    program.run(300)
+    assert program.done["found"]
+    if most == 30:
+        wanted = ("forks within", "pops within", "sent behind a prefix", "between")
+        assert all(program.done[name] for name in wanted), program.done
+    else:
+        assert program.done["evicted"]
+
+
+def cache_of(most: int = 20, own: int = 8) -> TvmCache:
+    return island_of(own, most).caches[0]
+
+
+def with_prompt(cache: TvmCache, sequence: int, tokens: list[int], chunks: list[int]) -> None:
+    """Computes the chunks of a new sequence and publishes them."""
+    cache.add_sequence(sequence)
+    for count in chunks:
+        forward(cache, {sequence: tokens}, {sequence: count})
+    cache.publish_prefix(sequence, np.array(tokens[: sum(chunks)]))
+
+
+def test_a_prefix_ends_with_the_last_snapshot_before_tokens_differ() -> None:
+    """Of 30 positions there are snapshots at 8, 16 and 24 of every 8, and at 28, the last full page."""
+    cache, tokens = cache_of(), [token % VOCABULARY for token in range(60)]
+    with_prompt(cache, 0, tokens, [30])
+    for new, (alike, found) in enumerate([(30, 28), (28, 28), (27, 24), (24, 24), (20, 16), (16, 16), (7, 0)], 1):
+        other = tokens[:alike] + [token + 1 for token in tokens[alike:40]]
+        cache.add_sequence(new)
+        assert cache.match_prefix(new, np.array(other)) == found
+        forward(cache, {new: other}, {new: 3})
+        cache.remove_sequence(new)
+    cache.add_sequence(1)
+    assert cache.match_prefix(1, np.array(tokens), b"salt") == 0
+
+
+def test_single_tokens_leave_the_same_snapshots() -> None:
+    """The last full page moves on, so that a decoded sequence holds a page for each 8 positions, and one."""
+    cache, tokens = cache_of(), list(range(40))
+    cache.add_sequence(0)
+    forward(cache, {0: tokens}, {0: 3})
+    snapshots = cache._pages.snapshots[1]
+    assert snapshots is not None
+    for _ in range(18):
+        forward(cache, {0: tokens}, {0: 1})
+    assert snapshots.positions(cache._table.row(0)) == [8, 16, 20]
+    cache.publish_prefix(0, np.array(tokens[:21]))
+    cache.remove_sequence(0)
+    cache.add_sequence(1)
+    assert cache.match_prefix(1, np.array(tokens[:22])) == 20
+    forward(cache, {1: tokens}, {1: 2})
+
+
+def test_a_sequence_without_free_pages_keeps_its_last_snapshots() -> None:
+    cache, tokens = cache_of(most=2), list(range(50))
+    cache.add_sequence(0)
+    snapshots = cache._pages.snapshots[1]
+    assert snapshots is not None
+    for count in (16, 9, 1, 6, 8):  # 8 16, 8 16 24 (25), …
+        forward(cache, {0: tokens}, {0: count})
+        assert snapshots.num_held <= 2
+    assert snapshots.positions(cache._table.row(0)) == [32, 40]
+    cache.publish_prefix(0, np.array(tokens[:40]))
+    assert (snapshots.num_held, snapshots.num_pages) == (0, 2)
+
+
+def test_it_goes_back_to_states_that_are_there() -> None:
+    cache, tokens = cache_of(), list(range(50))
+    with_prompt(cache, 0, tokens, [30])
+    message = "layer group 1 has no state there: it has those behind 0, 8, 16, 24, 28, 30, which are accepted"
+    with pytest.raises(InvalidArgument, match="the fork would have 25 positions, but " + message):
+        cache.fork_sequence(0, 1, 25)
+    with pytest.raises(InvalidArgument, match="the sequence would have 29 positions, but " + message):
+        cache.pop(0, 1)
+    cache.fork_sequence(0, 1, 24)
+    changed = {1: [*tokens[:24], 40, 41, 42]}
+    forward(cache, changed, {1: 3})
+    cache.pop(0, 14)
+    forward(cache, {0: tokens}, {0: 5})
+    with pytest.raises(InvalidArgument, match="it has those behind 0, 8, 16, 20, 21, which are accepted"):
+        cache.pop(0, 2)
+    cache.clear_prefixes()  # with them go the states that were in them
+    with pytest.raises(InvalidArgument, match="it has those behind 0, 20, 21, which are accepted"):
+        cache.pop(0, 5)
+
+
+def test_a_state_of_its_own_comes_before_a_snapshot() -> None:
+    """Where no page is free but that of the snapshot, a sequence computes its prompt from the first token."""
+    cache, tokens = cache_of(most=1, own=2), list(range(50))
+    with_prompt(cache, 0, tokens, [17])
+    cache.remove_sequence(0)
+    for other in (1, 2):
+        cache.add_sequence(other)
+        cache.reserve(other, 20)
+    cache.add_sequence(3)
+    assert cache.room(20).free[1] == 1
+    assert cache.match_prefix(3, np.array(tokens[:20])) == 0
+    cache.reserve(3, 20)
+    forward(cache, {3: tokens}, {3: 20})
+    cache.add_sequence(4)
+    with pytest.raises(OutOfPages):
+        cache.reserve(4, 20)
+
+
+def test_snapshots_stand_where_pages_end() -> None:
+    with pytest.raises(InvalidArgument, match="every of snapshots is 6; a multiple of page_size, 4, is accepted"):
+        TvmCache(
+            LAYOUT,
+            pools_of(LAYOUT, 8),
+            max_sequences=2,
+            max_sequence_length=64,
+            rope=ROPE,
+            writer=None,
+            snapshots=SnapshotRule(6, 1),
+        )

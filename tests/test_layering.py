@@ -40,7 +40,7 @@ FLOORS = {
         {"scheduling"},
         {"engine"},
         {"handoff", "replay", "speculation"},
-        {"decode", "following", "prefill"},
+        {"decode", "following", "pool_pages", "prefill"},
         {"steps"},
         {"service"},
         {"worker"},

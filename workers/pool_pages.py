@@ -1,8 +1,14 @@
 """How many pages each pool of a worker has, and how many of those with states may be snapshots."""
 
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.pool_sizes import PageUse, num_pages_in, num_snapshots, pages_of_groups
-from tandem.cache.plan.snapshots import NO_SNAPSHOTS, SnapshotRule
+from tandem.cache.plan.pool_sizes import (
+    NO_SNAPSHOTS,
+    PageUse,
+    SnapshotRule,
+    num_pages_in,
+    num_snapshots,
+    pages_of_groups,
+)
 from tandem.workers.config import WorkerConfig
 from tandem.workers.handoff.reservations import longest_append
 

@@ -20,9 +20,8 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
-from tandem.cache.plan.snapshots import NO_WRITES, StateWrites
 from tandem.cache.plan.stored_layers import StoredLayers
-from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables
+from tandem.cache.plan.tables import NO_WRITES, PageTables, Send, StateWrites, TokenLayout, own_tables
 
 
 @dataclass(eq=False)

@@ -23,12 +23,21 @@ class PageCounts(NamedTuple):
     free: that can be allocated, also those that only the prefix index uses. A page of a group with a window counts for
     each sequence that uses it: see PageUsers. cached: in the prefix index, used by sequences or not. draining: used by
     nobody, but a remote writer may still hit them.
+
+    Pages of states, each of a whole sequence, count apart: state_pages, free_state_pages as above. snapshots: those of
+    them that hold a state of an earlier position, for sequences or the prefix index, snapshot_bytes in all.
+    evicted_snapshots: those that the prefix index has let go of so far.
     """
 
     total: int
     free: int
     cached: int
     draining: int
+    state_pages: int = 0
+    free_state_pages: int = 0
+    snapshots: int = 0
+    snapshot_bytes: int = 0
+    evicted_snapshots: int = 0
 
 
 class Room(NamedTuple):

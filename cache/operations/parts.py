@@ -23,8 +23,8 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.snapshots import NO_SNAPSHOTS, SnapshotRule
 
 Ids = Sequence[int] | Int64Array
 

@@ -59,7 +59,8 @@ class Receptions:
         self.incoming[sequence] = pages
         table.receiving[row], table.unclean[row] = True, self._ends_in_pages(end)
         device = self.memory[0].device
-        if device.type == "cuda" and self._ends_in_pages(stored):  # a copy of a shared partial page may be queued
+        shared = (group.paging.ends_in_page(stored) for group in table.groups)
+        if device.type == "cuda" and any(shared):  # a copy of a partial page, or of a snapshot, may be queued
             torch.cuda.current_stream(device).synchronize()
         runs, every = self._runs(row, begin, begin + length), tuple(group.every for group in table.groups)
         return PositionMap(begin, runs, table.sliding.sliding(row), every)

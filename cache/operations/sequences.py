@@ -217,13 +217,25 @@ class SequenceCalls(Parts):
 
     @property
     def pages(self) -> PageCounts:
-        """How many there are. Those that hold the state of a whole sequence do not count; see room()."""
+        """How many there are."""
         pools, together, paging = self._pools, self.layout.pages_together, self.layout.paging
         by_positions = [(group, times) for group, times in enumerate(together) if not paging[group].whole]
         total, free = (
             min(counts[group] * times for group, times in by_positions) for counts in (pools.num_pages, pools.num_free)
         )
-        return PageCounts(total, free, len(pools.prefixes), max(map(mul, pools.num_draining, together)))
+        counts = PageCounts(total, free, len(pools.prefixes), max(map(mul, pools.num_draining, together)))
+        return self._with_states(counts) if self.layout.recurs else counts
+
+    def _with_states(self, counts: PageCounts) -> PageCounts:
+        own = [(group, of) for group, of in enumerate(self._pages.snapshots) if of is not None]
+        total, free = (sum(of[group] for group, _ in own) for of in (self._pools.num_pages, self._pools.num_free))
+        return counts._replace(
+            state_pages=total,
+            free_state_pages=free,
+            snapshots=sum(of.num_pages for _, of in own),
+            snapshot_bytes=sum(of.num_pages * self.layout.page_bytes(group) for group, of in own),
+            evicted_snapshots=sum(of.num_evicted for _, of in own),
+        )
 
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of (k, v) for each layer of a group, [end - begin, num_kv_heads, head_dim] each, as stored: K rotated,

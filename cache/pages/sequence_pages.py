@@ -17,9 +17,9 @@ from tandem.cache.pages.step_growth import StepChange, StepGrowth
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.snapshots import NO_SNAPSHOTS, NO_WRITES, SnapshotRule, StateWrites
+from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.spans import Paging
-from tandem.cache.plan.tables import TokenLayout
+from tandem.cache.plan.tables import NO_WRITES, StateWrites, TokenLayout
 
 
 class SequencePages:

@@ -7,7 +7,8 @@ import numpy as np
 from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.pages.prefix_index import NO_PAGE
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.cache.plan.snapshots import NO_WRITES, SnapshotRule, StateWrites
+from tandem.cache.plan.pool_sizes import SnapshotRule
+from tandem.cache.plan.tables import NO_WRITES, StateWrites
 
 
 class Snapshot(NamedTuple):

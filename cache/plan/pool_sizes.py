@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
+from typing import NamedTuple
 
 from tandem.cache.plan.layout import KVLayout
 
@@ -16,6 +17,17 @@ class PageUse:
     sequences: int
     length: int
     append: int
+
+
+class SnapshotRule(NamedTuple):
+    """When snapshots of states are taken. every: positions between two of a sequence, a multiple of page_size. most:
+    pages of snapshots that sequences hold at once, those of the prefix index not counted; 0: none are taken."""
+
+    every: int
+    most: int
+
+
+NO_SNAPSHOTS = SnapshotRule(1, 0)
 
 
 def num_snapshots(layout: KVLayout, num_pages: int, share: float) -> int:

@@ -180,8 +180,8 @@ class Last(Span):
     """A query at p needs what the positions before p have left: one entry, which each forward replaces (the state of a
     recurrent layer).
 
-    A sequence has one page, which holds the entry of its last position. So it is forked, sent and shortened only where
-    it ends.
+    A sequence has one page, which holds the entry of its last position. So it is sent only where it ends, and forked or
+    shortened there or at a snapshot of an earlier entry.
     """
 
     last = True

@@ -1,6 +1,7 @@
 """Where the tokens of one forward stand: their layout, the page tables of each layer group, and what is sent."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +10,6 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int32Array, Int64Array, indptr_of, ragged_range, ragged_rows
 from tandem.cache.plan.position_map import SKIP, SlotRuns
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.snapshots import NO_WRITES, StateWrites
 from tandem.cache.plan.token_tree import TokenTrees
 
 
@@ -99,6 +99,18 @@ class EntryLayout(TokenLayout):
     @property
     def each_one(self) -> bool:
         return False
+
+
+class StateWrites(NamedTuple):
+    """Snapshots of states that one forward writes, int64 [n] each: of sequences[i] of the batch, the state behind its
+    first tokens[i] new tokens goes to pages[i]. Those of one sequence stand together, in the order of their tokens."""
+
+    sequences: Int64Array
+    tokens: Int64Array
+    pages: Int64Array
+
+
+NO_WRITES = StateWrites(*(np.empty(0, np.int64) for _ in range(3)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,6 +168,9 @@ def _table(island: inference_pb2.IslandInfo) -> Table:
         if not worker.alive:
             cells = (worker.pe, role, "lost", worker.address)
         table.add_row(*map(str, cells))
+        if worker.state_pages:
+            states = (worker.state_pages, worker.free_state_pages, worker.snapshots)
+            table.add_row("", "states", "", "", *map(str, states), "", "", "", _memory(worker.snapshot_bytes))
         for one in worker.ranks:
             state = "stalled" if one.stalled else "" if one.alive else "ended"
             if one.rank or state:

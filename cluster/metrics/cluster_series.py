@@ -78,6 +78,12 @@ def worker_families(islands: Sequence[inference_pb2.IslandInfo]) -> list[Metric]
                states(_pages)),
         _gauge("tandem:worker_cached_pages", "Pages with a reusable prefix, in use or free.", WORKER,
                each(lambda one: one.cached_pages)),
+        _gauge("tandem:worker_state_pages", "Pages of recurrent states, as worker_pages.", (*WORKER, "state"),
+               states(_state_pages)),
+        _gauge("tandem:worker_snapshots", "Recurrent states of earlier positions.", WORKER,
+               each(lambda one: one.snapshots)),
+        _gauge("tandem:worker_snapshot_bytes", "What these take.", WORKER,
+               each(lambda one: one.snapshot_bytes)),
         _gauge("tandem:worker_requests", "Requests in forwards, and those before them.", (*WORKER, "state"),
                states(lambda one: {"running": one.running, "waiting": one.waiting})),
         _gauge("tandem:worker_resident_bytes", "Resident memory.", WORKER, each(lambda one: one.resident_bytes)),
@@ -110,6 +116,11 @@ def _pages(worker: inference_pb2.WorkerInfo) -> dict[str, int]:
         "draining": worker.draining_pages,
         "free": worker.free_pages,
     }
+
+
+def _state_pages(worker: inference_pb2.WorkerInfo) -> dict[str, int]:
+    used = worker.state_pages - worker.free_state_pages
+    return {"used": used, "free": worker.free_state_pages} if worker.state_pages else {}
 
 
 def _gauge(name: str, about: str, labels: Sequence[str], samples: Samples) -> Metric:

@@ -24,6 +24,7 @@ from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.replay.errors import RecordError
 from tandem.workers.replay.record_file import FRAME, RecordReader
@@ -89,11 +90,13 @@ class Storm:
         self.moves += 0 if timings is None else timings.moves
 
 
-def record_storm(model: Path, folder: Path, overrides: dict[str, Any], requests: int = 60) -> tuple[Storm, list[Path]]:
+def record_storm(
+    model: Path, folder: Path, overrides: dict[str, Any], requests: int = 60, kinds: Sequence[str] = KINDS
+) -> tuple[Storm, list[Path]]:
     """A storm, and the files of its workers, PE by PE."""
     given = {"record.folder": str(folder), "record.prompts": True, "island.num_decode": 2, **overrides}
     with running_island(model, given) as island:
-        storm = Storm(island.address).run(requests)
+        storm = Storm(island.address, kinds).run(requests)
     assert storm.left
     return storm, sorted(folder.glob("*.tandemrec"))
 
@@ -147,9 +150,12 @@ def test_a_storm_is_replayed(files: list[Path]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["draft_model", "mtp", "eagle3", "fp8"])
+@pytest.mark.parametrize("kind", ["draft_model", "mtp", "eagle3", "fp8", "states"])
 def test_other_storms_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = (make_glm if kind == "mtp" else make_llama)(tmp_path / "model")
+    if kind == "states":
+        make_checkpoint(model := tmp_path / "model", "qwen3_next")
+    else:
+        model = (make_glm if kind == "mtp" else make_llama)(tmp_path / "model")
     settings: dict[str, Any] = {"speculation.method": kind, "speculation.tokens": 4}
     if kind in ("draft_model", "eagle3"):
         make = make_smaller if kind == "draft_model" else make_head
@@ -159,7 +165,9 @@ def test_other_storms_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytes
         move_back_and_forth(3, monkeypatch)
     elif kind == "fp8":
         settings = {"cache.kv_cache_dtype": "fp8_e4m3"}
-    storm, files = record_storm(model, tmp_path / "records", settings, 40)
+    elif kind == "states":
+        settings = {"cache.state_interval": 16}
+    storm, files = record_storm(model, tmp_path / "records", settings, 40, KINDS[:-1] if kind == "states" else KINDS)
     summary = replay_files(files)
     assert summary.difference is None
     assert summary.tokens

@@ -294,8 +294,9 @@ class Engine:
 
     @property
     def lets_go(self) -> bool:
-        """Whether forwards let go of pages that the one before may still read: of windows, or sequences that slide."""
-        return self.layout.drops_past or self._cache.any_slides()
+        """Whether pages are let go of that a forward may still use: of windows, or sequences that slide, which the one
+        before may read; or snapshots of states, which it may write."""
+        return self.layout.drops_past or self.layout.recurs or self._cache.any_slides()
 
     @property
     def prefix_position(self) -> int:

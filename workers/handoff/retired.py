@@ -32,8 +32,8 @@ class RetiredSequences:
     def windows_past(self) -> "Future[None] | None":
         """Ends once peers may write into pages that are free now, or None at once.
 
-        Only layouts that drop what is past, and sequences that slide, keep them waiting: there a forward lets go of
-        pages that the one before it may still read.
+        Only layouts that drop what is past or keep states, and sequences that slide, keep them waiting: there pages
+        are let go of that a forward may still use.
         """
         if not self._engine.lets_go:
             return None

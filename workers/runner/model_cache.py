@@ -22,8 +22,8 @@ from tandem.cache.plan.kind import Kind, LayerGroup
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cache.plan.snapshots import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.spans import Every, Span, Window
 from tandem.workers.models.compressed.fields import HEAVY, SLIDING, SPARSE, CompressedConfig
 from tandem.workers.models.config import ModelConfig

@@ -10,8 +10,7 @@ from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, 
 from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
 from tandem.cache.kernels.torch.delta_rule import chunk_conv, chunk_delta_rule, step_conv, step_delta_rule, unit
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.cache.plan.snapshots import StateWrites
-from tandem.cache.plan.tables import PageTables, TokenLayout
+from tandem.cache.plan.tables import PageTables, StateWrites, TokenLayout
 
 
 class Chunk(NamedTuple):

@@ -17,7 +17,7 @@ from tandem.cache.kinds.recurrent import Recurrent
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.snapshots import SnapshotRule
+from tandem.cache.plan.pool_sizes import SnapshotRule
 from tests.cache.island import Island
 from tests.cache.naive import HEAD_DIM, ROPE, pools_of
 from tests.cache.peer_writer import PeerWriter

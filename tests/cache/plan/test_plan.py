@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cache.plan.position_map import SlotRuns
-from tandem.cache.plan.tables import lay_out_tokens, look_up_pages, runs_of, slots_of
+from tandem.cache.plan.tables import NO_WRITES, lay_out_tokens, look_up_pages, runs_of, slots_of
 
 PAGE_SIZE, MAX_PAGES = 4, 40
 
@@ -45,8 +45,9 @@ def test_as_token_by_token(batch: tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     assert tables.kv_indices.tolist() == indices
     assert tables.kv_indptr.tolist() == indptr
     assert tables.kv_last_page_len.tolist() == [(length - 1) % PAGE_SIZE + 1 for length in lengths + appends]
-    arrays = [tokens.positions, tokens.qo_indptr, tokens.seq_lens, *vars(tables).values()]
+    arrays = [tokens.positions, tokens.qo_indptr, tokens.seq_lens, *vars(tables).values()][:-1]
     assert tables.shared is None
+    assert tables.writes is NO_WRITES
     assert {array.dtype for array in arrays if array is not None} == {np.dtype(np.int32)}
 
 

@@ -108,6 +108,8 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
         ("cache.num_pages=yes", ["cache.num_pages is True", "integer"]),
         ("cache.num_pages='3'", ["cache.num_pages is '3'", "integer"]),
         ("cache.prefix_sharing=1", ["cache.prefix_sharing is 1", "boolean"]),
+        ("cache.state_interval=40", ["cache.state_interval is 40", "a multiple of cache.page_size, 16, or null"]),
+        ("cache.state_share=2.0", ["cache.state_share is 2.0", "less than or equal to 1"]),
         ("model.dtype=int8", ["model.dtype is 'int8'", "'auto', 'float32', 'bfloat16' or 'float16'"]),
         ("model.max_model_len=0", ["model.max_model_len is 0", "greater than or equal to 1"]),
         ("island.num_decode=null", ["island.num_decode is null", "integer"]),

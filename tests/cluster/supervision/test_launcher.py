@@ -11,10 +11,13 @@ from safetensors.torch import load_file, save_file
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.processes.placement import Where
+from tandem.cluster.supervision import launcher
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.cluster.supervision.network import wait_for_hosts
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.config import WorkerConfig
+from tandem.workers.models.registry import load_config as load_model_config
+from tandem.workers.runner.model_cache import kv_layout
 from tests.cluster.fake_processes import FakeProcesses
 from tests.support.checkpoints import make_model
 from tests.support.draft_heads import save_eagle3, save_mtp
@@ -72,6 +75,24 @@ def test_pages_that_no_machine_holds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^cache\.num_pages is 16777216; .* GiB in each worker, .*: at most \d+ are"):
         Cluster(load_config(None, values), processes).start()
     assert not processes.specs
+
+
+def test_pages_of_states_that_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each sequence, and snapshots in a share of what the pages of K and V take."""
+    make_checkpoint(tmp_path / "model", "qwen3_next")
+    values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 64, "cache.state_share": 1.0}
+    layout = kv_layout(load_model_config(tmp_path / "model"), 16)
+    kv, state = layout.page_bytes(0), layout.page_bytes(1)
+    there = 64 * (kv + state) - 1  # no more sequences than pages
+    with_snapshots = max(count for count in range(64) if count * (kv + state) + count * kv // state * state <= there)
+    monkeypatch.setattr(launcher, "machine_memory", lambda: there)
+    for more, fewer in (
+        ({"cache.state_interval": None}, 63),
+        ({"cache.prefix_sharing": False}, 63),
+        ({}, with_snapshots),
+    ):
+        with pytest.raises(ConfigError, match=rf"cache\.num_pages is 64; .*: at most {fewer} are accepted"):
+            Cluster(load_config(None, {**values, **more}), FakeProcesses()).start()
 
 
 def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Prompts of a model with recurrent layers go on from snapshots of states: in a cluster, against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tests.e2e.test_recurrent import is_idle
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete_all, complete_all_updates, tokens_of
+from tests.support.island import Island, running_island
+from tests.support.moves import move_back_and_forth
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.waiting import until
+
+EVERY, OUTPUT = 32, 9
+SETTINGS: dict[str, Any] = {"cache.state_interval": EVERY, "cache.state_share": 0.5}
+
+
+def cached_of(island: Island, prompt: list[int], expected: list[int], salt: str = "") -> int:
+    """How many tokens of the prompt were not computed; its tokens are compared."""
+    with island.client() as client:
+        updates = list(client.generate(prompt, cache_salt=salt, timeout=60, max_tokens=len(expected), **GREEDY))
+    assert tokens_of(updates) == expected
+    usage = updates[-1].usage
+    assert usage is not None
+    return usage.cached_tokens
+
+
+def workers_of(island: Island) -> list[inference_pb2.WorkerInfo]:
+    with island.client() as client:
+        (info,) = client.cluster_info().islands
+    return list(info.workers)
+
+
+def test_prompts_go_on_from_the_last_snapshot_that_is_theirs(tmp_path: Path) -> None:
+    """Each 32 positions, and at the last full page of a prompt and of an output. Beside that the KV is known, too."""
+    folder = save_checkpoint("qwen3_next", tmp_path)
+    oracle, prompt = load_oracle(folder), random_prompt(150, 1)
+    turn = prompt + greedy(oracle, prompt, OUTPUT) + random_prompt(20, 2)
+    asked = [
+        (prompt, 0),
+        (prompt, 144),  # the last full page
+        (prompt[:100] + random_prompt(9, 3), 96),  # 3 · 32, in the middle of an interval
+        (prompt[:97] + random_prompt(40, 4), 96),
+        (prompt[:31] + random_prompt(40, 5), 0),
+        (turn, 144),
+        (turn, 176),
+    ]
+    with running_island(folder, SETTINGS) as island:
+        for one, cached in asked:
+            assert cached_of(island, one, greedy(oracle, one, OUTPUT)) == cached
+        assert cached_of(island, prompt, greedy(oracle, prompt, OUTPUT), salt="mine") == 0
+        until(lambda: is_idle(island))
+        for one in workers_of(island):
+            assert 0 < one.snapshots <= one.free_state_pages == one.state_pages
+            assert one.snapshot_bytes % one.snapshots == 0 < one.snapshot_bytes
+
+
+@pytest.mark.long
+def test_requests_that_move_go_on_from_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the worker that it leaves has computed its last full page, which is not so right after another move."""
+    move_back_and_forth(2, monkeypatch)
+    folder = save_checkpoint("qwen3_next", tmp_path)
+    prompts = [random_prompt(100 + 9 * number, seed=number) for number in range(4)]
+    expected = greedy_all(load_oracle(folder), prompts, 60)
+    settings = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02, **SETTINGS}
+    with running_island(folder, settings) as island:
+        updates = complete_all_updates(island.address, prompts, max_tokens=60, **GREEDY)
+        assert [tokens_of(one) for one in updates] == expected
+        until(lambda: is_idle(island))
+        timings = [one[-1].timings for one in updates]
+        moves = sum(one.moves for one in timings if one is not None)
+        computed = sum(one.counters.prompt_tokens for one in workers_of(island))
+        assert moves >= 2
+        assert computed < sum(map(len, prompts)) + moves * len(prompts[0])  # as if each began anew
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("share", "most"), [(0.02, 0), (0.1, 2)])
+def test_few_pages_for_snapshots(share: float, most: int, tmp_path: Path) -> None:
+    """They give way to others, and what is gone is computed again. most: beside a page for each sequence."""
+    folder = save_checkpoint("qwen3_5", tmp_path)
+    shared = random_prompt(70, 1)
+    prompts = [shared[: 10 + 9 * number] + random_prompt(40, number) for number in range(7)] * 2
+    expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
+    with running_island(folder, SETTINGS | {"cache.state_share": share, "scheduler.max_sequences": 3}) as island:
+        for _ in range(2):
+            assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+        until(lambda: is_idle(island))
+        workers = workers_of(island)
+        assert [one.state_pages for one in workers] == [3 + 8 + most] * 2
+        assert any(one.counters.evicted_snapshots for one in workers) == (most > 0)
+        assert any(one.snapshots for one in workers) == (most > 0)

@@ -85,6 +85,9 @@ class Batch(NamedTuple):
     scratch: so many of the last positions of each sequence will be popped, with those of this forward. What a query
     in the place of the first of them sees stays.
 
+    drafted: the new positions of a sequence but the first are drafts. Until the sequence's next
+    forward, or another with drafts, pop may take back any of them, also where a group keeps states.
+
     encodes: the forward stores the encoder's entries of empty sequences, in a layout with an encoder, and nothing else
     but push is given. A sequence's new positions are its encoder's, padded to whole pages. The caller calls
     attention.store_given() once for each layer that keeps them, in order. Later forwards append behind the border; in
@@ -97,6 +100,7 @@ class Batch(NamedTuple):
     token_tree_parents: Sequence[Parents | None] | None = None
     push: bool = True
     scratch: int = 0
+    drafted: bool = False
     encodes: bool = False
 
 

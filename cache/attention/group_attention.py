@@ -82,15 +82,18 @@ class GroupAttention:
         sliding: SlidingParts | None,
         writes: StateWrites = NO_WRITES,
         *,
+        drafted: bool = False,
         encodes: bool = False,
     ) -> GroupPlan:
-        """writes: snapshots of states. encodes: the tokens are an encoder's, which this group keeps."""
+        """writes: snapshots of states. drafted: see Batch. encodes: these are an encoder's tokens, kept here."""
         shared = None
         if self.prefixes.rule is not None:
             shared = self.prefixes.find(rows, tokens.seq_lens, able_to_share(tokens, sliding))
         rows, tokens = (rows, tokens) if encodes else self.split(rows, tokens)
         tables = self.tables.look_up(rows, entry_of_each(tokens) if self.whole else tokens, shared)
-        own = self.backend.plan(tokens, replace(tables, writes=writes) if writes.pages.size else tables)
+        if self.whole:
+            tables = replace(tables, writes=writes, drafted=drafted)
+        own = self.backend.plan(tokens, tables)
         if self.whole:
             sends = send_states(sends, tokens, tables.kv_indices)
         if sends and (encodes or not self.given) and self.backend.capabilities.pushes:

@@ -42,6 +42,11 @@ class PageOperations(ABC):
         (index,) = upload([pages.astype(np.int64)], self._words.device)
         self._pages.index_fill_(0, index, 0)
 
+    def compute_again(self, sequence: int, count: int, source: int, target: int) -> None:
+        """Of a group that keeps states: page `target` gets the state behind the first `count` new tokens of a sequence
+        of the last forward with drafts, by its place in that. Page `source` has the state before them."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no states")
+
     @abstractmethod
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came.

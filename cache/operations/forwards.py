@@ -48,12 +48,14 @@ class ForwardCalls(Parts):
         lengths = None if batch.rope_lengths is None else integers("rope_lengths", batch.rope_lengths)
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
+        if batch.drafted:
+            self._pages.check_drafted(appends)
         rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents, in_flight=batch.scratch)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
-        kept = self._pages.keep_states(rows, tokens, scratch=batch.scratch > 0)
+        kept = self._pages.keep_states(rows, tokens, scratch=batch.scratch > 0, drafted=batch.drafted)
         plans = tuple(
-            group.plan(rows, tokens, rotation, to_send, slides, writes)
+            group.plan(rows, tokens, rotation, to_send, slides, writes, drafted=batch.drafted)
             for group, rotation, to_send, slides, writes in zip(
                 self._groups, rotations, sends, sliding, kept, strict=True
             )

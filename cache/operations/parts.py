@@ -63,7 +63,10 @@ class Parts:
             )
         self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, LayerIndex.of(layout)
         self._writer = writer
-        spans, num_pages = [group.keeps for group in layout.groups], tuple(pool.shape[0] for pool in pools)
+        spans = [group.keeps for group in layout.groups]
+        num_pages = tuple(
+            pool.shape[0] - span.last * snapshots.drafted for pool, span in zip(pools, spans, strict=True)
+        )
         self._pools = PagePools(num_pages, layout.page_size, spans, layout.pages_together)
         self._table = SequenceTable(layout.paging, max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks([span.every for span in spans], max_sequences)

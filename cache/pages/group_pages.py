@@ -235,13 +235,32 @@ class GroupPages:
         found = None if self.snapshots is None else self.snapshots.find(row, length)
         return self.table.held(row, 0, 1) if found is None else np.array([found], np.int32)
 
+    def has_state(self, row: int, length: int) -> bool:
+        """Whether a row can go back to `length` positions, of a group with states."""
+        of = self.snapshots
+        return of is not None and (of.gone_back(row, length) is not None or of.find(row, length) is not None)
+
     def take_back(self, row: int, length: int) -> None:
         """A row gets `length` positions, fewer than it has: of a group with states the one it had there."""
         if self.snapshots is None:
             return
-        if length:
-            self.memory.copy_pages(self.state_page(row, length), self.table.held(row, 0, 1))
+        before, own = self.snapshots.gone_back(row, length), self.table.held(row, 0, 1)
+        if before is not None and before.position == length:
+            self.memory.copy_pages(np.array([before.page], np.int32), own)
+        elif before is not None:
+            self.memory.compute_again(before.place, length - before.position, before.page, int(own[0]))
+        elif length:
+            self.memory.copy_pages(self.state_page(row, length), own)
         self.snapshots.cut(row, length)
+
+    def keep_before(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array) -> None:
+        """Of a group with states: those of rows that have drafts in the forward which grows rows of `lengths` by
+        `appends`, int64 [B] each, stay as they are before it."""
+        assert self.snapshots is not None
+        before = self.snapshots.before_drafts(rows, lengths, appends)
+        if before:
+            own = self.table.pages[rows[[one.place for one in before]], 0]
+            self.memory.copy_pages(own, np.array([one.page for one in before], np.int32))
 
     def cut(self, row: int, end: int) -> Int32Array:
         """Takes away what a row holds from page index `end` on; the pages are the caller's to release."""

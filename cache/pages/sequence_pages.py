@@ -86,7 +86,7 @@ class SequencePages:
             )
         held = int(self._table.lengths[row])
         for index, group in enumerate(self._groups):
-            if group.snapshots is not None and length not in (0, held) and group.snapshots.find(row, length) is None:
+            if group.snapshots is not None and length not in (0, held) and not group.has_state(row, length):
                 others = [one for one in group.snapshots.positions(row) if one != held]
                 raise InvalidArgument(
                     f"{what} would have {length} positions, but layer group {index} has no state there: it has those "
@@ -333,14 +333,30 @@ class SequencePages:
             if snapshots is not None:
                 snapshots.drop(row)
 
-    def keep_states(self, rows: Int64Array, tokens: TokenLayout, *, scratch: bool) -> tuple[StateWrites, ...]:
+    def check_drafted(self, appends: Int64Array) -> None:
+        """InvalidArgument where more sequences have drafts (appends: int64 [B]) than states can be kept for."""
+        drafted = int(np.count_nonzero(appends > 1)) if self._layout.recurs else 0
+        if drafted > self._rule.drafted:
+            raise InvalidArgument(
+                f"append_lengths has {drafted} sequences with drafts; at most {self._rule.drafted} are accepted, "
+                "as many as there are pages for the states before drafts"
+            )
+
+    def keep_states(
+        self, rows: Int64Array, tokens: TokenLayout, *, scratch: bool, drafted: bool
+    ) -> tuple[StateWrites, ...]:
         """Of each group the snapshots that a forward writes which has grown rows (int64 [B]) by `tokens`. scratch: they
-        will be popped, and none is written."""
+        will be popped, and none is written. drafted: see Batch."""
         if scratch or not self._layout.recurs:
             return self._no_writes
         ends = tokens.seq_lens.astype(np.int64)
         lengths = ends - np.diff(tokens.qo_indptr)
-        return tuple(NO_WRITES if of is None else of.keep(rows, lengths, ends) for of in self.snapshots)
+        for group in self._groups if drafted else ():
+            if group.snapshots is not None:
+                group.keep_before(rows, lengths, ends - lengths)
+        return tuple(
+            NO_WRITES if of is None else of.keep(rows, lengths, ends, drafted=drafted) for of in self.snapshots
+        )
 
     def publish(self, row: int, token_ids: Int64Array, salt: bytes) -> None:
         """The prefix index gets the full pages of a row's first positions, of groups with states its snapshots. Where

@@ -19,6 +19,14 @@ class Snapshot(NamedTuple):
     serial: int
 
 
+class BeforeDrafts(NamedTuple):
+    """A row before the last forward with drafts. place: in that forward. page: one of those that no one else gets."""
+
+    position: int
+    place: int
+    page: int
+
+
 class StateSnapshots:
     """A forward writes a snapshot at each multiple of rule.every, and at the last full page: the next forward that
     fills a page replaces the latter. So a prefix is found at most every - 1 positions before the pages end, and where
@@ -32,6 +40,7 @@ class StateSnapshots:
     def __init__(self, pools: PagePools, group: int, page_size: int, rule: SnapshotRule) -> None:
         self._pools, self._group, self._page_size, self._rule = pools, group, page_size, rule
         self._users = pools.users[group]
+        self._before: dict[int, BeforeDrafts] = {}  # by row
         self._serials = np.zeros(pools.num_pages[group], np.int64)
         self._last_serial = 0
         self._held: dict[int, list[Snapshot]] = {}  # by row, in the order of positions
@@ -49,9 +58,29 @@ class StateSnapshots:
         """Snapshots that the prefix index has let go of so far."""
         return self._pools.prefixes.num_dropped[self._group]
 
-    def keep(self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array) -> StateWrites:
+    def before_drafts(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array) -> list[BeforeDrafts]:
+        """Those that a forward by which rows of `lengths` grow by `appends`, int64 [B] each, may take positions back
+        from: they have more than one. Their states are to be copied into the pages."""
+        (places,) = (appends > 1).nonzero()
+        first = self._pools.num_pages[self._group]
+        found = [BeforeDrafts(int(lengths[place]), place, first + at) for at, place in enumerate(places.tolist())]
+        self._before = {int(rows[one.place]): one for one in found}
+        return found
+
+    def gone_back(self, row: int, length: int) -> BeforeDrafts | None:
+        """Where a row stood before its last forward, if that had drafts and `length` positions reach there."""
+        before = self._before.get(row)
+        return before if before is not None and before.position <= length else None
+
+    def keep(
+        self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, *, drafted: bool = False
+    ) -> StateWrites:
         """Sets pages aside for what a forward writes by which rows of `lengths` grow to new_lengths, int64 [B] each.
-        Where too few are free, a sequence keeps its last ones."""
+        Where too few are free, a sequence keeps its last ones. drafted: see Batch; then it keeps those that may be the
+        last ones after a pop, too."""
+        if self._before and not drafted:
+            for row in rows.tolist():
+                self._before.pop(row, None)
         size = self._page_size
         crossing = (new_lengths // size > lengths // size).nonzero()[0] if self._rule.most else rows[:0]
         if not crossing.size:
@@ -59,7 +88,8 @@ class StateSnapshots:
         writes = []
         for index in crossing.tolist():
             begin = int(lengths[index])
-            kept = self._keep(int(rows[index]), self._positions(begin, int(new_lengths[index])))
+            positions = self._positions(begin, int(new_lengths[index]))
+            kept = self._keep(int(rows[index]), positions, spares=1 if drafted else 0)
             writes += [(index, one.position - begin, one.page) for one in kept]
         return StateWrites(*np.array(writes, np.int64).reshape(-1, 3).T)
 
@@ -105,6 +135,8 @@ class StateSnapshots:
 
     def cut(self, row: int, length: int) -> None:
         """Positions of a row from `length` on are taken back."""
+        if row in self._before and self._before[row].position > length:
+            del self._before[row]
         self._release(row, [one for one in self._held.get(row, ()) if one.position > length])
         remembered = self._remembered.get(row, ())
         self._remembered[row] = [one for one in remembered if one.position <= length]
@@ -113,6 +145,7 @@ class StateSnapshots:
         """A row goes."""
         self._release(row, self._held.get(row, []))
         self._held.pop(row, None)
+        self._before.pop(row, None)
         self._remembered.pop(row, None)
 
     def _positions(self, begin: int, end: int) -> list[int]:
@@ -121,10 +154,14 @@ class StateSnapshots:
         ticks = list(range((begin // every + 1) * every, end + 1, every))
         return [*ticks, last] if last % every else ticks
 
-    def _keep(self, row: int, positions: list[int]) -> list[Snapshot]:
-        """New snapshots of a row, the last of `positions` that there are pages for."""
-        before, kept = self._held.setdefault(row, []), list[Snapshot]()
-        spare = [before.pop().page] if before and before[-1].position % self._rule.every else []
+    def _keep(self, row: int, positions: list[int], spares: int) -> list[Snapshot]:
+        """New snapshots of a row, the last of `positions` that there are pages for. spares: how many of its last full
+        pages' before stay."""
+        kept = list[Snapshot]()
+        passing = [one for one in self._held.setdefault(row, []) if one.position % self._rule.every]
+        passing = passing[: len(passing) - spares]
+        before = [one for one in self._held[row] if one not in passing]
+        spare = [one.page for one in passing]
         for position in reversed(positions):
             page = spare.pop() if spare else self._take()
             if page is None and before:
@@ -134,7 +171,10 @@ class StateSnapshots:
             self._last_serial += 1
             self._serials[page] = self._last_serial
             kept.insert(0, Snapshot(position, page, self._last_serial))
-        before += kept
+        self._held[row] = before + kept
+        if spare:
+            self._users.release(np.array(spare, np.int32))
+            self.num_held -= len(spare)
         return kept
 
     def _take(self) -> int | None:

@@ -21,13 +21,27 @@ class PageUse:
 
 class SnapshotRule(NamedTuple):
     """When snapshots of states are taken. every: positions between two of a sequence, a multiple of page_size. most:
-    pages of snapshots that sequences hold at once, those of the prefix index not counted; 0: none are taken."""
+    pages of snapshots that sequences hold at once, those of the prefix index not counted; 0: none are taken. drafted:
+    sequences with drafts in one forward. Each has one of the last pages of the pool, which nobody else gets, for the
+    state before."""
 
     every: int
     most: int
+    drafted: int = 0
 
 
 NO_SNAPSHOTS = SnapshotRule(1, 0)
+
+
+class StateUse(NamedTuple):
+    """Pages of states beside one for each sequence. share: of the bytes of pages that keep all, which snapshots take.
+    drafted: see SnapshotRule."""
+
+    share: float = 0.0
+    drafted: int = 0
+
+
+NO_STATES = StateUse()
 
 
 def num_snapshots(layout: KVLayout, num_pages: int, share: float) -> int:
@@ -38,20 +52,20 @@ def num_snapshots(layout: KVLayout, num_pages: int, share: float) -> int:
 
 
 def pages_of_groups(
-    layout: KVLayout, num_pages: int, uses: Sequence[PageUse], snapshot_share: float = 0.0
+    layout: KVLayout, num_pages: int, uses: Sequence[PageUse], states: StateUse = NO_STATES
 ) -> tuple[int, ...]:
     """Of each group num_pages, or, where pages are let go of, as many as the most demanding of `uses` can hold if that
     is less. Groups that keep all hold prefixes in what sequences leave. Of pages that cover several times page_size
     positions as many as cover those of num_pages, and one for each sequence, whose last one may not be full. Of pages
-    that cover a sequence one for each of all `uses`, and those of num_snapshots()."""
-    snapshots = num_snapshots(layout, num_pages, snapshot_share)
+    that cover a sequence one for each of all `uses`, and those of `states`."""
+    beside = num_snapshots(layout, num_pages, states.share) + states.drafted
 
     def most(group: int) -> int:
         return max(use.sequences * layout.most_pages(group, use.length, use.append) for use in uses)
 
     def pages_of(group: int, together: int) -> int:
         if layout.paging[group].whole:
-            return min(num_pages, sum(use.sequences for use in uses)) + snapshots
+            return min(num_pages, sum(use.sequences for use in uses)) + beside
         if layout.groups[group].keeps.drops_past:
             return min(num_pages, most(group))
         return min(num_pages, -(-num_pages // together) + max(use.sequences for use in uses) * (together > 1))
@@ -59,12 +73,12 @@ def pages_of_groups(
     return tuple(pages_of(group, together) for group, together in enumerate(layout.pages_together))
 
 
-def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse], snapshot_share: float = 0.0) -> int:
+def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse], states: StateUse = NO_STATES) -> int:
     """The most num_pages for which all pools together, by pages_of_groups(), have num_bytes; 0 when one is too many."""
     page_bytes = [layout.page_bytes(group) for group in range(len(layout.groups))]
 
     def bytes_of(num_pages: int) -> int:
-        return sum(map(mul, pages_of_groups(layout, num_pages, uses, snapshot_share), page_bytes))
+        return sum(map(mul, pages_of_groups(layout, num_pages, uses, states), page_bytes))
 
     most = num_bytes // min(page_bytes) * max(layout.pages_together)
     return bisect_right(range(1, most + 1), num_bytes, key=bytes_of)

@@ -121,7 +121,8 @@ class PageTables:
     kv_indptr[i + 1]]: int32, the pages of sequence i, the new tokens' included, without those that have left the
     window; kv_last_page_len: int32 [B], 1 … page_size. kv_lens: int32 [B], the positions in those pages: the last
     kv_lens[i] of seq_lens[i]. shared: what sequences with one new token each attend to together, where that is faster;
-    their pages are in kv_indices all the same. writes: snapshots to be left, of a group that keeps states.
+    their pages are in kv_indices all the same. Of a group that keeps states, writes: snapshots to be left; drafted:
+    whether compute_again() follows.
     """
 
     slot_mapping: Int32Array
@@ -131,6 +132,7 @@ class PageTables:
     kv_lens: Int32Array
     shared: SharedPrefixes | None = None
     writes: StateWrites = NO_WRITES
+    drafted: bool = False
 
 
 @dataclass(frozen=True, eq=False)

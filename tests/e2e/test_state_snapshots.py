@@ -9,6 +9,7 @@ from tandem.proto import inference_pb2
 from tests.e2e.test_recurrent import is_idle
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete_all, complete_all_updates, tokens_of
+from tests.support.drafters import SPECULATING, KnownDrafter, drafting
 from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
@@ -93,3 +94,38 @@ def test_few_pages_for_snapshots(share: float, most: int, tmp_path: Path) -> Non
         assert [one.state_pages for one in workers] == [3 + 8 + most] * 2
         assert any(one.counters.evicted_snapshots for one in workers) == (most > 0)
         assert any(one.snapshots for one in workers) == (most > 0)
+
+
+@pytest.mark.gate("mixed")
+@pytest.mark.parametrize("right", [1.0, 0.7, 0.0], ids=["right", "mixed", "wrong"])
+def test_drafts_are_taken_out_of_states(right: float, tmp_path: Path) -> None:
+    """Whatever holds of them. What a drafted output leaves is a prefix for the next turn."""
+    folder = save_checkpoint("qwen3_5", tmp_path)
+    oracle, prompts = load_oracle(folder), [random_prompt(30 + 17 * number, number) for number in range(2)]
+    expected = greedy_all(oracle, prompts, 24)
+    with drafting(KnownDrafter(prompts, expected, right)), running_island(folder, SETTINGS | SPECULATING) as island:
+        assert complete_all(island.address, prompts, max_tokens=24, **GREEDY) == expected
+        counters = [one.counters for one in workers_of(island)]
+        drafted, accepted = sum(one.drafted_tokens for one in counters), sum(one.accepted_tokens for one in counters)
+        assert drafted > 0
+        assert (accepted == drafted, accepted == 0) == (right == 1, right == 0)
+        until(lambda: is_idle(island))
+        turn = prompts[0] + expected[0] + random_prompt(5, 9)
+        assert complete_all(island.address, [turn], max_tokens=9, **GREEDY) == [greedy(oracle, turn, 9)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_moe"])
+def test_drafted_requests_move(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    move_back_and_forth(2, monkeypatch)
+    folder = save_checkpoint(case, tmp_path)
+    prompts = [random_prompt(20 + 19 * number, number) for number in range(6)]
+    expected = greedy_all(load_oracle(folder), prompts, 60)
+    settings = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02, **SETTINGS, **SPECULATING}
+    with drafting(KnownDrafter(prompts, expected, 0.7)), running_island(folder, settings) as island:
+        updates = complete_all_updates(island.address, prompts, max_tokens=60, **GREEDY)
+        assert [tokens_of(one) for one in updates] == expected
+        timings = [one[-1].timings for one in updates]
+        assert sum(one.moves for one in timings if one is not None)
+        assert sum(one.counters.accepted_tokens for one in workers_of(island))
+        until(lambda: is_idle(island))

@@ -188,7 +188,7 @@ class ModelRunner:
             pending = graphs.step(sequence_ids, token_ids, sources, rows.sampling, each, appends, follows=follows)
             self._note(graphs.outputs, sequence_ids, positions, appends)
             return pending
-        batch = Batch(sequence_ids, appends, push=False)
+        batch = Batch(sequence_ids, appends, push=False, drafted=True)
         return self._sampled(batch, token_ids, self._verify_sampler, rows.sampling, each, positions)
 
     @torch.inference_mode()

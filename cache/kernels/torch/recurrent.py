@@ -34,6 +34,14 @@ class StatePlan(NamedTuple):
     chunks: list[Chunk]
     kept: Tensor
     kept_pages: Tensor
+    begins: Int64Array | None  # int64 [B], the first token of each sequence, of a forward with drafts; else None
+
+
+class Drafted(NamedTuple):
+    """The last forward with drafts. begins: int64 [B], the first token of each sequence. inputs: by layer."""
+
+    begins: Int64Array
+    inputs: dict[int, DeltaInputs]
 
 
 def plan_chunks(sequences: Int64Array, begins: Int64Array, ends: Int64Array, writes: StateWrites) -> list[Chunk]:
@@ -60,6 +68,7 @@ class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
         super().__init__(pool)
         self._shape = shape
         self._entries = pool.flatten(2)  # [num_pages, layers, numbers]
+        self._drafted: Drafted | None = None
 
     def clear_pages(self, pages: Int32Array) -> None:
         """Nothing: the first forward of a sequence does not read its page."""
@@ -73,15 +82,16 @@ class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
         arrays = (tables.kv_indices, singles, begins[singles], writes.sequences[at_end], writes.pages[at_end])
         pages, of_singles, rows, kept, kept_pages = (torch.from_numpy(array.astype(np.int64)) for array in arrays)
         chunks = plan_chunks(others, begins[others], indptr[1:][others], writes)
-        return StatePlan(pages, is_new, of_singles, rows, chunks, kept, kept_pages)
+        first_tokens = begins if tables.drafted else None
+        return StatePlan(pages, is_new, of_singles, rows, chunks, kept, kept_pages, first_tokens)
 
     def run(self, plan: GroupPlan, layer: int, x: DeltaInputs, appended: Appended | None = None) -> Tensor:
         own: StatePlan = plan.own
         entries, shape = self._entries[:, layer], self._shape
+        if own.begins is not None:
+            self._note(own.begins, layer, x)
         held = entries.index_select(0, own.pages).masked_fill_(own.is_new, 0)
-        tails = held[:, : shape.tail * shape.channels].unflatten(1, (shape.tail, shape.channels))
-        states = held[:, shape.tail * shape.channels :]
-        states = states.unflatten(1, (shape.value_heads, shape.key_dim, shape.value_dim))
+        tails, states = self._parts(held)
         output = x.log_decay.new_empty((x.mixed.shape[0], shape.value_heads, shape.value_dim))
         if own.rows.shape[0]:
             of_rows = DeltaInputs(x.mixed[own.rows], x.conv, x.log_decay[own.rows], x.beta[own.rows])
@@ -98,10 +108,34 @@ class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
             appended(None, None)
         return output.to(x.mixed.dtype)
 
+    @torch.inference_mode()
+    def compute_again(self, sequence: int, count: int, source: int, target: int) -> None:
+        """See PageOperations."""
+        assert self._drafted is not None, "a forward with drafts comes first"
+        begin = int(self._drafted.begins[sequence])
+        for layer, x in self._drafted.inputs.items():
+            held = self._entries[source : source + 1, layer].clone()
+            tails, states = self._parts(held)
+            new = slice(begin, begin + count)
+            self._advance(DeltaInputs(x.mixed[new], x.conv, x.log_decay[new], x.beta[new]), tails[0], states[0])
+            self._entries[target, layer] = held[0]
+
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         """Whole entries [n, 1, numbers], twice."""
         entries = self._entries[:, layer].index_select(0, torch.from_numpy(slots.astype(np.int64))).unsqueeze(1)
         return entries, entries
+
+    def _note(self, begins: Int64Array, layer: int, x: DeltaInputs) -> None:
+        if self._drafted is None or self._drafted.begins is not begins:
+            self._drafted = Drafted(begins, {})
+        self._drafted.inputs[layer] = x
+
+    def _parts(self, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Tails [n, tail, channels] and states [n, value_heads, key_dim, value_dim] of entries [n, numbers]."""
+        shape = self._shape
+        tails = held[:, : shape.tail * shape.channels].unflatten(1, (shape.tail, shape.channels))
+        states = held[:, shape.tail * shape.channels :]
+        return tails, states.unflatten(1, (shape.value_heads, shape.key_dim, shape.value_dim))
 
     def _step(self, x: DeltaInputs, tails: Tensor, states: Tensor, which: Tensor) -> Tensor:
         """o of the new token of each of the sequences `which`, whose tails and states change in place."""

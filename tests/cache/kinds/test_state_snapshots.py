@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.attention.forward import Batch
 from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
 from tandem.cache.kernels.torch.delta_rule import unit
 from tandem.cache.kinds.kv import KV
@@ -56,12 +57,14 @@ def naive_outputs(tokens: list[int]) -> Tensor:
     return torch.stack(outputs)
 
 
-def forward(cache: TvmCache, tokens: dict[int, list[int]], counts: dict[int, int], *, push: bool = True) -> None:
+def forward(
+    cache: TvmCache, tokens: dict[int, list[int]], counts: dict[int, int], *, push: bool = True, drafted: bool = False
+) -> None:
     """One forward of the next counts[i] of the tokens of each sequence, compared with all of them from the first on."""
     begins = {sequence: cache.num_tokens(sequence) for sequence in counts}
     new = [token for one, count in counts.items() for token in tokens[one][begins[one] : begins[one] + count]]
     with torch.inference_mode():
-        plan = cache.begin_forward(list(counts), list(counts.values()), push=push)
+        plan = cache.begin(Batch(list(counts), list(counts.values()), push=push, drafted=drafted))
         x = DeltaInputs(MIXED[new], CONV, DECAY[new], BETA[new])
         outputs = plan.attention.recur(0, x).clone()
         kv = HEADS[new].repeat(1, 1, HEAD_DIM // 8)
@@ -73,11 +76,11 @@ def forward(cache: TvmCache, tokens: dict[int, list[int]], counts: dict[int, int
     torch.testing.assert_close(again.double(), expected, **TOLERANCE)
 
 
-def island_of(own: int, most: int) -> Island:
-    """own: pages of states without those for snapshots."""
-    pools = [(kv, states[: own + most].clone()) for kv, states in (pools_of(LAYOUT, 120) for _ in range(2))]
+def island_of(own: int, most: int, drafted: int = 0) -> Island:
+    """own: pages of states without those for snapshots, and for states before drafts."""
+    pools = [(kv, states[: own + most + drafted].clone()) for kv, states in (pools_of(LAYOUT, 120) for _ in range(2))]
     writers = [PeerWriter(pe, pools) for pe in range(2)]
-    rule = SnapshotRule(EVERY, most)
+    rule = SnapshotRule(EVERY, most, drafted)
     caches = [
         TvmCache(LAYOUT, own, max_sequences=8, max_sequence_length=64, rope=ROPE, writer=writer, snapshots=rule)
         for own, writer in zip(pools, writers, strict=True)
@@ -314,3 +317,46 @@ def test_snapshots_stand_where_pages_end() -> None:
             writer=None,
             snapshots=SnapshotRule(6, 1),
         )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drafts_are_taken_out_of_states(rows: int) -> None:
+    """Of drafts any number holds, and what follows is as if the others had never been there."""
+    random, cache = Random(rows), island_of(8, 20, drafted=3).caches[0]
+    tokens = {row: [random.randrange(VOCABULARY) for _ in range(60)] for row in range(rows)}
+    others = {row: [random.randrange(VOCABULARY) for _ in range(60)] for row in range(rows)}
+    for row in range(rows):
+        cache.add_sequence(row)
+        forward(cache, tokens, {row: 5 + row})
+    for turn in range(9):
+        appends = {row: random.randint(1, 5) for row in range(rows)}
+        held = {row: random.randint(1, count) for row, count in appends.items()}
+        begins = {row: cache.num_tokens(row) for row in range(rows)}
+        drafted = {row: tokens[row][: begins[row] + held[row]] + others[row][:10] for row in range(rows)}
+        forward(cache, drafted, appends, drafted=True)
+        for row in range(rows):
+            cache.pop(row, appends[row] - held[row])
+        if turn % 3 == 0:
+            forward(cache, tokens, dict.fromkeys(range(rows), 2))
+    length = cache.num_tokens(0)
+    cache.publish_prefix(0, np.array(tokens[0][:length]))
+    cache.add_sequence(9)
+    found = cache.match_prefix(9, np.array(tokens[0]))
+    assert found == length // PAGE * PAGE
+    forward(cache, {9: tokens[0]}, {9: 3})
+
+
+def test_states_before_drafts_have_pages() -> None:
+    cache, tokens = island_of(8, 0, drafted=1).caches[0], list(range(40))
+    for sequence in (0, 1):
+        cache.add_sequence(sequence)
+        forward(cache, {sequence: tokens}, {sequence: 6})
+    with pytest.raises(InvalidArgument, match="append_lengths has 2 sequences with drafts; at most 1 are accepted"):
+        cache.begin(Batch((0, 1), (2, 2), drafted=True))
+    forward(cache, {1: tokens}, {1: 5}, drafted=True)
+    cache.pop(1, 4)
+    cache.pop(1, 1)
+    forward(cache, {1: tokens}, {1: 2})
+    with pytest.raises(InvalidArgument, match="it has those behind 0, 8, which are accepted"):
+        cache.pop(1, 1)
+    assert cache.room(4).total[1] == 8

@@ -22,7 +22,7 @@ from tandem.cache.kernels.base import (
     SharedKV,
     StepPages,
 )
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.cache.kinds.compressed import CompressedGroups, compressed_groups
 from tandem.cache.kinds.index import index_keys
 from tandem.cache.kinds.kind import kind_of
@@ -161,8 +161,8 @@ class Attention:
         self.ran |= 1 << layer
         return output
 
-    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
-        """o [T, value_heads, value_dim] of a layer that keeps a state, which the new tokens change: see run()."""
+    def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
+        """o [T, heads, output_dim] of a layer that keeps a state, which the new tokens change: see run()."""
         return self.run(layer, x)
 
     def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:

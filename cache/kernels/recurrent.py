@@ -1,39 +1,88 @@
 """What layers keep as a recurrent state, and what they give to it."""
 
-from typing import NamedTuple
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 
-class DeltaShape(NamedTuple):
-    """Of the heads, and how many inputs of earlier tokens the convolution takes. A key head serves as many value heads
-    as there are of them for each."""
+@dataclass(frozen=True, kw_only=True)
+class StateShape(ABC):
+    """The sizes of a state, whose class says by which rule tokens change it. Kernels have a table of these classes.
+
+    tail: how many inputs of earlier tokens the convolution takes, which comes before the rule.
+    """
+
+    tail: int
+
+    divisor: ClassVar[tuple[str, str]]
+    """Two fields, of which the first divides the second: heads of the one serve several of the other."""
+
+    @property
+    @abstractmethod
+    def channels(self) -> int:
+        """What a token gives to the convolution."""
+
+    @property
+    @abstractmethod
+    def state(self) -> tuple[int, int, int]:
+        """[heads, rows, columns]."""
+
+    @property
+    @abstractmethod
+    def output_dim(self) -> int:
+        """What a token reads from the state of one head."""
+
+    @property
+    def heads(self) -> int:
+        return self.state[0]
+
+    @property
+    def numbers(self) -> int:
+        """Of an entry: the tail [tail, channels], then the state."""
+        return self.tail * self.channels + math.prod(self.state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaShape(StateShape):
+    """Of a gated delta rule (Yang et al., arXiv 2412.06464). A key head serves as many value heads as there are of them
+    for each. A token gives q, k and v of all heads."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    tail: int
+
+    divisor = "key_heads", "value_heads"
 
     @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
-    def numbers(self) -> int:
-        """Of an entry: the tail [tail, channels], then the state [value_heads, key_dim, value_dim]."""
-        return self.tail * self.channels + self.value_heads * self.key_dim * self.value_dim
+    def state(self) -> tuple[int, int, int]:
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @property
+    def output_dim(self) -> int:
+        return self.value_dim
 
 
-class DeltaInputs(NamedTuple):
-    """Of a gated delta rule (Yang et al., arXiv 2412.06464) behind a causal convolution, for T new tokens.
+class RecurrentInputs(NamedTuple):
+    """Of a state behind a causal convolution, for T new tokens.
 
-    mixed: [T, 2 · key_heads · key_dim + value_heads · value_dim], q, k and v of all heads before the convolution.
-    conv: [channels, taps], its weights in the dtype of `mixed`; the last tap is of the token itself. log_decay: float32
-    [T, value_heads], at most 0. beta: [T, value_heads], how much of the state a token replaces.
+    mixed: [T, channels], the heads as StateShape says, before the convolution. conv: [channels, taps], its weights in
+    the dtype of `mixed`; the last tap is of the token itself. log_decay: float32 [T, heads], at most 0. strength:
+    float32 [T, heads], by what a token is written into the state: the beta of a delta rule.
     """
 
     mixed: Tensor
     conv: Tensor
     log_decay: Tensor
-    beta: Tensor
+    strength: Tensor
+
+    def of(self, rows: Tensor | slice) -> "RecurrentInputs":
+        """Those of some tokens."""
+        return self._replace(mixed=self.mixed[rows], log_decay=self.log_decay[rows], strength=self.strength[rows])

@@ -1,13 +1,13 @@
-"""The state of a recurrent layer (Qwen3-Next): one entry a sequence, of the same size however long that is."""
+"""The state of a recurrent layer: one entry a sequence, of the same size however long that is."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from tandem.cache.kernels.base import AttentionBackend
-from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
-from tandem.cache.kernels.torch.recurrent import TorchDeltaKernels
+from tandem.cache.kernels.recurrent import RecurrentInputs, StateShape
+from tandem.cache.kernels.torch.recurrent import TorchStateKernels
 from tandem.cache.kinds.kind import ServedKind, Site
 from tandem.cache.kinds.tensors import check_tensor
 from tandem.cache.plan.arrays import integer
@@ -20,15 +20,16 @@ from tandem.cache.plan.spans import LAST
 
 @dataclass(frozen=True)
 class Recurrent(ServedKind):
-    """One plane of one head, float32: the tail of a causal convolution, then the state of a gated delta rule."""
+    """One plane of one head, float32: the tail of a causal convolution, then the state. Tokens change it by the
+    rule of its shape."""
 
-    shape: DeltaShape
+    shape: StateShape
 
     num_kv_heads = 1
     keeps = LAST
     planes = 1
     dtype = torch.float32
-    takes = DeltaInputs
+    takes = RecurrentInputs
     serves = "recur"
     holds = "a state"
     whole_on_ranks = True
@@ -41,12 +42,14 @@ class Recurrent(ServedKind):
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
         """Other groups come first, and keep no encoder's entries."""
-        for name, value in self.shape._asdict().items():
+        sizes = asdict(self.shape)
+        for name, value in sizes.items():
             integer(f"{name} of group {index}", value, least=1)
-        if self.shape.value_heads % self.shape.key_heads:
+        divisor, divided = self.shape.divisor
+        if sizes[divided] % sizes[divisor]:
             raise InvalidArgument(
-                f"value_heads of group {index} is {self.shape.value_heads}; a multiple of key_heads, "
-                f"{self.shape.key_heads}, is accepted"
+                f"{divided} of group {index} is {sizes[divided]}; a multiple of {divisor}, "
+                f"{sizes[divisor]}, is accepted"
             )
         if groups[0].keeps.last or any(group.keeps.given for group in groups):
             raise InvalidArgument(
@@ -58,18 +61,18 @@ class Recurrent(ServedKind):
     def check_rope(self, rotary_dim: int) -> None:
         """Nothing is rotated."""
 
-    def backend(self, site: Site) -> AttentionBackend[DeltaInputs]:
+    def backend(self, site: Site) -> AttentionBackend[RecurrentInputs]:
         if site.device.type != "cpu":
             self.check_gpu(site.index, site.layout, None)
-        return TorchDeltaKernels(site.pool, self.shape)
+        return TorchStateKernels(site.pool, self.shape)
 
-    def check_inputs(self, num_tokens: int, x: DeltaInputs, site: Site) -> None:
-        heads, channels = (num_tokens, self.shape.value_heads), self.shape.channels
+    def check_inputs(self, num_tokens: int, x: RecurrentInputs, site: Site) -> None:
+        heads, channels = (num_tokens, self.shape.heads), self.shape.channels
         for name, tensor, shape, dtype in (
             ("mixed", x.mixed, (num_tokens, channels), site.dtype),
             ("conv", x.conv, (channels, self.shape.tail + 1), site.dtype),
             ("log_decay", x.log_decay, heads, torch.float32),
-            ("beta", x.beta, heads, site.dtype),
+            ("strength", x.strength, heads, torch.float32),
         ):
             check_tensor(name, tensor, shape, dtype, site.device)
 

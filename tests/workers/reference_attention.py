@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index, IndexQuery
-from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
@@ -27,7 +27,7 @@ class Sequence:
     index_keys: dict[int, Tensor] = field(default_factory=dict)
     chosen: Tensor | None = None
     compressed: dict[int, Fed] = field(default_factory=dict)
-    fed: dict[int, DeltaInputs] = field(default_factory=dict)  # by layer, all inputs of a recurrent state
+    fed: dict[int, RecurrentInputs] = field(default_factory=dict)  # by layer, all inputs of a recurrent state
 
 
 class ReferenceAttention:
@@ -101,7 +101,7 @@ class ReferenceAttention:
             sequence.chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
             begin += count
 
-    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+    def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
         """The state is made anew each time, of all that it was ever given."""
         assert self._config.recurrent is not None
         outputs, begin = [], 0
@@ -171,10 +171,10 @@ class ReferenceAttention:
         return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-OF_TOKENS = ("mixed", "log_decay", "beta")  # fields of DeltaInputs with a row for each token
+OF_TOKENS = ("mixed", "log_decay", "strength")  # fields of RecurrentInputs with a row for each token
 
 
-def delta_rule(shape: DeltaShape, x: DeltaInputs) -> Tensor:
+def delta_rule(shape: DeltaShape, x: RecurrentInputs) -> Tensor:
     """o of all tokens of one sequence, token by token as the rule is defined."""
     padded = torch.cat((x.mixed.new_zeros(shape.tail, shape.channels), x.mixed))
     taps = x.conv.t()
@@ -186,7 +186,7 @@ def delta_rule(shape: DeltaShape, x: DeltaInputs) -> Tensor:
     q, k = (one.repeat_interleave(shape.value_heads // shape.key_heads, 1) for one in (q, k))
     v, outputs = v.unflatten(1, (shape.value_heads, -1)), []
     state = torch.zeros(shape.value_heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
-    for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, x.log_decay.double(), x.beta.double(), strict=True):
+    for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, x.log_decay.double(), x.strength.double(), strict=True):
         state = state * g_t.exp()[:, None, None]
         delta = (v_t - torch.einsum("hkv,hk->hv", state, k_t)) * beta_t[:, None]
         state = state + torch.einsum("hk,hv->hkv", k_t, delta)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index
 from tandem.cache.kernels.index_keys import SCORE_BYTES
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.cache.plan.temperature import Temperature
@@ -109,7 +109,7 @@ class WithoutPages:
         """See CachedAttention; no GPU serves such layers."""
         raise AssertionError(f"layer {layer} has K and V in one plane")
 
-    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+    def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
         """See CachedAttention; no GPU serves such layers."""
         raise AssertionError(f"layer {layer} keeps a recurrent state")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import Attention
 from tandem.cache.kernels.base import Compression, Index
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
@@ -85,6 +85,6 @@ class MixedAttention:
         """See CachedAttention; no graph holds prompts of such layers."""
         raise AssertionError(f"layer {layer} keeps latents")
 
-    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+    def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
         """See CachedAttention; no graph holds such layers."""
         raise AssertionError(f"layer {layer} keeps a recurrent state")

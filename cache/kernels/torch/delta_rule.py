@@ -1,41 +1,45 @@
-"""The gated delta rule and the causal convolution before it, with torch operations on any device.
+"""The gated delta rule, with torch operations on any device.
 
 A state S [key_dim, value_dim] of a head becomes, with each token,
 
     S ← e^g S,   S ← S + k β (v - kᵀ S)ᵀ,   o = qᵀ S
 
 in float32. `step_*` takes one token of each of several sequences, `chunk_*` all new tokens of one sequence. Both give
-the same, but for rounding. q and k are unit vectors here: see unit().
+the same, but for rounding. There q and k are unit vectors: see unit().
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 
 CHUNK = 64
 UNIT_EPS = 1e-6  # as in transformers
+
+
+def step(shape: DeltaShape, x: RecurrentInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+    """See Rule."""
+    return step_delta_rule(*_heads(shape, x.mixed), x.log_decay, x.strength, states)
+
+
+def advance(shape: DeltaShape, x: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """See Rule."""
+    return chunk_delta_rule(*_heads(shape, x.mixed), x.log_decay, x.strength, state)
+
+
+def _heads(shape: DeltaShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [n, value_heads, key_dim] and v [n, value_heads, value_dim], float32."""
+    keys = shape.key_heads * shape.key_dim
+    q, k, v = mixed.split_with_sizes((keys, keys, shape.value_heads * shape.value_dim), 1)
+    served = shape.value_heads // shape.key_heads
+    q, k = (unit(x.unflatten(1, (shape.key_heads, -1))).repeat_interleave(served, 1) for x in (q, k))
+    return q * shape.key_dim**-0.5, k, v.float().unflatten(1, (shape.value_heads, -1))
 
 
 def unit(x: Tensor) -> Tensor:
     """float32: each last dimension divided by its length."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
-
-
-def step_conv(x: Tensor, tails: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """SiLU of the convolution of the next token of each of B sequences, [B, C], and their tails behind it.
-
-    x: [B, C]. tails: [B, taps - 1, C], the inputs of the tokens before, 0 where there are none. weight: [C, taps].
-    """
-    inputs = torch.cat((tails, x.unsqueeze(1)), 1)
-    return F.silu(torch.einsum("btc,ct->bc", inputs, weight)), inputs[:, 1:]
-
-
-def chunk_conv(x: Tensor, tail: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As step_conv, of the next T tokens of one sequence: x [T, C] and tail [taps - 1, C]."""
-    inputs = torch.cat((tail, x))
-    output = F.conv1d(inputs.t().unsqueeze(0), weight.unsqueeze(1), groups=weight.shape[0])
-    return F.silu(output[0].t()), inputs[x.shape[0] :]
 
 
 def step_delta_rule(

@@ -1,16 +1,33 @@
-"""The states of a gated delta rule in pages, with torch operations: the reference."""
+"""Recurrent states in pages, with torch operations: the reference."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, GroupPlan
-from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
-from tandem.cache.kernels.torch.delta_rule import chunk_conv, chunk_delta_rule, step_conv, step_delta_rule, unit
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, StateShape
+from tandem.cache.kernels.torch import delta_rule
+from tandem.cache.kernels.torch.causal_conv import chunk_conv, step_conv
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.tables import PageTables, StateWrites, TokenLayout
+
+
+class Rule(NamedTuple):
+    """How tokens change a state and read it, as functions of its shape, the inputs behind the convolution, and states
+    in float32. They give o [n, heads, output_dim] in float32 and the states behind the tokens.
+
+    step: one token of each of n sequences, states [n, *shape.state]. advance: n tokens of one, state [*shape.state].
+    """
+
+    step: Callable[[Any, RecurrentInputs, Tensor], tuple[Tensor, Tensor]]
+    advance: Callable[[Any, RecurrentInputs, Tensor], tuple[Tensor, Tensor]]
+
+
+RULES: Mapping[type[StateShape], Rule] = MappingProxyType({DeltaShape: Rule(delta_rule.step, delta_rule.advance)})
 
 
 class Chunk(NamedTuple):
@@ -41,7 +58,7 @@ class Drafted(NamedTuple):
     """The last forward with drafts. begins: int64 [B], the first token of each sequence. inputs: by layer."""
 
     begins: Int64Array
-    inputs: dict[int, DeltaInputs]
+    inputs: dict[int, RecurrentInputs]
 
 
 def plan_chunks(sequences: Int64Array, begins: Int64Array, ends: Int64Array, writes: StateWrites) -> list[Chunk]:
@@ -59,14 +76,14 @@ def plan_chunks(sequences: Int64Array, begins: Int64Array, ends: Int64Array, wri
     return chunks
 
 
-class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
-    """A page is the entry of one sequence, see DeltaShape, in float32."""
+class TorchStateKernels(AttentionBackend[RecurrentInputs]):
+    """A page is the entry of one sequence, see StateShape.numbers, in float32."""
 
     capabilities = Capabilities(trees=False)
 
-    def __init__(self, pool: Tensor, shape: DeltaShape) -> None:
+    def __init__(self, pool: Tensor, shape: StateShape) -> None:
         super().__init__(pool)
-        self._shape = shape
+        self._shape, self._rule = shape, RULES[type(shape)]
         self._entries = pool.flatten(2)  # [num_pages, layers, numbers]
         self._drafted: Drafted | None = None
 
@@ -85,20 +102,18 @@ class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
         first_tokens = begins if tables.drafted else None
         return StatePlan(pages, is_new, of_singles, rows, chunks, kept, kept_pages, first_tokens)
 
-    def run(self, plan: GroupPlan, layer: int, x: DeltaInputs, appended: Appended | None = None) -> Tensor:
+    def run(self, plan: GroupPlan, layer: int, x: RecurrentInputs, appended: Appended | None = None) -> Tensor:
         own: StatePlan = plan.own
         entries, shape = self._entries[:, layer], self._shape
         if own.begins is not None:
             self._note(own.begins, layer, x)
         held = entries.index_select(0, own.pages).masked_fill_(own.is_new, 0)
         tails, states = self._parts(held)
-        output = x.log_decay.new_empty((x.mixed.shape[0], shape.value_heads, shape.value_dim))
+        output = x.log_decay.new_empty((x.mixed.shape[0], shape.heads, shape.output_dim))
         if own.rows.shape[0]:
-            of_rows = DeltaInputs(x.mixed[own.rows], x.conv, x.log_decay[own.rows], x.beta[own.rows])
-            output[own.rows] = self._step(of_rows, tails, states, own.singles)
+            output[own.rows] = self._step(x.of(own.rows), tails, states, own.singles)
         for index, begin, end, page in own.chunks:
-            of_one = DeltaInputs(x.mixed[begin:end], x.conv, x.log_decay[begin:end], x.beta[begin:end])
-            output[begin:end] = self._advance(of_one, tails[index], states[index])
+            output[begin:end] = self._advance(x.of(slice(begin, end)), tails[index], states[index])
             if page is not None:
                 entries[page] = held[index]
         entries.index_copy_(0, own.pages, held)
@@ -116,8 +131,7 @@ class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
         for layer, x in self._drafted.inputs.items():
             held = self._entries[source : source + 1, layer].clone()
             tails, states = self._parts(held)
-            new = slice(begin, begin + count)
-            self._advance(DeltaInputs(x.mixed[new], x.conv, x.log_decay[new], x.beta[new]), tails[0], states[0])
+            self._advance(x.of(slice(begin, begin + count)), tails[0], states[0])
             self._entries[target, layer] = held[0]
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
@@ -125,38 +139,28 @@ class TorchDeltaKernels(AttentionBackend[DeltaInputs]):
         entries = self._entries[:, layer].index_select(0, torch.from_numpy(slots.astype(np.int64))).unsqueeze(1)
         return entries, entries
 
-    def _note(self, begins: Int64Array, layer: int, x: DeltaInputs) -> None:
+    def _note(self, begins: Int64Array, layer: int, x: RecurrentInputs) -> None:
         if self._drafted is None or self._drafted.begins is not begins:
             self._drafted = Drafted(begins, {})
         self._drafted.inputs[layer] = x
 
     def _parts(self, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Tails [n, tail, channels] and states [n, value_heads, key_dim, value_dim] of entries [n, numbers]."""
+        """Tails [n, tail, channels] and states [n, *shape.state] of entries [n, numbers]."""
         shape = self._shape
         tails = held[:, : shape.tail * shape.channels].unflatten(1, (shape.tail, shape.channels))
-        states = held[:, shape.tail * shape.channels :]
-        return tails, states.unflatten(1, (shape.value_heads, shape.key_dim, shape.value_dim))
+        return tails, held[:, shape.tail * shape.channels :].unflatten(1, shape.state)
 
-    def _step(self, x: DeltaInputs, tails: Tensor, states: Tensor, which: Tensor) -> Tensor:
+    def _step(self, x: RecurrentInputs, tails: Tensor, states: Tensor, which: Tensor) -> Tensor:
         """o of the new token of each of the sequences `which`, whose tails and states change in place."""
         mixed, new_tails = step_conv(x.mixed, tails[which].to(x.mixed.dtype), x.conv)
-        output, new_states = step_delta_rule(*self._heads(mixed), x.log_decay, x.beta.float(), states[which])
+        output, new_states = self._rule.step(self._shape, x._replace(mixed=mixed), states[which])
         tails[which], states[which] = new_tails.float(), new_states
         return output
 
-    def _advance(self, x: DeltaInputs, tail: Tensor, state: Tensor) -> Tensor:
+    def _advance(self, x: RecurrentInputs, tail: Tensor, state: Tensor) -> Tensor:
         """o of the new tokens of one sequence, whose tail and state change in place."""
         mixed, new_tail = chunk_conv(x.mixed, tail.to(x.mixed.dtype), x.conv)
-        output, new_state = chunk_delta_rule(*self._heads(mixed), x.log_decay, x.beta.float(), state)
+        output, new_state = self._rule.advance(self._shape, x._replace(mixed=mixed), state)
         tail.copy_(new_tail)
         state.copy_(new_state)
         return output
-
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [n, value_heads, key_dim] and v [n, value_heads, value_dim], float32."""
-        shape = self._shape
-        keys = shape.key_heads * shape.key_dim
-        q, k, v = mixed.split_with_sizes((keys, keys, shape.value_heads * shape.value_dim), 1)
-        served = shape.value_heads // shape.key_heads
-        q, k = (unit(x.unflatten(1, (shape.key_heads, -1))).repeat_interleave(served, 1) for x in (q, k))
-        return q * shape.key_dim**-0.5, k, v.float().unflatten(1, (shape.value_heads, -1))

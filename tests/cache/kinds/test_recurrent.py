@@ -11,14 +11,9 @@ from torch import Tensor
 
 from tandem.cache.attention import page_look_up
 from tandem.cache.digest import digest_kv
-from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
-from tandem.cache.kernels.torch.delta_rule import (
-    chunk_conv,
-    chunk_delta_rule,
-    step_conv,
-    step_delta_rule,
-    unit,
-)
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.torch.causal_conv import chunk_conv, step_conv
+from tandem.cache.kernels.torch.delta_rule import chunk_delta_rule, step_delta_rule, unit
 from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.recurrent import Recurrent
@@ -99,11 +94,11 @@ def test_a_convolution_goes_on_where_its_tail_ends(cuts: list[int]) -> None:
     assert torch.equal(tail, x[-3:])
 
 
-def inputs_of(count: int, seed: int) -> DeltaInputs:
+def inputs_of(count: int, seed: int) -> RecurrentInputs:
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(count, SHAPE.channels, generator=generator)
     log_decay, beta = (torch.randn(count, SHAPE.value_heads, generator=generator) for _ in range(2))
-    return DeltaInputs(mixed, conv_of(), -log_decay.abs(), beta.sigmoid())
+    return RecurrentInputs(mixed, conv_of(), -log_decay.abs(), beta.sigmoid())
 
 
 def conv_of() -> Tensor:
@@ -114,14 +109,14 @@ class NaiveStates:
     """Keeps what each sequence was given from its first token on, and computes all of it anew each time."""
 
     def __init__(self) -> None:
-        self.history: dict[int, list[DeltaInputs]] = {}
+        self.history: dict[int, list[RecurrentInputs]] = {}
 
-    def outputs(self, sequence: int, x: DeltaInputs) -> Tensor:
+    def outputs(self, sequence: int, x: RecurrentInputs) -> Tensor:
         self.history[sequence].append(x)
         history = self.history[sequence]
         mixed = torch.cat([one.mixed for one in history])
         log_decay = torch.cat([one.log_decay for one in history])
-        beta = torch.cat([one.beta for one in history])
+        beta = torch.cat([one.strength for one in history])
         padded = torch.cat((torch.zeros(SHAPE.tail, SHAPE.channels), mixed))
         windows = [padded[at : at + SHAPE.tail + 1] * x.conv.t() for at in range(mixed.shape[0])]
         mixed = torch.nn.functional.silu(torch.stack([one.sum(0) for one in windows]))
@@ -136,7 +131,7 @@ def run_forward(cache: TvmCache, naive: NaiveStates, counts: dict[int, int], see
     given = {sequence: inputs_of(count, seed + sequence) for sequence, count in counts.items()}
     parts = list(given.values())
     total = sum(counts.values())
-    x = DeltaInputs(
+    x = RecurrentInputs(
         torch.cat([one.mixed for one in parts]), conv_of(), *(torch.cat([one[at] for one in parts]) for at in (2, 3))
     )
     with torch.inference_mode():
@@ -304,7 +299,7 @@ def test_what_a_group_of_states_refuses() -> None:
     with pytest.raises(InvalidArgument, match="group 0 keeps states; a first group with an entry for each position"):
         KVLayout((states, kv), 4, torch.float32)
     with pytest.raises(InvalidArgument, match="value_heads of group 1 is 3; a multiple of key_heads, 2, is accepted"):
-        KVLayout((kv, replace(states, kind=Recurrent(SHAPE._replace(value_heads=3)))), 4, torch.float32)
+        KVLayout((kv, replace(states, kind=Recurrent(replace(SHAPE, value_heads=3)))), 4, torch.float32)
     with pytest.raises(InvalidArgument, match=r"layers \[0, 2\] keep recurrent states, and kernels on a GPU serve"):
         check_gpu(LAYOUT, None)
     cache = Island.of(LAYOUT).caches[0]
@@ -316,6 +311,6 @@ def test_what_a_group_of_states_refuses() -> None:
     attention = cache.begin_forward([0], [2]).attention
     with pytest.raises(InvalidArgument, match=r"mixed is \(3, 32\).* \(2, 32\) of torch.float32"):
         attention.recur(0, inputs_of(3, 0))
-    kinds = SHAPE, SHAPE._replace(tail=4), SHAPE._replace(key_dim=3, value_dim=5)
+    kinds = SHAPE, replace(SHAPE, tail=4), replace(SHAPE, key_dim=3, value_dim=5)
     layouts = [replace(LAYOUT, groups=(kv, replace(states, kind=Recurrent(one)))) for one in kinds]
     assert len({layout.fingerprint for layout in layouts}) == len(kinds)

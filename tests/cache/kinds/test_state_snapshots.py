@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Batch
-from tandem.cache.kernels.recurrent import DeltaInputs, DeltaShape
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.delta_rule import unit
 from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.recurrent import Recurrent
@@ -65,7 +65,7 @@ def forward(
     new = [token for one, count in counts.items() for token in tokens[one][begins[one] : begins[one] + count]]
     with torch.inference_mode():
         plan = cache.begin(Batch(list(counts), list(counts.values()), push=push, drafted=drafted))
-        x = DeltaInputs(MIXED[new], CONV, DECAY[new], BETA[new])
+        x = RecurrentInputs(MIXED[new], CONV, DECAY[new], BETA[new])
         outputs = plan.attention.recur(0, x).clone()
         kv = HEADS[new].repeat(1, 1, HEAD_DIM // 8)
         plan.attention.attend(1, kv, kv, kv)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index, StepPages
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
@@ -68,7 +68,7 @@ class Bidirectional:
     ) -> Tensor:
         raise NotImplementedError("an encoder's layers have no latents")
 
-    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+    def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
         raise NotImplementedError("an encoder's layers keep no states")
 
     def temperatures(self, rule: Temperature) -> Tensor:

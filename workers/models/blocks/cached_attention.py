@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index, StepPages
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
@@ -40,8 +40,8 @@ class CachedAttention(Protocol):
         """o [T, Hq, D] of q [T, Hq, D] and kv [T, 1, D]; see Attention.attend_shared."""
         ...
 
-    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
-        """o [T, value_heads, value_dim]; see Attention.recur."""
+    def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
+        """o [T, heads, output_dim]; see Attention.recur."""
         ...
 
     def temperatures(self, rule: Temperature) -> Tensor:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index, StepPages
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.temperature import Temperature
@@ -43,7 +43,7 @@ class LayersBehind:
         """See CachedAttention."""
         return self._cached.attend_latents(self._first + layer, q, latents, keys, up, choice)
 
-    def recur(self, layer: int, x: DeltaInputs) -> Tensor:
+    def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
         """See CachedAttention; no drafter has such layers."""
         raise AssertionError(f"layer {layer} keeps a recurrent state")
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.cache.kernels.recurrent import DeltaInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.recurrent.fields import RecurrentConfig
 from tandem.workers.models.recurrent.parameters import RecurrentParameters
@@ -25,7 +25,7 @@ class GatedDeltaNet:
         mixed, z = self._split_inputs(self._inputs.linear(x))
         b, a = self._split_rates(self._rates.linear(x))
         log_decay = self._decay * F.softplus(a.float() + self._decay_bias)
-        o = cached.recur(layer, DeltaInputs(mixed, self._conv, log_decay, b.sigmoid()))
+        o = cached.recur(layer, RecurrentInputs(mixed, self._conv, log_decay, b.sigmoid().float()))
         return self._gated(o, z.unflatten(1, o.shape[1:])).flatten(1)
 
     def _gated(self, o: Tensor, z: Tensor) -> Tensor:

@@ -70,18 +70,46 @@ class DeltaShape(StateShape):
         return self.value_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class SsdShape(StateShape):
+    """Of Mamba-2, whose rule is state-space duality (Dao and Gu, arXiv 2405.21060). The heads of a group share B and C.
+    A token gives x of all heads, then B and C of all groups."""
+
+    num_heads: int
+    groups: int
+    head_dim: int
+    state_size: int
+
+    divisor = "groups", "num_heads"
+
+    @property
+    def channels(self) -> int:
+        return self.num_heads * self.head_dim + 2 * self.groups * self.state_size
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_dim, self.state_size
+
+    @property
+    def output_dim(self) -> int:
+        return self.head_dim
+
+
 class RecurrentInputs(NamedTuple):
     """Of a state behind a causal convolution, for T new tokens.
 
     mixed: [T, channels], the heads as StateShape says, before the convolution. conv: [channels, taps], its weights in
     the dtype of `mixed`; the last tap is of the token itself. log_decay: float32 [T, heads], at most 0. strength:
-    float32 [T, heads], by what a token is written into the state: the beta of a delta rule.
+    float32 [T, heads], by what a token is written into the state: the beta of a delta rule, Δ of Mamba-2. conv_bias:
+    [channels], as `conv`. skip: float32 [heads], by what Mamba-2 adds x to the output, its D.
     """
 
     mixed: Tensor
     conv: Tensor
     log_decay: Tensor
     strength: Tensor
+    conv_bias: Tensor | None = None
+    skip: Tensor | None = None
 
     def of(self, rows: Tensor | slice) -> "RecurrentInputs":
         """Those of some tokens."""

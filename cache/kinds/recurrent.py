@@ -17,6 +17,8 @@ from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import LAST
 
+MAY_BE_NONE = tuple(RecurrentInputs._field_defaults)
+
 
 @dataclass(frozen=True)
 class Recurrent(ServedKind):
@@ -73,8 +75,11 @@ class Recurrent(ServedKind):
             ("conv", x.conv, (channels, self.shape.tail + 1), site.dtype),
             ("log_decay", x.log_decay, heads, torch.float32),
             ("strength", x.strength, heads, torch.float32),
+            ("conv_bias", x.conv_bias, (channels,), site.dtype),
+            ("skip", x.skip, (self.shape.heads,), torch.float32),
         ):
-            check_tensor(name, tensor, shape, dtype, site.device)
+            if tensor is not None or name not in MAY_BE_NONE:
+                check_tensor(name, tensor, shape, dtype, site.device)
 
     def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:
         raise InvalidArgument(

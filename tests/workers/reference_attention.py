@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index, IndexQuery
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import RotaryEmbedding
 from tandem.cache.plan.temperature import Temperature
 from tandem.workers.models.config import ModelConfig
+from tests.support.naive_states import naive_outputs
 from tests.workers.reference_compressed import Fed
 from tests.workers.reference_compressed import attend as attend_shared
 
@@ -111,7 +112,7 @@ class ReferenceAttention:
             if held is not None:
                 new = x._replace(**{name: torch.cat((getattr(held, name), getattr(new, name))) for name in OF_TOKENS})
             sequence.fed[layer] = new
-            outputs.append(delta_rule(self._config.recurrent.shape, new)[-count:])
+            outputs.append(naive_outputs(self._config.recurrent.shape, new)[-count:].to(x.mixed.dtype))
             begin += count
         return torch.cat(outputs)
 
@@ -172,26 +173,6 @@ class ReferenceAttention:
 
 
 OF_TOKENS = ("mixed", "log_decay", "strength")  # fields of RecurrentInputs with a row for each token
-
-
-def delta_rule(shape: DeltaShape, x: RecurrentInputs) -> Tensor:
-    """o of all tokens of one sequence, token by token as the rule is defined."""
-    padded = torch.cat((x.mixed.new_zeros(shape.tail, shape.channels), x.mixed))
-    taps = x.conv.t()
-    mixed = torch.stack([(padded[at : at + shape.tail + 1] * taps).sum(0) for at in range(x.mixed.shape[0])])
-    keys = shape.key_heads * shape.key_dim
-    q, k, v = (mixed * mixed.sigmoid()).double().split((keys, keys, shape.value_heads * shape.value_dim), 1)
-    q, k = (one.unflatten(1, (shape.key_heads, -1)) for one in (q, k))
-    q, k = (one / (one.square().sum(2, keepdim=True) + 1e-6).sqrt() for one in (q, k))
-    q, k = (one.repeat_interleave(shape.value_heads // shape.key_heads, 1) for one in (q, k))
-    v, outputs = v.unflatten(1, (shape.value_heads, -1)), []
-    state = torch.zeros(shape.value_heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
-    for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, x.log_decay.double(), x.strength.double(), strict=True):
-        state = state * g_t.exp()[:, None, None]
-        delta = (v_t - torch.einsum("hkv,hk->hv", state, k_t)) * beta_t[:, None]
-        state = state + torch.einsum("hk,hv->hkv", k_t, delta)
-        outputs.append(torch.einsum("hkv,hk->hv", state, q_t) * shape.key_dim**-0.5)
-    return torch.stack(outputs).to(x.mixed.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, begin: int = 0) -> Tensor:

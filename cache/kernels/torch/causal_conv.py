@@ -8,17 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def step_conv(x: Tensor, tails: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def step_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """SiLU of the convolution of the next token of each of B sequences, [B, C], and their tails behind it.
 
     x: [B, C]. tails: [B, taps - 1, C], the inputs of the tokens before, 0 where there are none. weight: [C, taps].
+    bias: [C].
     """
     inputs = torch.cat((tails, x.unsqueeze(1)), 1)
-    return F.silu(torch.einsum("btc,ct->bc", inputs, weight)), inputs[:, 1:]
+    output = torch.einsum("btc,ct->bc", inputs, weight)
+    return F.silu(output if bias is None else output + bias), inputs[:, 1:]
 
 
-def chunk_conv(x: Tensor, tail: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_conv(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As step_conv, of the next T tokens of one sequence: x [T, C] and tail [taps - 1, C]."""
     inputs = torch.cat((tail, x))
-    output = F.conv1d(inputs.t().unsqueeze(0), weight.unsqueeze(1), groups=weight.shape[0])
+    output = F.conv1d(inputs.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=weight.shape[0])
     return F.silu(output[0].t()), inputs[x.shape[0] :]

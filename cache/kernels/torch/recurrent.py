@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, GroupPlan
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, StateShape
-from tandem.cache.kernels.torch import delta_rule
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, SsdShape, StateShape
+from tandem.cache.kernels.torch import delta_rule, ssd
 from tandem.cache.kernels.torch.causal_conv import chunk_conv, step_conv
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.tables import PageTables, StateWrites, TokenLayout
@@ -27,7 +27,9 @@ class Rule(NamedTuple):
     advance: Callable[[Any, RecurrentInputs, Tensor], tuple[Tensor, Tensor]]
 
 
-RULES: Mapping[type[StateShape], Rule] = MappingProxyType({DeltaShape: Rule(delta_rule.step, delta_rule.advance)})
+RULES: Mapping[type[StateShape], Rule] = MappingProxyType(
+    {DeltaShape: Rule(delta_rule.step, delta_rule.advance), SsdShape: Rule(ssd.step, ssd.advance)}
+)
 
 
 class Chunk(NamedTuple):
@@ -152,14 +154,14 @@ class TorchStateKernels(AttentionBackend[RecurrentInputs]):
 
     def _step(self, x: RecurrentInputs, tails: Tensor, states: Tensor, which: Tensor) -> Tensor:
         """o of the new token of each of the sequences `which`, whose tails and states change in place."""
-        mixed, new_tails = step_conv(x.mixed, tails[which].to(x.mixed.dtype), x.conv)
+        mixed, new_tails = step_conv(x.mixed, tails[which].to(x.mixed.dtype), x.conv, x.conv_bias)
         output, new_states = self._rule.step(self._shape, x._replace(mixed=mixed), states[which])
         tails[which], states[which] = new_tails.float(), new_states
         return output
 
     def _advance(self, x: RecurrentInputs, tail: Tensor, state: Tensor) -> Tensor:
         """o of the new tokens of one sequence, whose tail and state change in place."""
-        mixed, new_tail = chunk_conv(x.mixed, tail.to(x.mixed.dtype), x.conv)
+        mixed, new_tail = chunk_conv(x.mixed, tail.to(x.mixed.dtype), x.conv, x.conv_bias)
         output, new_state = self._rule.advance(self._shape, x._replace(mixed=mixed), state)
         tail.copy_(new_tail)
         state.copy_(new_state)

@@ -1,4 +1,4 @@
-"""The states of recurrent layers: the delta rule in chunks and token by token, and their pages in random programs."""
+"""The states of recurrent layers: their rules in chunks and token by token, and their pages in random programs."""
 
 from dataclasses import replace
 from random import Random
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tandem.cache.attention import page_look_up
 from tandem.cache.digest import digest_kv
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, SsdShape, StateShape
 from tandem.cache.kernels.torch.causal_conv import chunk_conv, step_conv
 from tandem.cache.kernels.torch.delta_rule import chunk_delta_rule, step_delta_rule, unit
+from tandem.cache.kernels.torch.ssd import chunk_ssd, step_ssd
 from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.recurrent import Recurrent
@@ -27,12 +28,19 @@ from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.wire_map import decode_map, encode_map
 from tests.cache.island import Island
 from tests.cache.naive import HEAD_DIM
+from tests.support.naive_states import naive_conv, naive_delta_rule, naive_outputs, naive_ssd
 from tests.support.tvm_cache import TvmCache
 
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=5, value_dim=3, tail=3)
-LAYOUT = KVLayout(
-    (LayerGroup((1,), KV(2, HEAD_DIM)), LayerGroup((0, 2), Recurrent(SHAPE))), page_size=4, dtype=torch.float32
-)
+SSD = SsdShape(num_heads=4, groups=2, head_dim=3, state_size=5, tail=2)
+
+
+def layout_of(shape: StateShape) -> KVLayout:
+    groups = LayerGroup((1,), KV(2, HEAD_DIM)), LayerGroup((0, 2), Recurrent(shape))
+    return KVLayout(groups, page_size=4, dtype=torch.float32)
+
+
+LAYOUT = layout_of(SHAPE)
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -45,95 +53,92 @@ def random_heads(count: int, seed: int) -> tuple[Tensor, ...]:
     return q, k, v, -g.abs() * 2, beta.sigmoid(), state
 
 
-def naive_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, in float64: token by token and head by head."""
-    state, outputs = state.double().clone(), []
-    for token in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            own, key = state[head], k[token, head].double()
-            own *= float(log_decay[token, head].double().exp())
-            own += torch.outer(key, (v[token, head].double() - own.t() @ key) * float(beta[token, head]))
-        outputs.append(torch.einsum("hkv,hk->hv", state, q[token].double()))
-    return torch.stack(outputs), state
+def random_groups(count: int, seed: int) -> tuple[Tensor, ...]:
+    """x, B, C, log_decay, Δ of `count` tokens, and a state."""
+    generator = torch.Generator().manual_seed(seed)
+    x, b, c, g, delta = (
+        torch.randn(count, *size, generator=generator) for size in ((6, 3), (2, 5), (2, 5), (6,), (6,))
+    )
+    return x, b, c, -g.abs() * 2, delta.abs(), torch.randn(6, 3, 5, generator=generator)
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 150])
-def test_the_chunk_form_gives_what_single_tokens_give(count: int) -> None:
-    q, k, v, log_decay, beta, state = random_heads(count, seed=count)
-    expected, behind = naive_delta_rule(q, k, v, log_decay, beta, state)
-    output, new_state = chunk_delta_rule(q, k, v, log_decay, beta, state)
+@pytest.mark.parametrize(
+    ("given", "naive", "chunk", "step"),
+    [
+        (random_heads, naive_delta_rule, chunk_delta_rule, step_delta_rule),
+        (random_groups, naive_ssd, chunk_ssd, step_ssd),
+    ],
+    ids=["delta", "ssd"],
+)
+def test_the_chunk_form_gives_what_single_tokens_give(
+    given: Any, naive: Any, chunk: Any, step: Any, count: int
+) -> None:
+    *tokens, state = given(count, seed=count)
+    expected, behind = naive(*tokens, state)
+    output, new_state = chunk(*tokens, state)
     torch.testing.assert_close(output.double(), expected, **TOLERANCE)
     torch.testing.assert_close(new_state.double(), behind, **TOLERANCE)
     states, steps = state.unsqueeze(0), []
     for at in range(count):
-        of = slice(at, at + 1)
-        one, states = step_delta_rule(q[of], k[of], v[of], log_decay[of], beta[of], states)
+        one, states = step(*(x[at : at + 1] for x in tokens), states)
         steps.append(one)
     torch.testing.assert_close(torch.cat(steps).double(), expected, **TOLERANCE)
     torch.testing.assert_close(states[0].double(), behind, **TOLERANCE)
 
 
-@pytest.mark.parametrize("cuts", [[1], [3, 4], [2, 40, 41]])
-def test_a_convolution_goes_on_where_its_tail_ends(cuts: list[int]) -> None:
+@pytest.mark.parametrize(("cuts", "biased"), [([1], False), ([3, 4], True), ([2, 40, 41], True)])
+def test_a_convolution_goes_on_where_its_tail_ends(cuts: list[int], biased: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(50, 6, generator=generator), torch.randn(6, 4, generator=generator)
-    padded = torch.cat((torch.zeros(3, 6), x))
-    expected = torch.stack([(padded[token : token + 4] * weight.t()).sum(0) for token in range(50)])
-    expected = expected * expected.sigmoid()
+    bias = torch.randn(6, generator=generator) if biased else None
+    expected = naive_conv(x, weight, bias).float()
     tail, outputs = torch.zeros(3, 6), []
     for piece in torch.tensor_split(x, cuts):
         if piece.shape[0] == 1:
-            output, tails = step_conv(piece, tail.unsqueeze(0), weight)
+            output, tails = step_conv(piece, tail.unsqueeze(0), weight, bias)
             tail = tails[0]
         else:
-            output, tail = chunk_conv(piece, tail, weight)
+            output, tail = chunk_conv(piece, tail, weight, bias)
         outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs), expected, **TOLERANCE)
     assert torch.equal(tail, x[-3:])
 
 
-def inputs_of(count: int, seed: int) -> RecurrentInputs:
+def inputs_of(count: int, seed: int, shape: StateShape = SHAPE) -> RecurrentInputs:
     generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(count, SHAPE.channels, generator=generator)
-    log_decay, beta = (torch.randn(count, SHAPE.value_heads, generator=generator) for _ in range(2))
-    return RecurrentInputs(mixed, conv_of(), -log_decay.abs(), beta.sigmoid())
-
-
-def conv_of() -> Tensor:
-    return torch.randn(SHAPE.channels, SHAPE.tail + 1, generator=torch.Generator().manual_seed(99))
+    mixed = torch.randn(count, shape.channels, generator=generator)
+    log_decay, strength = (torch.randn(count, shape.heads, generator=generator) for _ in range(2))
+    constants = torch.Generator().manual_seed(99)
+    conv, bias, skip = (
+        torch.randn(size, generator=constants)
+        for size in ((shape.channels, shape.tail + 1), (shape.channels,), (shape.heads,))
+    )
+    own = {"conv_bias": bias, "skip": skip} if isinstance(shape, SsdShape) else {}
+    return RecurrentInputs(mixed, conv, -log_decay.abs(), strength.sigmoid(), **own)
 
 
 class NaiveStates:
     """Keeps what each sequence was given from its first token on, and computes all of it anew each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: StateShape = SHAPE) -> None:
+        self.shape = shape
         self.history: dict[int, list[RecurrentInputs]] = {}
 
     def outputs(self, sequence: int, x: RecurrentInputs) -> Tensor:
         self.history[sequence].append(x)
-        history = self.history[sequence]
-        mixed = torch.cat([one.mixed for one in history])
-        log_decay = torch.cat([one.log_decay for one in history])
-        beta = torch.cat([one.strength for one in history])
-        padded = torch.cat((torch.zeros(SHAPE.tail, SHAPE.channels), mixed))
-        windows = [padded[at : at + SHAPE.tail + 1] * x.conv.t() for at in range(mixed.shape[0])]
-        mixed = torch.nn.functional.silu(torch.stack([one.sum(0) for one in windows]))
-        q, k, v = mixed.split((10, 10, 12), 1)
-        q, k = (unit(one.view(-1, 2, 5)).repeat_interleave(2, 1) for one in (q, k))
-        output, _ = naive_delta_rule(q * 5**-0.5, k, v.view(-1, 4, 3), log_decay, beta, torch.zeros(4, 5, 3))
-        return output[-x.mixed.shape[0] :]
+        return naive_outputs(self.shape, join(self.history[sequence]))[-x.mixed.shape[0] :]
+
+
+def join(parts: list[RecurrentInputs]) -> RecurrentInputs:
+    names = ("mixed", "log_decay", "strength")
+    return parts[0]._replace(**{name: torch.cat([getattr(one, name) for one in parts]) for name in names})
 
 
 def run_forward(cache: TvmCache, naive: NaiveStates, counts: dict[int, int], seed: int, *, push: bool = True) -> None:
     """One forward, whose outputs of both recurrent layers are those of the naive states."""
-    given = {sequence: inputs_of(count, seed + sequence) for sequence, count in counts.items()}
-    parts = list(given.values())
-    total = sum(counts.values())
-    x = RecurrentInputs(
-        torch.cat([one.mixed for one in parts]), conv_of(), *(torch.cat([one[at] for one in parts]) for at in (2, 3))
-    )
+    given = {sequence: inputs_of(count, seed + sequence, naive.shape) for sequence, count in counts.items()}
+    total, x = sum(counts.values()), join(list(given.values()))
     with torch.inference_mode():
         plan = cache.begin_forward(list(counts), list(counts.values()), push=push)
         outputs = plan.attention.recur(0, x).clone()
@@ -146,15 +151,20 @@ def run_forward(cache: TvmCache, naive: NaiveStates, counts: dict[int, int], see
     torch.testing.assert_close(again.double(), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("seed", "native"), [(0, True), (1, True), (2, True), (3, False)])
-def test_random_programs_equal_naive_states(seed: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seed", "native", "shape"), [(0, True, SHAPE), (1, True, SSD), (2, True, SHAPE), (3, False, SSD)]
+)
+def test_random_programs_equal_naive_states(
+    seed: int, native: bool, shape: StateShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """native: with C that plans page tables, where that can be built."""
     if not native:
         for module in (page_look_up, step_growth):
             monkeypatch.setattr(module, "load_short_calls", lambda source: None)
-    random, island = Random(seed), Island.of(LAYOUT, num_pages=40)
+    random, layout = Random(seed), layout_of(shape)
+    island = Island.of(layout, num_pages=40)
     sender, receiver = island.caches
-    naive, done = NaiveStates(), {"forks": 0, "sends": 0, "staged": 0}
+    naive, done = NaiveStates(shape), {"forks": 0, "sends": 0, "staged": 0}
     held: dict[int, list[int]] = {0: [], 1: []}
     fresh = iter(range(1000))
     for turn in range(60):
@@ -185,7 +195,7 @@ def test_random_programs_equal_naive_states(seed: int, native: bool, monkeypatch
             receiver.add_sequence(sequence)
             wanted = receiver.prepare_receive(sequence, count)
             sent = decode_map(
-                encode_map(wanted, LAYOUT), LAYOUT, num_pages=(40, 40), expected_start=0, expected_tokens=count
+                encode_map(wanted, layout), layout, num_pages=(40, 40), expected_start=0, expected_tokens=count
             )
             assert sent == wanted
             assert wanted.runs[1].slots().tolist()[:-1] == [SKIP] * (count - 1)
@@ -311,6 +321,13 @@ def test_what_a_group_of_states_refuses() -> None:
     attention = cache.begin_forward([0], [2]).attention
     with pytest.raises(InvalidArgument, match=r"mixed is \(3, 32\).* \(2, 32\) of torch.float32"):
         attention.recur(0, inputs_of(3, 0))
-    kinds = SHAPE, replace(SHAPE, tail=4), replace(SHAPE, key_dim=3, value_dim=5)
+    with pytest.raises(InvalidArgument, match="num_heads of group 1 is 5; a multiple of groups, 2, is accepted"):
+        layout_of(replace(SSD, num_heads=5))
+    cache = Island.of(layout_of(SSD)).caches[0]
+    cache.add_sequence(0)
+    attention = cache.begin_forward([0], [2]).attention
+    with pytest.raises(InvalidArgument, match=r"skip is \(3,\).* \(4,\) of torch.float32"):
+        attention.recur(0, inputs_of(2, 0, SSD)._replace(skip=torch.ones(3)))
+    kinds = SHAPE, replace(SHAPE, tail=4), replace(SHAPE, key_dim=3, value_dim=5), SSD
     layouts = [replace(LAYOUT, groups=(kv, replace(states, kind=Recurrent(one)))) for one in kinds]
     assert len({layout.fingerprint for layout in layouts}) == len(kinds)

@@ -370,7 +370,8 @@ class Attention:
             self.standing.check()
         places = self.layers.places
         if layer not in places:
-            raise InvalidArgument(f"layer is {layer}; 0 … {len(places) - 1} are accepted")
+            accepted = ", ".join(map(str, sorted(places)))
+            raise InvalidArgument(f"layer is {layer}; {accepted} are accepted")
         group, index = places[layer]
         return self.groups[group], self.plans[group], index
 

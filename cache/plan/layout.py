@@ -26,7 +26,8 @@ class KVLayout:
     page_size: positions of a page, of groups with an entry for each. A page of others covers the fewest positions, of
     which are whole pages and whole entries. dtype: of K and V as they are computed. scales: entries are stored as
     float8_e4m3fn: K and V divided by these, and entries with Fp8Rows by scales of their own; None: as they are.
-    readers: pairs of a layer that stores nothing and the earlier layer whose K and V it reads. Raises InvalidArgument
+    readers: pairs of a layer that stores nothing and the earlier layer whose K and V it reads. keepless: layers that
+    attend to nothing, and so keep nothing. Raises InvalidArgument
     when a field is out of range, a kind refuses its group, or a layer stands in two groups that are attended to.
     """
 
@@ -36,15 +37,18 @@ class KVLayout:
     scales: KVScales | None = None
     shard: Shard = WHOLE  # whose KV heads the groups have
     readers: tuple[tuple[int, int], ...] = ()
+    keepless: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         integer("page_size", self.page_size, least=1)
         if self.dtype not in DTYPES.values():
             raise InvalidArgument(f"dtype is {self.dtype}; it must be one of {', '.join(DTYPES)}")
         stored = sorted(integer("layer", layer) for group in self._attended for layer in group.layers)
-        layers = sorted(stored + [integer("layer of readers", layer) for layer, _ in self.readers])
+        others = [integer("layer of readers", layer) for layer, _ in self.readers]
+        others += [integer("layer of keepless", layer) for layer in self.keepless]
+        layers = sorted(stored + others)
         if not stored or layers != list(range(len(layers))):
-            also = ", or read another layer" if self.readers else ""
+            also = ", or read another layer" if self.readers else ", or be keepless" if self.keepless else ""
             raise InvalidArgument(f"groups hold layers {stored}; each of 0 … n-1 must stand in exactly one group{also}")
         for index, group in enumerate(self.groups):
             group.kind.check(index, self.groups, self.page_size)
@@ -98,8 +102,8 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
-        """Those that store K and V, or latents, and readers."""
-        return sum(len(group.layers) for group in self._attended) + len(self.readers)
+        """Those that store K and V, latents or states, readers, and keepless ones."""
+        return sum(len(group.layers) for group in self._attended) + len(self.readers) + len(self.keepless)
 
     @property
     def layer_index(self) -> dict[int, tuple[int, int]]:
@@ -163,7 +167,9 @@ class KVLayout:
     @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
-        text = repr((self.page_size, str(self.dtype), self.groups, self.scales, self.shard, self.readers))
+        text = repr(
+            (self.page_size, str(self.dtype), self.groups, self.scales, self.shard, self.readers, self.keepless)
+        )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @cached_property

@@ -16,8 +16,8 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.indexer.indexer import Indexer
 from tandem.workers.models.indexer.row_order import halves_first
 from tandem.workers.models.latent import LatentConfig
-from tandem.workers.models.parameters import AttentionParameters, LatentParameters
-from tandem.workers.models.recurrent.gated_delta_net import GatedDeltaNet
+from tandem.workers.models.parameters import AnyAttention, AttentionParameters, LatentParameters
+from tandem.workers.models.recurrent.choice import prepare_recurrent
 from tandem.workers.models.recurrent.parameters import RecurrentParameters
 from tandem.workers.models.window_fields import ChunkedConfig
 
@@ -31,12 +31,12 @@ AttentionBlock = Callable[[Tensor, int, CachedAttention], Tensor]
 def prepare_attention(
     config: ModelConfig,
     layer: int,
-    parameters: AttentionParameters | LatentParameters | SharedParameters | RecurrentParameters,
+    parameters: AnyAttention,
     kernels: LayerKernels,
 ) -> AttentionBlock:
     if isinstance(parameters, RecurrentParameters):
         assert config.recurrent is not None  # parameters of a state come from it
-        return GatedDeltaNet(config.recurrent, config.rms_norm_eps, parameters)
+        return prepare_recurrent(config.recurrent, config.rms_norm_eps, parameters)
     if isinstance(parameters, SharedParameters):
         assert config.compressed is not None  # parameters of one plane come from it
         return SharedKVAttention(config.compressed, config.head_dim, config.rms_norm_eps, parameters, kernels)

@@ -85,8 +85,11 @@ class ModelConfig:
     compressed: CompressedConfig | None = None  # every layer keeps K and V in one plane, some compressed entries
     hyper: HyperConfig | None = None  # the residual is several streams
     recurrent: RecurrentConfig | None = None  # some layers keep a state in place of K and V
+    single_blocks: frozenset[int] | None = None  # a layer is one block: these feed-forwards, the others attend or recur
     gated_output: bool = False  # the first product of attention makes a gate beside q, by which o is multiplied
-    feed_forward_block: str = "mlp"  # the submodule of a dense layer, in weight names
+    attention_block: str = "self_attn"  # the submodule of a layer that attends, in weight names
+    feed_forward_block: str = "mlp"  # that of a dense feed-forward
+    end_names: tuple[str, str] = ("embed_tokens", "norm")  # of the embedding and of the last norm
     full_heads: HeadShape | None = None  # of the layers that see all, where theirs are others
     keys_as_values: bool = False  # v of the layers that see all is k, before that is normalised and rotated
     value_norm: bool = False  # heads of v are normalised, without a weight
@@ -115,6 +118,13 @@ class ModelConfig:
             return tuple(map(span_of, windows))
         chunk, chunked = Chunk(self.chunked.size), self.chunked.layers
         return tuple(chunk if layer in chunked else ALL for layer in range(self.num_layers))
+
+    def has_mixer(self, layer: int) -> bool:
+        """Whether it attends, or keeps a state."""
+        return self.single_blocks is None or layer not in self.single_blocks
+
+    def has_feed_forward(self, layer: int) -> bool:
+        return self.single_blocks is None or layer in self.single_blocks
 
     def heads_of(self, layer: int) -> HeadShape:
         if self.full_heads is not None and self.layer_spans[layer] == ALL:

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that all families share: norms, attention and a feed-forward in every layer."""
+"""The pre-norm decoder that all families share: norms, attention and a feed-forward in a layer, or one of both."""
 
 import dataclasses
 from collections.abc import Callable, MutableMapping, Sequence
@@ -61,12 +61,13 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer as it is run. Offsets of norms are in their weights."""
+    """One layer as it is run, or one block of it: attention and o are there together. Offsets of norms are in their
+    weights."""
 
     norms: LayerNorms
-    attention: AttentionBlock
-    o: Projection
-    feed_forward: FeedForward
+    attention: AttentionBlock | None
+    o: Projection | None
+    feed_forward: FeedForward | None
     beside: ExpertsBeside | None = None
     tail: LayerTail | None = None
     cross: CrossAttention | None = None
@@ -123,8 +124,10 @@ class DenseDecoder:
         while parameters.layers:
             layer = parameters.layers.pop(0)
             self._layers.append(prepare_layer(config, len(self._layers), layer, self._kernels, ranks))
-            if self._small_batch_decoder is not None:
-                self._small_batch_decoder.add_layer(layer, self._layers[-1].attention)
+            attention = self._layers[-1].attention
+            if self._small_batch_decoder is not None and attention is not None:
+                self._small_batch_decoder.add_layer(layer, attention)
+        self._last_mixer = max(filter(config.has_mixer, range(config.num_layers)))
 
     @property
     def device(self) -> torch.device:
@@ -183,33 +186,37 @@ class DenseDecoder:
     ) -> Tensor:
         """x: the embeddings [T, H], overwritten. tapped: gets, for the layers that it has, what they take from those
         before."""
-        kernels, eps, delta = self._kernels, self.config.rms_norm_eps, None
-        last = self.config.num_layers - 1
+        kernels, eps, delta, last = self._kernels, self.config.rms_norm_eps, None, self._last_mixer
         inputs = None if self._per_layer is None else self._per_layer(token_ids, x)
         for index, layer in enumerate(self._layers):
-            normed = kernels.add_rms_norm(x, delta, layer.norms.before_attention, eps)
-            if tapped is not None and index in tapped:
-                tapped[index] = x.clone()  # later layers add to it
-            o = layer.attention(normed, index, cached)
-            if last_rows is not None and last_rows.shape[0] == 0 and index == last - self.config.num_readers:
-                return x[:0]  # all K and V are kept
-            project, behind = layer.o, layer.norms.behind_attention
-            if layer.cross is not None:
+            if layer.attention is not None and layer.o is not None:
+                normed = kernels.add_rms_norm(x, delta, layer.norms.before_attention, eps)
+                if tapped is not None and index in tapped:
+                    tapped[index] = x.clone()  # later layers add to it
+                o = layer.attention(normed, index, cached)
+                if last_rows is not None and last_rows.shape[0] == 0 and index == last - self.config.num_readers:
+                    return x[:0]  # all K and V are kept
+                project, behind = layer.o, layer.norms.behind_attention
+                if layer.cross is not None:
+                    o = self._cross(layer.cross, x, self._norm_if(project.linear(o), behind), cached)
+                    project, behind = layer.cross.o, layer.cross.behind
+                if last_rows is not None and index == last:  # from here on only last_rows matter
+                    x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
+                    inputs = None if inputs is None else inputs.index_select(0, last_rows)
                 delta = self._norm_if(project.linear(o), behind)
-                o = layer.cross(kernels.add_rms_norm(x, delta, layer.cross.before, eps), cached)
-                project, behind = layer.cross.o, layer.cross.behind
-            if last_rows is not None and index == last:  # from here on only last_rows matter
-                x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
-                inputs = None if inputs is None else inputs.index_select(0, last_rows)
-            delta = self._norm_if(project.linear(o), behind)
-            delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.norms.before_feed_forward, eps))
-            if layer.beside is not None:
-                delta = layer.beside(x, delta)
-            delta = self._norm_if(delta, layer.norms.behind_feed_forward)
-            if layer.tail is not None:
+            if layer.feed_forward is not None:
+                delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.norms.before_feed_forward, eps))
+                if layer.beside is not None:
+                    delta = layer.beside(x, delta)
+                delta = self._norm_if(delta, layer.norms.behind_feed_forward)
+            if layer.tail is not None and delta is not None:
                 layer.tail(x, delta, None if inputs is None else inputs[:, index])
                 delta = None
         return kernels.add_rms_norm(x, delta, self._final_norm, eps)
+
+    def _cross(self, cross: CrossAttention, x: Tensor, delta: Tensor, cached: CachedAttention) -> Tensor:
+        """o of x [T, H], to which delta is added in place."""
+        return cross(self._kernels.add_rms_norm(x, delta, cross.before, self.config.rms_norm_eps), cached)
 
     def encode(self, token_ids: Tensor, lengths: Sequence[int], borders: Sequence[int], cached: EncoderStore) -> None:
         """Stores what an encoder's output means to each layer. token_ids: int64 [Σ lengths], of whole prompts; borders:
@@ -249,12 +256,15 @@ def prepare_layer(
     config: ModelConfig, index: int, layer: LayerParameters, kernels: LayerKernels, ranks: Ranks
 ) -> DecoderLayer:
     """index: of the layer in the model of `config`."""
-    attention = prepare_attention(config, index, layer.attention, kernels)
-    whole = isinstance(layer.attention, RecurrentParameters)  # each rank computes all of it
-    o = layer.attention.o.prepare() if whole else prepare_summed(layer.attention.o, ranks)
-    alone = layer.norms.behind_feed_forward is None
-    feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, ranks, in_parts=alone)
-    if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward):
+    attention = o = feed_forward = None
+    if layer.attention is not None:
+        attention = prepare_attention(config, index, layer.attention, kernels)
+        whole = isinstance(layer.attention, RecurrentParameters)  # each rank computes all of it
+        o = layer.attention.o.prepare() if whole else prepare_summed(layer.attention.o, ranks)
+    if layer.feed_forward is not None:
+        alone = layer.norms.behind_feed_forward is None
+        feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, ranks, in_parts=alone)
+    if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward) and o is not None:
         StreamedGemm.chain([attention.qkv.streamed_gemm, o.streamed_gemm, *feed_forward.streamed_gemms])
     beside = tail = None
     if layer.beside is not None and config.moe is not None:

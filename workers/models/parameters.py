@@ -108,9 +108,12 @@ class LatentParameters:
     index: IndexParameters | None = None  # None: the layer has no indexer
 
 
+AnyAttention = AttentionParameters | LatentParameters | SharedParameters | RecurrentParameters
+
+
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """The weights of a layer's norms, [H] each."""
+    """The weights of a layer's norms, [H] each. A layer of one block has one before it, whichever block that is."""
 
     before_attention: Tensor
     behind_attention: Tensor | None
@@ -131,11 +134,11 @@ class CrossParameters:
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """One layer. I intermediate, H hidden. A tensor is None where the model has none."""
+    """One layer. I intermediate, H hidden. A tensor or block is None where the layer has none."""
 
     norms: LayerNorms
-    attention: AttentionParameters | LatentParameters | SharedParameters | RecurrentParameters
-    feed_forward: GatedParameters | MoeParameters
+    attention: AnyAttention | None
+    feed_forward: GatedParameters | MoeParameters | None
     beside: BesideParameters | None = None
     per_layer: PerLayerParameters | None = None
     scalar: Tensor | None = None  # [1], by which the output is multiplied
@@ -182,24 +185,29 @@ def allocators(config: ModelConfig, device: torch.device, forms: Forms) -> tuple
 
 def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
     """Of layer `index`. new_norm: makes the weights of norms."""
-    hidden, moe = config.hidden_size, config.moe
+    hidden, moe, first = config.hidden_size, config.moe, new_norm(config.hidden_size)
     return LayerParameters(
         LayerNorms(
-            before_attention=new_norm(hidden),
+            before_attention=first,
             behind_attention=new_norm.when(config.out_norms, hidden),
-            before_feed_forward=new_norm(hidden),
+            before_feed_forward=new_norm(hidden) if config.single_blocks is None else first,
             behind_feed_forward=new_norm.when(config.out_norms, hidden),
         ),
-        _allocate_any_attention(config, index, new, new_norm),
-        _allocate_gated(config, config.intermediate_size_of(index), new)
-        if moe is None or moe.beside or index not in moe.layers
-        else _allocate_moe(config, moe, new, index),
+        _allocate_any_attention(config, index, new, new_norm) if config.has_mixer(index) else None,
+        _allocate_feed_forward(config, index, new) if config.has_feed_forward(index) else None,
         beside=_allocate_beside(config, moe, new, new_norm) if moe is not None and moe.beside else None,
         per_layer=None if config.per_layer is None else _allocate_per_layer(config, config.per_layer, new, new_norm),
         scalar=new.when(config.layer_scalars, 1),
         hyper=None if config.hyper is None else allocate_hyper(config.hyper, hidden, new.device),
         cross=None if config.encoder is None else _allocate_cross(config, config.encoder, new, new_norm),
     )
+
+
+def _allocate_feed_forward(config: ModelConfig, layer: int, new: Allocator) -> GatedParameters | MoeParameters:
+    moe = config.moe
+    if moe is None or moe.beside or layer not in moe.layers:
+        return _allocate_gated(config, config.intermediate_size_of(layer), new)
+    return _allocate_moe(config, moe, new, layer)
 
 
 def _allocate_cross(config: ModelConfig, encoder: ModelConfig, new: Allocator, new_norm: Allocator) -> CrossParameters:
@@ -214,9 +222,7 @@ def _allocate_cross(config: ModelConfig, encoder: ModelConfig, new: Allocator, n
     )
 
 
-def _allocate_any_attention(
-    config: ModelConfig, layer: int, new: Allocator, new_norm: Allocator
-) -> AttentionParameters | LatentParameters | SharedParameters | RecurrentParameters:
+def _allocate_any_attention(config: ModelConfig, layer: int, new: Allocator, new_norm: Allocator) -> AnyAttention:
     if config.recurrent is not None and layer in config.recurrent.layers:
         return allocate_recurrent(config.recurrent, config.hidden_size, new)
     if config.compressed is not None:

@@ -16,6 +16,7 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.parameters import (
+    AnyAttention,
     AttentionParameters,
     BesideParameters,
     CrossParameters,
@@ -30,7 +31,7 @@ from tandem.workers.models.parameters import (
 from tandem.workers.models.recurrent.parameters import RecurrentParameters, recurrent_weights
 from tandem.workers.weights.weight import split_weights
 
-NORM = re.compile(r"norm(?:_\d)?\.weight$")
+NORM = re.compile(r"norm(?:_\d|_f)?\.weight$")
 FACTORS = ("layer_scalar", "router.scale", "router.per_expert_scale", "linear_attn.norm.weight")
 
 
@@ -42,7 +43,8 @@ def named_weights(
     stored: the names that the checkpoint has; they decide where there is more than one layout of a family.
     """
     root = config.weight_root
-    weights = parameters.embedding.named(f"{root}.embed_tokens") | {f"{root}.norm.weight": parameters.final_norm}
+    embedding, norm = config.end_names
+    weights = parameters.embedding.named(f"{root}.{embedding}") | {f"{root}.{norm}.weight": parameters.final_norm}
     if parameters.lm_head is not parameters.embedding:
         weights |= parameters.lm_head.named(config.lm_head_name.removesuffix(".weight"))
     if parameters.encoder is not None and config.encoder is not None:
@@ -66,27 +68,31 @@ def layer_weights(
     if isinstance(layer.attention, SharedParameters):
         return _published_weights(config, layer, layer.attention, prefix)
     weights = _norm_weights(config, layer.norms, prefix)
-    attention = f"{prefix}.self_attn"
-    if isinstance(layer.attention, RecurrentParameters):
-        assert config.recurrent is not None  # else the layer had no state
-        weights.update(recurrent_weights(config.recurrent, layer.attention, f"{prefix}.linear_attn"))
-    elif isinstance(layer.attention, AttentionParameters):
-        weights.update(_attention_weights(config, index, layer.attention, attention))
-    else:
-        assert config.latent is not None  # else the layer had no latents
-        weights.update(_latent_weights(config.latent, layer.attention, attention))
-    feed_forward = layer.feed_forward
-    if isinstance(feed_forward, GatedParameters):
-        weights.update(_gated_weights(config, feed_forward, f"{prefix}.{config.feed_forward_block}"))
-    else:
+    if layer.attention is not None:
+        weights.update(_mixer_weights(config, index, layer.attention, prefix))
+    if isinstance(layer.feed_forward, GatedParameters):
+        weights.update(_gated_weights(config, layer.feed_forward, f"{prefix}.{config.feed_forward_block}"))
+    elif layer.feed_forward is not None:
         assert config.moe is not None  # else the layer had no experts
-        weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
+        weights.update(_moe_weights(config, config.moe, layer.feed_forward, prefix, joined))
     if layer.beside is not None and config.moe is not None:
         weights.update(_beside_weights(config, config.moe, layer.beside, prefix))
     weights.update(_tail_weights(layer, prefix))
     if layer.cross is not None:
         weights.update(_cross_weights(layer.cross, prefix))
     return weights
+
+
+def _mixer_weights(config: ModelConfig, layer: int, parameters: AnyAttention, prefix: str) -> dict[str, Tensor]:
+    if isinstance(parameters, RecurrentParameters):
+        assert config.recurrent is not None  # else the layer had no state
+        return recurrent_weights(config.recurrent, parameters, f"{prefix}.{config.recurrent.block}")
+    attention = f"{prefix}.{config.attention_block}"
+    if isinstance(parameters, AttentionParameters):
+        return _attention_weights(config, layer, parameters, attention)
+    assert isinstance(parameters, LatentParameters)  # _published_weights has the others
+    assert config.latent is not None  # else the layer had no latents
+    return _latent_weights(config.latent, parameters, attention)
 
 
 def _published_weights(
@@ -125,6 +131,8 @@ def is_factor(name: str) -> bool:
 
 
 def _norm_weights(config: ModelConfig, norms: LayerNorms, prefix: str) -> dict[str, Tensor]:
+    if config.single_blocks is not None:
+        return {f"{prefix}.norm.weight": norms.before_attention}
     before, behind = "input_layernorm", "post_attention_layernorm"
     post_norm = "pre_feedforward_layernorm" if config.out_norms else behind
     if config.self_attn_norms:

@@ -35,7 +35,7 @@ def kv_layout(
 ) -> KVLayout:
     """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
     keys beside them; recurrent states come last. Readers are in none. What layer i keeps of an encoder is layer
-    num_layers + i, in a last group.
+    num_layers + i, in a last group. Layers that are a feed-forward alone are in none, too.
 
     drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
@@ -49,7 +49,8 @@ def kv_layout(
         else:
             groups += behind
         readers += [(first + layer, first + of) for layer, of in drafter.readers.items()]
-    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard, tuple(readers))
+    keepless = tuple(sorted(model.single_blocks or ()))
+    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard, tuple(readers), keepless)
 
 
 def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
@@ -74,7 +75,7 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
         )
     layers_of: dict[Span, list[int]] = {}
     for layer, keeps in enumerate(model.layer_spans):
-        if layer not in model.readers and not keeps.last:
+        if layer not in model.readers and not keeps.last and model.has_mixer(layer):
             layers_of.setdefault(keeps, []).append(layer)
     groups: list[LayerGroup] = []
     for keeps, layers in layers_of.items():

@@ -331,3 +331,27 @@ def test_what_a_group_of_states_refuses() -> None:
     kinds = SHAPE, replace(SHAPE, tail=4), replace(SHAPE, key_dim=3, value_dim=5), SSD
     layouts = [replace(LAYOUT, groups=(kv, replace(states, kind=Recurrent(one)))) for one in kinds]
     assert len({layout.fingerprint for layout in layouts}) == len(kinds)
+
+
+def test_layers_that_keep_nothing_do_not_attend() -> None:
+    """A model's feed-forward layers stand between the others; the layers that keep something count as complete."""
+    groups = LayerGroup((3,), KV(2, HEAD_DIM)), LayerGroup((1, 4), Recurrent(SSD))
+    layout = KVLayout(groups, page_size=4, dtype=torch.float32, keepless=(0, 2, 5))
+    assert layout.num_layers == 6
+    assert layout.fingerprint != replace(layout, keepless=(0, 2, 5, 6)).fingerprint
+    cache = Island.of(layout).caches[0]
+    cache.add_sequence(0)
+    with torch.inference_mode():
+        plan = cache.begin_forward([0], [2])
+        with pytest.raises(InvalidArgument, match="layer is 2; 1, 3, 4 are accepted"):
+            plan.attention.recur(2, inputs_of(2, 0, SSD))
+        plan.attention.recur(1, inputs_of(2, 0, SSD))
+        kv = torch.zeros(2, 2, HEAD_DIM)
+        plan.attention.attend(3, kv, kv, kv)
+        with pytest.raises(InvalidArgument, match=r"layers \[4\] of the plan never ran"):
+            plan.attention.check_complete()
+        plan.attention.recur(4, inputs_of(2, 0, SSD))
+        cache.commit(plan)
+    for keepless in ((), (0, 5), (0, 2, 3), (0, 2, 2)):
+        with pytest.raises(InvalidArgument, match=r"each of 0 … n-1 must stand in exactly one group"):
+            replace(layout, keepless=keepless)

@@ -221,7 +221,7 @@ def test_wrong_values_are_refused() -> None:
     assert (cache.num_tokens(0), cache.num_free_pages) == (length, free)
     plan, (q, k, v) = cache.begin_forward([0], [1]), draw_inputs(LAYOUT, 1, seed=0).layers[0]
     for layer in (-1, LAYOUT.num_layers):
-        with pytest.raises(InvalidArgument, match=f"layer is {layer}; 0 … {LAYOUT.num_layers - 1} are accepted"):
+        with pytest.raises(InvalidArgument, match=f"layer is {layer}; 0, 1 are accepted"):
             cache.attention(plan, layer, q, k, v)
     for sequence in range(1, 16):
         cache.add_sequence(sequence)

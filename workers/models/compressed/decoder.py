@@ -53,6 +53,8 @@ class HyperDecoder(DenseDecoder):
         for index, (layer, (attention, feed_forward)) in enumerate(zip(self._layers, self._connections, strict=True)):
             taken, post, mix = attention.open(streams)
             normed = self._kernels.add_rms_norm(taken, None, layer.norms.before_attention, eps)
+            assert layer.attention is not None  # every layer has both blocks
+            assert layer.o is not None
             o = layer.attention(normed, index, cached)
             if last_rows is not None and index == last:  # from here on only last_rows matter
                 if last_rows.shape[0] == 0:
@@ -69,4 +71,5 @@ class HyperDecoder(DenseDecoder):
     def _feed(layer: DecoderLayer, x: Tensor, token_ids: Tensor) -> Tensor:
         if isinstance(layer.feed_forward, MixtureOfExperts):
             return layer.feed_forward(x, token_ids=token_ids)
+        assert layer.feed_forward is not None
         return layer.feed_forward(x)

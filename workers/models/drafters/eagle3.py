@@ -150,6 +150,9 @@ class Eagle3Head:
         norm, layer = self._kernels.add_rms_norm, self._layer
         embedded = norm(self._embed(next_ids), None, layer.norms.before_attention, self._eps)
         normed = norm(hidden, None, self._hidden_norm, self._eps)
+        assert layer.attention is not None  # the layer has both blocks
+        assert layer.o is not None
+        assert layer.feed_forward is not None
         o = layer.attention(torch.cat((embedded, normed), 1), 0, cached)
         delta = layer.feed_forward(norm(hidden, layer.o.linear(o), layer.norms.before_feed_forward, self._eps))
         norm(hidden, delta, self._out_norm, self._eps)  # adds delta to it

@@ -96,6 +96,9 @@ class MtpHead:
         norm, layer, (of_embedding, of_hidden, behind) = self._kernels.add_rms_norm, self._layer, self._norms
         embedded = norm(self._target.embed(next_ids), None, of_embedding, self._eps)
         x = self._join.linear(torch.cat((embedded, norm(hidden, None, of_hidden, self._eps)), 1))
+        assert layer.attention is not None  # the layer has both blocks
+        assert layer.o is not None
+        assert layer.feed_forward is not None
         o = layer.attention(norm(x, None, layer.norms.before_attention, self._eps), 0, cached)
         delta = layer.feed_forward(norm(x, layer.o.linear(o), layer.norms.before_feed_forward, self._eps))
         return norm(x, delta, behind, self._eps)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.cache.kernels.recurrent import DeltaShape
+from tandem.cache.kernels.recurrent import DeltaShape, StateShape
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 
@@ -13,15 +13,23 @@ MAX_SIZE = 1 << 16  # of each size; more than any model has
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """layers: those with a gated delta rule. by_key_head: the rows of their first products stand together by the key
-    head that they belong to, q, k, v and gate of one behind those of another (Qwen3-Next)."""
+    """layers: those that keep states. block: their submodule, in weight names."""
 
     layers: frozenset[int]
+    shape: StateShape
+    block: str
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig(RecurrentConfig):
+    """Of gated delta rules. by_key_head: the rows of their first products stand together by the key head that they
+    belong to, q, k, v and gate of one behind those of another (Qwen3-Next)."""
+
     shape: DeltaShape
     by_key_head: bool
 
 
-def read_recurrent(fields: Fields, num_layers: int, *, by_key_head: bool) -> RecurrentConfig:
+def read_recurrent(fields: Fields, num_layers: int, *, by_key_head: bool) -> DeltaNetConfig:
     """Raises InvalidConfig, and UnsupportedFeature for a model of recurrent layers alone."""
     shape = DeltaShape(
         key_heads=fields.integer("linear_num_key_heads", 16, 1, MAX_SIZE),
@@ -37,7 +45,7 @@ def read_recurrent(fields: Fields, num_layers: int, *, by_key_head: bool) -> Rec
         raise UnsupportedFeature(
             f"{fields.source}: all {num_layers} layers keep recurrent states; at least one of {FULL} is served"
         )
-    return RecurrentConfig(layers, shape, by_key_head)
+    return DeltaNetConfig(layers, shape, "linear_attn", by_key_head)
 
 
 def _read_layers(fields: Fields, num_layers: int) -> frozenset[int]:

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from tandem.cache.kernels.recurrent import RecurrentInputs
 from tandem.workers.models.blocks.cached_attention import CachedAttention
-from tandem.workers.models.recurrent.fields import RecurrentConfig
-from tandem.workers.models.recurrent.parameters import RecurrentParameters
+from tandem.workers.models.recurrent.fields import DeltaNetConfig
+from tandem.workers.models.recurrent.parameters import DeltaNetParameters
 
 
 class GatedDeltaNet:
     """q, k and v go through a convolution into the state. What is read from that is normalised and gated by z."""
 
-    def __init__(self, config: RecurrentConfig, eps: float, parameters: RecurrentParameters) -> None:
+    def __init__(self, config: DeltaNetConfig, eps: float, parameters: DeltaNetParameters) -> None:
         self._shape, self._by_key_head, self._eps = config.shape, config.by_key_head, eps
         self._inputs, self._rates = parameters.inputs.prepare(), parameters.rates.prepare()
         self._conv = parameters.conv.squeeze(1)

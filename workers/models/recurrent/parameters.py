@@ -1,32 +1,44 @@
-"""The tensors of a gated delta rule, and their names in a checkpoint."""
+"""The tensors of recurrent layers, and their names in a checkpoint."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tandem.workers.models.recurrent.fields import RecurrentConfig
+from tandem.workers.models.recurrent.fields import DeltaNetConfig, RecurrentConfig
 from tandem.workers.weights.allocator import Allocator
 from tandem.workers.weights.weight import Weight, split_weights
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentParameters:
-    """Hv value heads of Dv; C channels of q, k and v of all heads."""
+    """Hv heads, each of which reads Dv numbers from its state; C channels of the convolution."""
 
-    inputs: Weight  # [C + Hv·Dv, H]: q, k, v, and the gates z of the output
-    rates: Weight  # [2·Hv, H]: b, of which beta is made, then a, of which the decay is made
+    inputs: Weight  # the first product, of H columns
     conv: Tensor  # [C, 1, taps]
     decay: Tensor  # float32 [Hv], A_log
     decay_bias: Tensor  # float32 [Hv], dt_bias
-    norm: Tensor  # [Dv], of a head's output
+    norm: Tensor  # of the output
     o: Weight  # [H, Hv·Dv]
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaNetParameters(RecurrentParameters):
+    """inputs [C + Hv·Dv, H]: q, k, v, and the gates z of the output. norm [Dv]: of a head's output."""
+
+    rates: Weight  # [2·Hv, H]: b, of which beta is made, then a, of which the decay is made
+
+
 def allocate_recurrent(config: RecurrentConfig, hidden: int, new: Allocator) -> RecurrentParameters:
+    if isinstance(config, DeltaNetConfig):
+        return _allocate_delta_net(config, hidden, new)
+    raise NotImplementedError(f"{type(config).__name__} has no parameters")
+
+
+def _allocate_delta_net(config: DeltaNetConfig, hidden: int, new: Allocator) -> DeltaNetParameters:
     shape, exact = config.shape, Allocator(torch.float32, new.device)
     values = shape.value_heads * shape.value_dim
-    return RecurrentParameters(
+    return DeltaNetParameters(
         inputs=new.linear(shape.channels + values, hidden),
         rates=new.linear(2 * shape.value_heads, hidden),
         conv=new(shape.channels, 1, shape.tail + 1),
@@ -39,6 +51,19 @@ def allocate_recurrent(config: RecurrentConfig, hidden: int, new: Allocator) -> 
 
 def recurrent_weights(config: RecurrentConfig, parameters: RecurrentParameters, prefix: str) -> dict[str, Tensor]:
     """Those of one layer."""
+    shared = {
+        f"{prefix}.conv1d.weight": parameters.conv,
+        f"{prefix}.A_log": parameters.decay,
+        f"{prefix}.dt_bias": parameters.decay_bias,
+        f"{prefix}.norm.weight": parameters.norm,
+        **parameters.o.named(f"{prefix}.out_proj"),
+    }
+    if isinstance(config, DeltaNetConfig) and isinstance(parameters, DeltaNetParameters):
+        return _delta_net_products(config, parameters, prefix) | shared
+    raise NotImplementedError(f"{type(config).__name__} has no names")
+
+
+def _delta_net_products(config: DeltaNetConfig, parameters: DeltaNetParameters, prefix: str) -> dict[str, Tensor]:
     shape = config.shape
     values = shape.value_heads * shape.value_dim
     inputs = (("in_proj_qkvz", shape.channels + values),)
@@ -49,9 +74,4 @@ def recurrent_weights(config: RecurrentConfig, parameters: RecurrentParameters, 
     return {
         **split_weights(prefix, parameters.inputs, inputs),
         **split_weights(prefix, parameters.rates, rates),
-        f"{prefix}.conv1d.weight": parameters.conv,
-        f"{prefix}.A_log": parameters.decay,
-        f"{prefix}.dt_bias": parameters.decay_bias,
-        f"{prefix}.norm.weight": parameters.norm,
-        **parameters.o.named(f"{prefix}.out_proj"),
     }

@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 SHARD_BYTES = 5 << 30
-EMBEDDING = ".embed_tokens.weight"
+EMBEDDINGS = (".embed_tokens.weight", ".embeddings.weight")
 LOGITS_STD = 4  # about what trained models have: sampling at temperature 1 then has favourites
 
 
@@ -92,7 +92,7 @@ def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict
         elif name.endswith("bias") or place.ndim == 1:
             place.normal_(0, 0.1, generator=generator)
         else:
-            std = 1 / config.embedding_scale if name.endswith(EMBEDDING) else place.shape[1] ** -0.5
+            std = 1 / config.embedding_scale if name.endswith(EMBEDDINGS) else place.shape[1] ** -0.5
             place.normal_(0, std, generator=generator)
     spoken = [begins_word(tokenizer, token) for token in range(config.vocab_size)]
     places[config.lm_head_name].mul_(LOGITS_STD * torch.tensor(spoken)[:, None])

@@ -20,7 +20,17 @@ CHUNK, PAGE = 48, 8
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 OUTPUT = PAGE + 1  # a page begins in every decode
 # Cases of unlike caches: plain pages, latents, index keys, compressed KV, windows, windows with sinks, experts, states.
-SEVERAL = ("llama", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next")
+SEVERAL = (
+    "llama",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "gemma3",
+    "gpt_oss",
+    "nemotron_h",
+    "qwen3_moe",
+    "qwen3_next",
+)
 # Whose steps do what those of another case do: projections and tables of RoPE are others.
 LIKE_OTHERS = ("-bias", "-tied", "-eps", "-theta", "-linear", "-llama3", "-yarn", "-yarn-options", "-head-dim", "-mqa")
 # Families whose layers are those of another: the gate compares their logits (tests/workers/models/test_decoder.py).

@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
@@ -68,6 +69,18 @@ RECURRENT = {
     "linear_value_head_dim": 20,
 }
 QWEN3_NEXT = {**RECURRENT, **QWEN3_MOE, "shared_expert_intermediate_size": 24}
+NEMOTRON_H = {
+    "hybrid_override_pattern": "ME*M-",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+}
 GEMMA3 = {"sliding_window": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
 GEMMA4 = {
     "sliding_window": 24,
@@ -277,6 +290,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "nemotron_h": ("nemotron_h", NEMOTRON_H),
+    # Feed-forwards that follow none and each other, and attention behind which there is none.
+    "nemotron_h-options": (
+        "nemotron_h",
+        {
+            **NEMOTRON_H,
+            "hybrid_override_pattern": "-*M--MEE*",
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 0.1,
+        },
+    ),
     "phi3": ("phi3", {}),
     "phi3-head-dim": ("phi3", {"head_dim": 96}),
     # Between the tests' sequences: those that are longer have other factors.
@@ -347,11 +377,11 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "scale")):
+            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "norm_f.weight", "scale")):
                 parameter.normal_(1, 0.3, generator=generator)
             else:
                 parameter.normal_(0, 0.15, generator=generator)
-            if family in KEEP_STATES and name.endswith("norm.weight") and "linear_attn" not in name:
+            if family in ADD_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
                 parameter.sub_(1)  # the model adds 1: as in Gemma, but recurrent layers magnify what is rounded
             if family == "gemma4" and name.endswith("q_norm.weight"):
                 parameter.mul_(0.3)  # scores are not scaled: large ones would magnify what is rounded
@@ -365,7 +395,8 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
     return model
 
 
-KEEP_STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+ADD_ONE = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+KEEP_STATES = (*ADD_ONE, "nemotron_h")
 """Families with recurrent layers: CPUs alone serve them, and nothing is taken back, so that nothing can draft."""
 CHOOSE_POSITIONS = ("deepseek_v32", "glm_moe_dsa")
 """Families whose tokens attend to positions that an index chooses."""

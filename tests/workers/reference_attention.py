@@ -38,6 +38,10 @@ class ReferenceAttention:
         self._config = config
         self._scale = config.attn_scale or config.head_dim**-0.5
         self._spans = config.layer_spans
+        attends = (index for index, span in enumerate(self._spans) if config.has_mixer(index) and not span.last)
+        self._last = max(
+            attends
+        )  # what it takes in of a sequence has been taken in by all layers that look at `cached`
         ropes = (config.rope, config.local_rope or config.rope)
         self._rotary = [
             None
@@ -135,7 +139,7 @@ class ReferenceAttention:
             rows = slice(begin, begin + count)
             outputs.append(self._attend_one(sequence, layer, q[rows], k[rows], v[rows], sinks))
             begin += count
-            if layer == self._config.num_layers - 1:
+            if layer == self._last:
                 sequence.cached += count
         return torch.cat(outputs)
 

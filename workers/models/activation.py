@@ -12,7 +12,7 @@ from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.kernels.base import LayerKernels
 
 Activate = Callable[[Tensor], Tensor]
-"""[n, 2·I], the gate and up projections, → [n, I]."""
+"""[n, 2·I], the gate and up projections, → [n, I]; without a gate [n, I] → [n, I]."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,22 @@ class LimitedSilu:
         return F.silu(gate.clamp(max=self.limit)).mul_(up.clamp(-self.limit, self.limit))
 
 
-Activation = Silu | GeluTanh | ClampedSwiglu | LimitedSilu
+@dataclass(frozen=True)
+class SquaredRelu:
+    """relu(up)², of Nemotron: no gate."""
+
+    def __call__(self, up: Tensor) -> Tensor:
+        return up.relu().square_()
+
+
+Activation = Silu | GeluTanh | ClampedSwiglu | LimitedSilu | SquaredRelu
 NAMES: dict[str, Activation] = {"silu": Silu(), "swish": Silu(), "gelu_pytorch_tanh": GeluTanh()}
+UNGATED: dict[str, Activation] = {"relu2": SquaredRelu()}
+
+
+def is_gated(activation: Activation) -> bool:
+    """Whether a feed-forward has a gate beside up."""
+    return activation not in UNGATED.values()
 
 
 def choose_activation(activation: Activation, kernels: LayerKernels) -> Activate:
@@ -59,8 +73,8 @@ def choose_activation(activation: Activation, kernels: LayerKernels) -> Activate
 
 
 def read_activation(fields: Fields, name: str, default: str) -> Activation:
-    """Field `name`; UnsupportedFeature for one that is not implemented."""
-    value = fields.text(name, default)
-    if value not in NAMES:
-        raise UnsupportedFeature(f"{fields.source}: {name} is {value!r}; only {', '.join(NAMES)} are implemented")
-    return NAMES[value]
+    """Field `name`, one with a gate unless the default has none; UnsupportedFeature for one that is not implemented."""
+    value, known = fields.text(name, default), UNGATED if default in UNGATED else NAMES
+    if value not in known:
+        raise UnsupportedFeature(f"{fields.source}: {name} is {value!r}; only {', '.join(known)} are implemented")
+    return known[value]

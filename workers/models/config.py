@@ -11,7 +11,7 @@ from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shard import WHOLE, Shard
 from tandem.cache.plan.spans import ALL, LAST, Chunk, Span, span_of
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.models.activation import Activation, read_activation
+from tandem.workers.models.activation import Activation, is_gated, read_activation
 from tandem.workers.models.compressed.fields import CompressedConfig, HyperConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
@@ -151,6 +151,11 @@ class ModelConfig:
     def intermediate_size_of(self, layer: int) -> int:
         """Of its dense feed-forward."""
         return self.intermediate_size << (self.wide_readers and layer >= self.num_layers - self.num_readers)
+
+    @property
+    def up_parts(self) -> int:
+        """Matrices in a feed-forward's first product: gate and up, or up alone."""
+        return 1 + is_gated(self.activation)
 
     @property
     def experts(self) -> range:

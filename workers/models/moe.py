@@ -17,7 +17,9 @@ class ExpertNames:
 
     block: str  # the submodule of the layer
     router: str  # within the block
-    projections: tuple[str, str, str] | None  # gate, up and down in `experts.<n>.<name>.weight`; None: no such layout
+    projections: (
+        tuple[str, ...] | None
+    )  # gate, if any, up and down in `experts.<n>.<name>.weight`; None: no such layout
     transposed: bool = False  # in the second layout, rows are of inputs, not of outputs
     shared: str = "shared_experts"  # what every token takes besides, within the block
     shared_gate: str | None = None  # a number for each token, whose sigmoid multiplies that; None: there is none

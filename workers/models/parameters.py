@@ -26,7 +26,7 @@ from tandem.workers.weights.weight import Weight, WeightStack
 class GatedParameters:
     """A dense feed-forward."""
 
-    gate_up: Weight  # [2·I, H]: gate, then up
+    gate_up: Weight  # [2·I, H]: gate, then up; [I, H] without a gate
     down: Weight  # [H, I]
 
 
@@ -37,7 +37,7 @@ class MoeParameters:
     router: Weight  # [E, H]
     correction: Tensor | None  # float32 [E], see Routing
     shared: GatedParameters | None  # a feed-forward that every token takes besides
-    gate_up: WeightStack  # [L, 2·I, H]
+    gate_up: WeightStack  # [L, 2·I, H], or [L, I, H] without a gate
     down: WeightStack  # [L, H, I]
     table: Tensor | None = None  # int64 [vocab, top_k]: the experts of each token id, where they are not chosen
     factors: Tensor | None = None  # [E], by which the weights of the chosen experts are multiplied
@@ -279,7 +279,7 @@ def _allocate_index(
 
 def _allocate_gated(config: ModelConfig, intermediate: int, new: Allocator) -> GatedParameters:
     return GatedParameters(
-        gate_up=new.linear(2 * intermediate, config.hidden_size, biased=config.mlp_bias),
+        gate_up=new.linear(config.up_parts * intermediate, config.hidden_size, biased=config.mlp_bias),
         down=new.linear(config.hidden_size, intermediate, biased=config.mlp_bias),
     )
 
@@ -293,7 +293,7 @@ def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator, layer: in
         correction=in_float32.when(moe.routing.corrected and not hashed, moe.num_experts),
         table=Allocator(torch.int64, new.device).when(hashed, config.vocab_size, moe.routing.top_k),
         shared=_allocate_gated(config, moe.shared_size, new) if moe.shared_size else None,
-        gate_up=experts(2 * moe.intermediate_size, hidden),
+        gate_up=experts(config.up_parts * moe.intermediate_size, hidden),
         down=experts(hidden, moe.intermediate_size),
         factors=new.when(moe.beside, moe.num_experts),
         shared_gate=None if moe.names.shared_gate is None else new.dense(1, hidden),

@@ -189,7 +189,9 @@ def _index_weights(parameters: IndexParameters, prefix: str) -> dict[str, Tensor
 
 def _gated_weights(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:
     rows = gated.down.columns
-    parts = (("gate_up_proj", 2 * rows),) if config.fused_names else (("gate_proj", rows), ("up_proj", rows))
+    parts = (("gate_proj", rows), ("up_proj", rows))[-config.up_parts :]
+    if config.fused_names:
+        parts = (("gate_up_proj", 2 * rows),)
     return gated.down.named(f"{prefix}.down_proj") | split_weights(prefix, gated.gate_up, parts)
 
 
@@ -212,8 +214,8 @@ def _moe_weights(
                 stored = tensor.transpose(1, 2) if names.transposed and kind == "weight" else tensor
                 weights[f"{experts}.{name}" + ("" if kind == "weight" else f"_{kind}")] = stored
         return weights
-    gate, up, down = names.projections
-    parts = ((gate, moe.intermediate_size), (up, moe.intermediate_size))
+    *first, down = names.projections
+    parts = tuple((name, moe.intermediate_size) for name in first)
     for index, expert in enumerate(config.experts):
         weights |= split_weights(f"{experts}.{expert}", parameters.gate_up.one(index), parts)
         weights |= parameters.down.one(index).named(f"{experts}.{expert}.{down}")

@@ -1,12 +1,15 @@
 """Which layer computes a recurrent state."""
 
-from tandem.workers.models.recurrent.fields import DeltaNetConfig, RecurrentConfig
+from tandem.workers.models.recurrent.fields import DeltaNetConfig, Mamba2Config, RecurrentConfig
 from tandem.workers.models.recurrent.gated_delta_net import GatedDeltaNet
-from tandem.workers.models.recurrent.parameters import DeltaNetParameters, RecurrentParameters
+from tandem.workers.models.recurrent.mamba2 import Mamba2
+from tandem.workers.models.recurrent.parameters import DeltaNetParameters, Mamba2Parameters, RecurrentParameters
 
 
-def prepare_recurrent(config: RecurrentConfig, eps: float, parameters: RecurrentParameters) -> GatedDeltaNet:
+def prepare_recurrent(config: RecurrentConfig, eps: float, parameters: RecurrentParameters) -> GatedDeltaNet | Mamba2:
     """eps: of its norm. parameters: those that allocate_recurrent made of the config."""
-    if isinstance(config, DeltaNetConfig) and isinstance(parameters, DeltaNetParameters):
-        return GatedDeltaNet(config, eps, parameters)
-    raise NotImplementedError(f"{type(config).__name__} has no layer")
+    if isinstance(config, Mamba2Config) and isinstance(parameters, Mamba2Parameters):
+        return Mamba2(config, eps, parameters)
+    assert isinstance(config, DeltaNetConfig)  # there are no others
+    assert isinstance(parameters, DeltaNetParameters)
+    return GatedDeltaNet(config, eps, parameters)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.cache.kernels.recurrent import DeltaShape, StateShape
+from tandem.cache.kernels.recurrent import DeltaShape, SsdShape, StateShape
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 
@@ -27,6 +27,17 @@ class DeltaNetConfig(RecurrentConfig):
 
     shape: DeltaShape
     by_key_head: bool
+
+
+@dataclass(frozen=True)
+class Mamba2Config(RecurrentConfig):
+    """biased, conv_biased: whether products, and the convolution, have biases. norm_groups: parts of the output that
+    are normalised each by itself."""
+
+    shape: SsdShape
+    biased: bool
+    conv_biased: bool
+    norm_groups: int
 
 
 def read_recurrent(fields: Fields, num_layers: int, *, by_key_head: bool) -> DeltaNetConfig:

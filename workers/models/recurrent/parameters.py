@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.workers.models.recurrent.fields import DeltaNetConfig, RecurrentConfig
+from tandem.workers.models.recurrent.fields import DeltaNetConfig, Mamba2Config, RecurrentConfig
 from tandem.workers.weights.allocator import Allocator
 from tandem.workers.weights.weight import Weight, split_weights
 
@@ -29,10 +29,34 @@ class DeltaNetParameters(RecurrentParameters):
     rates: Weight  # [2·Hv, H]: b, of which beta is made, then a, of which the decay is made
 
 
+@dataclass(frozen=True, slots=True)
+class Mamba2Parameters(RecurrentParameters):
+    """inputs [Hv·Dv + C + Hv, H]: the gates z of the output, then x, B and C, then what Δ is made of. norm [Hv·Dv]."""
+
+    conv_bias: Tensor | None  # [C]
+    skip: Tensor  # float32 [Hv], D
+
+
 def allocate_recurrent(config: RecurrentConfig, hidden: int, new: Allocator) -> RecurrentParameters:
-    if isinstance(config, DeltaNetConfig):
-        return _allocate_delta_net(config, hidden, new)
-    raise NotImplementedError(f"{type(config).__name__} has no parameters")
+    if isinstance(config, Mamba2Config):
+        return _allocate_mamba2(config, hidden, new)
+    assert isinstance(config, DeltaNetConfig)  # there are no others
+    return _allocate_delta_net(config, hidden, new)
+
+
+def _allocate_mamba2(config: Mamba2Config, hidden: int, new: Allocator) -> Mamba2Parameters:
+    shape, exact = config.shape, Allocator(torch.float32, new.device)
+    values = shape.heads * shape.output_dim
+    return Mamba2Parameters(
+        inputs=new.linear(values + shape.channels + shape.heads, hidden, biased=config.biased),
+        conv=new(shape.channels, 1, shape.tail + 1),
+        conv_bias=new.when(config.conv_biased, shape.channels),
+        decay=exact(shape.heads),
+        decay_bias=exact(shape.heads),
+        skip=exact(shape.heads),
+        norm=new(values),
+        o=new.linear(hidden, values, biased=config.biased),
+    )
 
 
 def _allocate_delta_net(config: DeltaNetConfig, hidden: int, new: Allocator) -> DeltaNetParameters:
@@ -58,9 +82,12 @@ def recurrent_weights(config: RecurrentConfig, parameters: RecurrentParameters, 
         f"{prefix}.norm.weight": parameters.norm,
         **parameters.o.named(f"{prefix}.out_proj"),
     }
-    if isinstance(config, DeltaNetConfig) and isinstance(parameters, DeltaNetParameters):
-        return _delta_net_products(config, parameters, prefix) | shared
-    raise NotImplementedError(f"{type(config).__name__} has no names")
+    if isinstance(parameters, Mamba2Parameters):
+        bias = {} if parameters.conv_bias is None else {f"{prefix}.conv1d.bias": parameters.conv_bias}
+        return parameters.inputs.named(f"{prefix}.in_proj") | shared | bias | {f"{prefix}.D": parameters.skip}
+    assert isinstance(config, DeltaNetConfig)
+    assert isinstance(parameters, DeltaNetParameters)
+    return _delta_net_products(config, parameters, prefix) | shared
 
 
 def _delta_net_products(config: DeltaNetConfig, parameters: DeltaNetParameters, prefix: str) -> dict[str, Tensor]:

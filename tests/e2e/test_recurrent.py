@@ -25,7 +25,7 @@ from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.support.tvm_cache import TvmCache
 from tests.support.waiting import until
 
-CHUNK = 64  # tokens that the delta rule takes at a time
+CHUNK = 64  # tokens that the rules take at a time
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
 OUTPUT = 9
 VISION: dict[str, Any] = dict(
@@ -48,11 +48,12 @@ def is_idle(island: Island) -> bool:
     return all(one.is_empty and one.room(1).free == one.room(1).total for one in caches)
 
 
-@pytest.mark.gate("64")
+@pytest.mark.gate("qwen3_next-64")
 @pytest.mark.parametrize("chunk", [1, CHUNK - 1, CHUNK, CHUNK + 1])
-def test_prompts_are_cut_anywhere(chunk: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen3_next", "nemotron_h"])
+def test_prompts_are_cut_anywhere(case: str, chunk: int, tmp_path: Path) -> None:
     """All at once, so that chunks of some share forwards with others' rows, beside requests that are cancelled."""
-    folder = save_checkpoint("qwen3_next", tmp_path)
+    folder = save_checkpoint(case, tmp_path)
     prompts = [random_prompt(length, length) for length in LENGTHS]
     expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
     with running_island(folder, {"scheduler.max_batch_tokens": chunk}) as island, island.client() as client:
@@ -101,8 +102,10 @@ def test_other_tensors_are_named(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_each_choice_has_a_state_of_its_own(tmp_path: Path) -> None:
-    folder = save_checkpoint("qwen3_5", tmp_path)
+@pytest.mark.gate("qwen3_5")
+@pytest.mark.parametrize("case", ["qwen3_5", "nemotron_h"])
+def test_each_choice_has_a_state_of_its_own(case: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(case, tmp_path)
     prompt = random_prompt(CHUNK + 5, 1)
     expected = greedy(load_oracle(folder), prompt, OUTPUT)
     asked: dict[str, Any] = {"prompt": prompt, "n": 2, "max_tokens": OUTPUT, "return_token_ids": True}
@@ -121,10 +124,11 @@ def test_each_choice_has_a_state_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_requests_that_move_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["qwen3_next", "nemotron_h"])
+def test_requests_that_move_are_computed_again(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And prompts that their decode worker computes beside its rows."""
     move_back_and_forth(2, monkeypatch)
-    folder = save_checkpoint("qwen3_next", tmp_path)
+    folder = save_checkpoint(case, tmp_path)
     prompts = [random_prompt(5 + 9 * number, seed=number) for number in range(6)]
     expected = greedy_all(load_oracle(folder), prompts, 40)
     settings = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02, "scheduler.max_batch_tokens": 48}

@@ -56,10 +56,10 @@ class Served:
         return island.epoch == epoch and len(island.workers) == 2
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("qwen3_next")
-    make_checkpoint(folder, "qwen3_next")
+@pytest.fixture(scope="module", params=["qwen3_next"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(folder, request.param)
     cluster = Cluster(load_config(None, {"model.path": str(folder), **SETTINGS}), LocalProcesses(2 * STEADY))
     address = cluster.start()
     try:
@@ -68,8 +68,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         cluster.stop()
 
 
-@pytest.mark.gate("decode")
-@pytest.mark.parametrize("lost", [0, 1], ids=["prefill", "decode"])
+@pytest.mark.gate("qwen3_next-decode")
+@pytest.mark.parametrize(
+    ("served", "lost"),
+    [(family, lost) for family in ("qwen3_next", "nemotron_h") for lost in (0, 1)],
+    indirect=["served"],
+    scope="module",
+    ids=[f"{family}-{lost}" for family in ("qwen3_next", "nemotron_h") for lost in ("prefill", "decode")],
+)
 def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
     """Beside a request that goes on, and one that comes later. What clients have is computed again as a prompt."""
     prompt, count = random_prompt(CHUNK - 10, 7 + lost, VOCABULARY), 2 * CHUNK

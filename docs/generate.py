@@ -49,7 +49,7 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 | `tracing.sample_ratio` | must be 1.0 where `tracing.endpoint` is null |
 | `metrics.host` | must be 127.0.0.1 where `metrics.port` is null |
 | `metrics.host` | the same as `gateway.host`, unless `metrics.public` is true |
-| `gateway.http_port` | must differ from `gateway.port`; it needs `pip install -e '.[http]'` |
+| `gateway.http_port` | must differ from `gateway.port` |
 | `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
 | `security.tls_at_proxy` | needs a token, and no `security.tls_cert` |

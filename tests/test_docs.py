@@ -4,10 +4,14 @@ import fnmatch
 import re
 import runpy
 import subprocess
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tandem.cache.extras import DISTRIBUTION
 from tandem.cluster.config.cluster_config import ClusterConfig
 
 pytestmark = pytest.mark.check
@@ -24,6 +28,8 @@ SECTIONS = [name for name, value in ClusterConfig().model_dump().items() if isin
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+INSTALL = re.compile(r"""(?:pip3?|uv) install[^\n&;`]*""")
+ANOTHER = re.compile(r"""[ '"]tandem(?:\[|['" =<>`]|$)""")
 PLACEHOLDER = re.compile(r"<[^>]+>")
 KEY = re.compile(rf"(?<![\w/])({'|'.join(SECTIONS)})\.(?!py\b)(\w+)")
 
@@ -88,10 +94,31 @@ def test_a_path_that_is_not_there_is_noticed() -> None:
     assert [path for path in sorted(paths(text)) if exists(path)] == ["cache/digest.py"]
 
 
-def test_no_text_installs_another_project_of_our_name() -> None:
-    """An index has one. Until ours has a name there, it is installed from a checkout, by tandem.cache.extras."""
+def test_installs_name_our_distribution() -> None:
+    """An index has another project of the import name. Extras exist, and a checkout is installed by its pins."""
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    assert project["name"] == DISTRIBUTION
     kinds = ("*.py", "*.md", "*.yaml", "*.sh", "Dockerfile", "*.service", "Makefile")
     files = subprocess.run(["git", "ls-files", "--", *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
-    told = re.compile(r"""(?:pip3?|uv) install[^\n&;`]*?[ '"]tandem(?:\[|['" =<>])""")
-    found = [name for name in files.stdout.split() if told.search((ROOT / name).read_text())]
-    assert found == []
+    found = {name: wrong_installs((ROOT / name).read_text(), project) for name in files.stdout.split()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def wrong_installs(text: str, project: Mapping[str, Any]) -> list[str]:
+    """Commands that install a project of another name, an extra that is not there, or a checkout without its pins."""
+    wrong = []
+    for command in INSTALL.findall(text):
+        checkout = re.search(r"-e '?\.", command)
+        extras = re.search(r"""(?:tandem-serve|\.|\.whl\)?)\[([\w,]+)\]""", command)
+        unknown = {*extras[1].split(",")} - {*project["optional-dependencies"]} if extras else set[str]()
+        if ANOTHER.search(command) or unknown or (checkout and "-c constraints.txt" not in command):
+            wrong.append(command)
+    return wrong
+
+
+def test_a_wrong_install_is_noticed() -> None:
+    project = {"optional-dependencies": {"nixl": []}}
+    for command in ("tandem", "'tandem[nixl]'", "'tandem-serve[fast]'", "-e .", "-e '.[nixl]'", "tandem==1"):
+        assert wrong_installs(f"x `pip install {command}`.", project), command
+    for command in ("tandem-serve", "'tandem-serve[nixl]'", "-c constraints.txt -e '.[nixl]'", "torch ; cd tandem"):
+        assert not wrong_installs(f"x pip install {command}", project), command

@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tandem import __version__
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
@@ -53,7 +53,7 @@ Address = Annotated[
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"tandem {package_version('tandem')}")
+        print(f"tandem {__version__}")
         raise typer.Exit
 
 
@@ -359,4 +359,4 @@ def build_kernels(
 @app.command()
 def version() -> None:
     """Print tandem's version."""
-    print(f"tandem {package_version('tandem')}")
+    print(f"tandem {__version__}")

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
+from tandem import __version__
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.routing.islands import Islands
@@ -40,7 +40,7 @@ class ClusterAccount:
         """As info(), with the gateway processes of this host only."""
         info = inference_pb2.ClusterInfo(
             name=self.config.name,
-            version=version("tandem"),
+            version=__version__,
             uptime_seconds=time.monotonic() - self.started,
             islands=await self.islands.info(self.config.island.transport),
             http_address=self.http_address,

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from types import MappingProxyType
 
+from tandem import __version__
 from tandem.cluster.frontends.anthropic.answer import MessagesErrors, messages_answer
 from tandem.cluster.frontends.anthropic.body import MessagesBody
 from tandem.cluster.frontends.anthropic.count import CountBody, read_count
@@ -91,7 +91,7 @@ def api_routes(
         COUNT_TOKENS: (("POST",), partial(tokenization.count, read_count)),
         "/tokenize": (("POST",), tokenization.tokenize),
         "/detokenize": (("POST",), tokenization.detokenize),
-        "/version": (READS, _constant({"version": version("tandem")})),
+        "/version": (READS, _constant({"version": __version__})),
     }
     routes[OPENAPI] = (READS, OpenApi(routes, beside or {}, BODIES).serve)
     return routes

@@ -10,9 +10,9 @@ import os
 import socket
 import threading
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Any, Protocol
 
+from tandem import __version__
 from tandem.cluster.errors import TandemError
 from tandem.cluster.processes.forks.fork_orders import is_ours
 
@@ -125,7 +125,7 @@ class Offer:
 
     def _serve(self, line: Line) -> bool:
         """Whether this cluster ends."""
-        hello = {"protocol": PROTOCOL, "version": version("tandem"), "pid": os.getpid()} | self._cluster.offered()
+        hello = {"protocol": PROTOCOL, "version": __version__, "pid": os.getpid()} | self._cluster.offered()
         line.send(hello)
         self._cluster.rest(True)
         while (order := line.receive(None)) is not None:

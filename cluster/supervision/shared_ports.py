@@ -3,11 +3,9 @@
 import socket
 from collections.abc import Set
 from contextlib import ExitStack
-from importlib.util import find_spec
 
-from tandem.cache.extras import install
 from tandem.cluster.config.sections import GatewaySection, MetricsSection
-from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.errors import StartFailed
 
 
 class SharedPorts:
@@ -64,7 +62,7 @@ class SharedPorts:
 
 
 def check_ports(section: GatewaySection, metrics: MetricsSection, beside: Set[int] = frozenset()) -> None:
-    """StartFailed when another program has one of the ports, ConfigError where HTTP is not installed.
+    """StartFailed when another program has one of the ports.
 
     beside: as SharedPorts'. Where gateway.nodes leaves this host out, perhaps, its ports do not count.
     """
@@ -76,13 +74,7 @@ def check_ports(section: GatewaySection, metrics: MetricsSection, beside: Set[in
         (metrics.host, metrics.port, "metrics.port", "--set metrics.port=…"),
     )
     for host, port, key, option in over_http:
-        if port is None:
-            continue
-        if find_spec("uvicorn") is None:
-            raise ConfigError(
-                f"{key} is {port}; it needs uvicorn, which is not installed: {install('http')}, or leave the port out"
-            )
-        if is_here and port not in beside:
+        if port is not None and is_here and port not in beside:
             _check_port(host, port, key, option)
 
 

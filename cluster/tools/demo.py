@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--speculate", nargs="?", const="draft_model", choices=list(SPECULATION), help="draft tokens, and verify them"
     )
     speculate = parser.parse_args(arguments).speculate
+    if not MODEL.is_dir():
+        parser.error(f"{MODEL} is not there: only a checkout has the demo's model, and no wheel; use `make demo`")
     console = Console()
     before = set(os.listdir("/dev/shm"))
     console.print("[bold]tandem demo[/]: a Llama of 3 million parameters, 1 prefill and 1 decode worker")

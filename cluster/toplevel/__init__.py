@@ -1,6 +1,6 @@
-"""What `import tandem` gives: launch, connect, LLM, AsyncLLM, Output, Answer, Client and AsyncClient.
+"""What `import tandem` gives: launch, connect, LLM, AsyncLLM, Output, Answer, Client, AsyncClient and __version__.
 
-Each is imported when it is first used, so that `import tandem.cache` stays as light as it is.
+Each of the first eight is imported when it is first used, so that `import tandem.cache` stays as light as it is.
 """
 
 from importlib import import_module
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tandem.cluster.llm import Output as Output
     from tandem.cluster.llm import connect as connect
     from tandem.cluster.llm import launch as launch
+
+__version__ = "0.2.0.dev0"
 
 HOMES = {
     "tandem.cluster.client": ("AsyncClient", "Client"),

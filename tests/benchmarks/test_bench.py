@@ -128,7 +128,7 @@ def test_without_matplotlib_there_are_results_and_advice(checkout: Path) -> None
         timeout=60,
         check=True,
     )
-    assert "pip install -e '.[bench]'" in done.stdout
+    assert "pip install 'tandem-serve[bench]'" in done.stdout
     assert (checkout / "out" / "plain.json").exists()
     shutil.rmtree(checkout / "out")
 

@@ -25,7 +25,7 @@ def pages_of(layout: KVLayout) -> tuple[int, ...]:
 
 def registered_island(name: str, config: TransportConfig) -> list[Transport]:
     if name == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
+        pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
     return [create_transport(name, config.of(pe)) for pe in range(config.num_pes)]
 
 

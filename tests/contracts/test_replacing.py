@@ -33,7 +33,7 @@ CONFIG = TransportConfig(
 @pytest.fixture(params=["tcp", "nixl"])
 def name(request: pytest.FixtureRequest) -> str:
     if request.param == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
+        pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
     return request.param
 
 

@@ -11,6 +11,7 @@ import click
 import ray.scripts.scripts
 import typer.main
 
+import tandem
 from tandem.cluster.cli.commands import app
 from tandem.cluster.supervision import gateway_supervisor, island
 from tandem.cluster.supervision.launcher import Cluster
@@ -18,7 +19,7 @@ from tandem.cluster.supervision.launcher import Cluster
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-VERSION: str = PROJECT["project"]["version"]
+VERSION: str = tandem.__version__
 EXTRAS = set(PROJECT["project"]["optional-dependencies"])
 PINS = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
 RAY_START: Any = ray.scripts.scripts.cli.commands["start"]  # type: ignore[attr-defined]

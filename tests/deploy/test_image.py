@@ -48,7 +48,7 @@ def test_the_dockerfile_is_true() -> None:
         ("RAY_worker_niceness=0", "RAY_worker_niceness=15", "Ray's settings"),
         ("pip install -c constraints.txt setuptools", "pip install setuptools", "not pinned"),
         ("constraints.txt setuptools", "constraints.txt wheel", "does not pin it"),
-        ("EXTRAS=http,guided\nENV", "EXTRAS=http,fast\nENV", "ARG EXTRAS=http,fast"),
+        ("EXTRAS=tracing\nENV", "EXTRAS=tracing,fast\nENV", "ARG EXTRAS=tracing,fast"),
         ("ARG GPU=", "ARG PIP_TOKEN=\nARG GPU=", "secret"),
         ("then \\", "than \\", "syntax error"),
         ("BUILD_BASE=ubuntu:24.04", "BUILD_BASE=ubuntu", "no tag"),

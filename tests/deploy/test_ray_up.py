@@ -152,7 +152,7 @@ def test_an_error_in_the_one_of_several_hosts_is_found(before: str, after: str, 
         ("tandem down --timeout 120 ||", "tandem down --wait 120 ||", "--wait"),
         ("bin/tandem status'", "bin/tandem state'", "none of the commands"),
         ("get-auth-token --generate", "get-auth-token --make", "--make"),
-        ("cuda13,http", "cuda14,http", "cuda14"),
+        ("[cuda13]", "[cuda14]", "cuda14"),
     ],
 )
 def test_an_error_in_it_is_found(before: str, after: str, finding: str) -> None:

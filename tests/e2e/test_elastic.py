@@ -46,7 +46,7 @@ OVERRIDES: dict[str, Any] = {
 @pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.long)])
 def served(small_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
+        pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
     overrides = {"model.path": str(small_model), "island.transport": request.param, **OVERRIDES}
     cluster = Cluster(load_config(None, overrides), LocalProcesses(STEADY))
     yield cluster.start()

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import jsonschema
 import pytest
 import torch
 
+from tandem import __version__
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.worker import Worker
@@ -408,7 +408,7 @@ def test_what_cannot_be_tokenized(island: Island, path: str, body: dict[str, Any
 
 
 def test_version_and_ping(island: Island) -> None:
-    assert get(island.http, "/version").json() == {"version": version("tandem")}
+    assert get(island.http, "/version").json() == {"version": __version__}
     assert get(island.http, "/ping").json() == {"status": "ok"}
     assert post(island.http, "/ping", {}).status_code == 200
 

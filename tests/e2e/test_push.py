@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["shared_memory", "tcp", "nixl"])
 def island(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Island]:
     if request.param == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
+        pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
     settings = {"island.num_decode": 3, "scheduler.max_batch_tokens": 512, "island.transport": request.param}
     with running_island(checkpoint, settings) as island:
         yield island

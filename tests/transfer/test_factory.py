@@ -20,5 +20,5 @@ def test_transports_are_known_by_name() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("nvshmem") is not None, reason="nvshmem4py is installed")
 def test_what_nvshmem_lacks_is_said() -> None:
-    with pytest.raises(TransportError, match=r"No module named 'nvshmem'; pip install -e '\.\[cuda13\]' or "):
+    with pytest.raises(TransportError, match=r"No module named 'nvshmem'; pip install 'tandem-serve\[cuda13\]' or "):
         create_transport("nvshmem", CONFIG)

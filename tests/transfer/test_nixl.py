@@ -24,7 +24,7 @@ from tests.transfer.layouts import PAGE_SIZE, two_groups
 from tests.transfer.peer_process import peer_config
 from tests.transfer.peers import StartPeer, check_rounds, join_all
 
-pytest.importorskip("nixl", reason="nixl is not installed; pip install -e '.[nixl]'")
+pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
 
 from tandem.transfer.nixl import devices, exchange, transport  # needs the package
 from tandem.transfer.nixl.peer import NOTE, SLOTS, Item, Note

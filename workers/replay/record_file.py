@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 from zlib import crc32
 
+from tandem import __version__
 from tandem.workers.config import Role, SpeculationSettings, WorkerConfig
 from tandem.workers.logs import LogSettings
 from tandem.workers.replay.errors import BadRecord, RecordError
@@ -66,7 +66,7 @@ class Header:
         public = replace(config, token="", logging=LogSettings(), record=None, epochs=())
         model, host = model_digest(Path(config.model_path)), BOOT_ID.read_text().strip()
         run = sha256(f"{MAGIC} {config.token}".encode()).hexdigest()[:RUN_DIGITS]
-        return cls(public, num_pages, layout, model, host, run, time.monotonic_ns(), prompts, types, version("tandem"))
+        return cls(public, num_pages, layout, model, host, run, time.monotonic_ns(), prompts, types, __version__)
 
     def line(self) -> bytes:
         text = json.dumps(asdict(self)).encode()

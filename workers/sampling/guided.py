@@ -1,4 +1,4 @@
-"""Grammars that a request's output has to follow, compiled by llguidance: the extra `guided`."""
+"""Grammars that a request's output has to follow, compiled by llguidance."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.cache.extras import install
 from tandem.cache.plan.arrays import Int32Array
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.tokenizer_files import TokenizerFiles
@@ -141,10 +140,8 @@ class Grammars:
                 self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, guided: Guided) -> "LLMatcher":
-        try:
-            from llguidance import LLMatcher, LLParserLimits, grammar_from
-        except ModuleNotFoundError:
-            raise InvalidGuide(f"grammars need llguidance, which the server lacks: {install('guided')}") from None
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
+
         tokenizer = self._tokenizer = self._tokenizer or self._read_tokenizer()
         text = json.dumps(guided.texts) if guided.kind == "choice" else guided.texts[0]
         try:

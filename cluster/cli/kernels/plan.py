@@ -36,6 +36,7 @@ from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.ranks.device_ranks import exchange_cubin
+from tandem.workers.ranks.shared_ranks import SOURCE as SUMS
 from tandem.workers.runner.kernel_plan import plan_cubins
 from tandem.workers.runner.model_cache import kv_layout
 
@@ -98,7 +99,9 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
         raise ConfigError(f"cache.{error}") from error
     there: list[str] = []
     missing = [
-        build for build, is_there in _plan_c(on_gpu=target is not None) if not is_there or there.append(build.title)
+        build
+        for build, is_there in _plan_c(config.island.ranks.has_several, on_gpu=target is not None)
+        if not is_there or there.append(build.title)
     ]
     lacking: list[str] = []
     if target is not None:
@@ -118,9 +121,10 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
     return KernelPlan(tuple(largest_first(missing)), tuple(there), tuple(lacking))
 
 
-def _plan_c(*, on_gpu: bool) -> Iterator[tuple[Build, bool]]:
-    """What the processor computes. Where the workers are CPUs, that is attention and layers, too."""
-    for source in (PAGE_COUNTS, PAGE_LOOK_UP, COPY_PLAN, *(() if on_gpu else (CREW, ATTENTION, LAYER))):
+def _plan_c(has_several_ranks: bool, *, on_gpu: bool) -> Iterator[tuple[Build, bool]]:
+    """What the processor computes. Where the workers are CPUs, that is attention, layers and sums of ranks, too."""
+    of_cpus = () if on_gpu else (CREW, ATTENTION, LAYER, *((SUMS,) if has_several_ranks else ()))
+    for source in (PAGE_COUNTS, PAGE_LOOK_UP, COPY_PLAN, *of_cpus):
         build = Build(f"C {source.name}", json.dumps({"library": str(source)}), 1, C_BYTES)
         yield build, find_library(source, cache_folder()) is not None
 

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from tandem import __version__
 from tandem.cluster.frontends.http.app import Routes
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, encode
@@ -53,7 +53,7 @@ def description(routes: Routes, bodies: Mapping[str, type[BodyObject]]) -> dict[
     }
     return {
         "openapi": DIALECT,
-        "info": {"title": "tandem", "version": version("tandem")},
+        "info": {"title": "tandem", "version": __version__},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"token": []}],  # only where the gateway has one

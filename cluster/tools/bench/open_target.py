@@ -7,10 +7,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from tandem.cache.extras import install
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.credentials import ClientSecurity, read_token
-from tandem.cluster.errors import CallError, UsageError
+from tandem.cluster.errors import CallError
 from tandem.cluster.tools.bench.sessions import Message
 from tandem.cluster.tools.bench.targets import Refused, Served, Target, TargetSpec
 from tandem.cluster.tools.bench.timeline import Running
@@ -22,10 +21,8 @@ def open_target(spec: TargetSpec) -> Target:
     """Raises ConfigError, UsageError."""
     token = None if spec.token_file is None else read_token(Path(spec.token_file))
     if spec.urls:
-        try:
-            from tandem.cluster.tools.bench.openai import OpenAiTarget
-        except ModuleNotFoundError as error:
-            raise UsageError(f"--url needs {error.name}: {install('bench')}") from None
+        from tandem.cluster.tools.bench.openai import OpenAiTarget
+
         return RoundRobin([OpenAiTarget(url, spec, token) for url in spec.urls])
     return GrpcTarget(spec.grpc, ClientSecurity(token, spec.tls_ca, spec.tls_cert, spec.tls_key), spec)
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
+import tandem
 from tandem.cluster.cli import commands as cli
 from tandem.cluster.cli.runtime_dir import ClusterLock, running_cluster
 from tandem.cluster.config.cluster_config import ClusterConfig
@@ -50,7 +51,7 @@ def failed(capsys: Capture, *arguments: str) -> tuple[int, str]:
 
 def test_version(capsys: Capture) -> None:
     assert run("version") == 0
-    assert capsys.readouterr().out == "tandem 0.2.0.dev0\n"
+    assert capsys.readouterr().out == f"tandem {tandem.__version__}\n"
 
 
 def test_help_imports_nothing_heavy() -> None:

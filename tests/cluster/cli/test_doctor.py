@@ -193,7 +193,7 @@ def test_nixl_is_named_with_what_it_writes_over(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "mlx5_0").mkdir()
     assert findings()["nixl"] == Finding("nixl", "1.5.2, over RDMA (mlx5_0) and TCP")
     monkeypatch.setattr(doctor, "version", no_package)
-    assert "pip install -e '.[nixl]'" in findings()["nixl"].advice
+    assert "pip install 'tandem-serve[nixl]'" in findings()["nixl"].advice
 
 
 def test_memory_files_may_be_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,14 +331,6 @@ class TestPorts:
             Cluster(config, processes).start()
         assert not processes.specs
 
-    def test_the_extra_is_asked_for_before_anything_starts(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.supervision.shared_ports.find_spec", lambda name: None)
-        processes = FakeProcesses()
-        config = load_config(None, {"model.path": str(model), "gateway.port": 0, "gateway.http_port": 0})
-        with pytest.raises(ConfigError, match=r"pip install -e '\.\[http\]'"):
-            Cluster(config, processes).start()
-        assert not processes.specs
-
     def test_both_frontends_cannot_share_one(self) -> None:
         with pytest.raises(
             ConfigError, match=r"gateway\.http_port is 50051; it must be another one than gateway\.port"

@@ -163,7 +163,9 @@ def test_a_prefill_and_a_decode_worker_die_at_once(served: str, expected: list[t
     streams = Streams(served, expected)
     streams.await_begun()
     before = kill(served, PREFILL, DECODE)
-    assert sorted(set(streams.attempts())) == [1, 2]
+    attempts = streams.attempts()
+    assert min(attempts) == 1
+    assert max(attempts) in (2, 3), "one that is placed again may meet the other that has died"
     check_replaced(served, before, PREFILL, DECODE)
     assert Streams(served, expected).attempts() == [1] * STREAMS
 
@@ -232,6 +234,26 @@ def test_workers_leave_and_join_and_no_stream_is_placed_again(
     until(lambda: whole(served))
     assert [pid for pid in pids(served) if pid in before] == [before[PREFILL], before[DECODE]]
     assert Streams(served, expected).attempts() == [1] * STREAMS
+
+
+@pytest.mark.long
+def test_what_ends_in_time_is_not_moved(small_model: Path, expected: list[tuple[list[int], list[int]]]) -> None:
+    """On a worker that leaves, whichever of two gateway processes has the requests."""
+    overrides = {"island.transport": "tcp", "recovery.drain_seconds": 100.0, "gateway.processes": 2}
+    cluster = Cluster(
+        load_config(None, {"model.path": str(small_model), **OVERRIDES, **overrides}), LocalProcesses(STEADY)
+    )
+    address = cluster.start()
+    try:
+        streams = Streams(address, expected)
+        streams.await_begun()
+        before = pids(address)
+        assert scale(address, 1, 1) == 2
+        assert [(one.attempts, one.moves) for one in streams.timings()] == [(1, 0)] * STREAMS
+        until(lambda: whole(address, 2))
+        assert pids(address) == [before[PREFILL], before[DECODE]]
+    finally:
+        cluster.stop()
 
 
 @pytest.mark.long

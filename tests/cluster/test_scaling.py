@@ -11,6 +11,7 @@ import pytest
 from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused
 from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape, keep_members, plan_change
+from tandem.cluster.supervision.islands import worker_changes
 from tandem.cluster.supervision.islands.elastic_island import LEAST_PLACES
 from tandem.workers.config import Role
 from tests.cluster.fake_processes import FakeProcess, FakeProcesses, room_of_each
@@ -244,6 +245,29 @@ class TestElasticIsland:
             (*_, (_, _, epochs)) = arguments_of(first[0], "share_cores")
             assert epochs[:4] == (1, 1, 3, 0)
             assert all(state.workers for state in cluster.states), "the island took no requests for a moment"
+
+    def test_the_outcome_comes_once_new_workers_are_warm(self) -> None:
+        with elastic() as cluster:
+            cluster.gateway.silent.add("update_island")
+            outcome = scale(cluster, 1, 2)
+            until(lambda: len(cluster.states) == 3)
+            cluster.gateway.answer_pending("update_island", None)
+            with pytest.raises(TimeoutError):
+                outcome.result(0.1)
+            cluster.gateway.answer_pending("update_island", None)
+            assert outcome.result(30).started == 1
+
+    def test_a_gateway_that_is_slow_to_hear_of_it_is_not_taken_for_done(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_changes, "GATEWAY_SECONDS", 0.01)
+        with elastic() as cluster:
+            scale(cluster, 1, 2).result(30)
+            cluster.gateway.silent.add("update_island")
+            outcome = scale(cluster, 1, 1)
+            until(lambda: len(arguments_of(cluster.gateway, "unfinished")) > 1)
+            assert not any(member.killed for member in cluster.last.members)
+            cluster.gateway.silent.remove("update_island")
+            cluster.gateway.answer_pending("update_island", None)
+            assert outcome.result(30).ended == 1
 
     def test_the_role_of_a_process_changes_and_its_weights_stay(self) -> None:
         with elastic() as cluster:

@@ -47,6 +47,7 @@ class WorkerChanges:
         self._budget = budget
         self._stop = stop
         self._leaving: set[int] = set()  # PEs that get no more requests
+        self._updates: list[Future[Any]] = []  # that tell the gateway of new workers, which are warm once they end
 
     def replace(self, lost: ProcessEnded, others: Collection[int] = ()) -> None:
         """Gives the place of a lost worker to another, and those of workers that are lost meanwhile. others: PEs that
@@ -85,7 +86,8 @@ class WorkerChanges:
         started, ended = len(change.joining), len(change.leaving)
         kept = len(before) - ended
         name, epoch = self._account.name, self._account.epoch
-        return ScaleOutcome(name, epoch, shape, kept, started, ended, seconds_away=0.0), self._tell()
+        outcome = ScaleOutcome(name, epoch, shape, kept, started, ended, seconds_away=0.0)
+        return outcome, [*self._updates, *self._tell()]
 
     def _join(self, roles: Sequence[Role]) -> None:
         island, epoch = self._island, self._account.draw()
@@ -121,7 +123,7 @@ class WorkerChanges:
     def _seat(self, pes: Collection[int], epoch: int) -> None:
         self._island.seat(pes, epoch)
         self._account.epoch = epoch
-        self._tell()
+        self._updates += self._tell()
 
     def _drain(self, pes: Collection[int], leaving: Collection[int]) -> None:
         """Returns once the gateway has nothing at these workers any more, and those in `leaving` have left.
@@ -130,12 +132,13 @@ class WorkerChanges:
         moved in time is placed again.
         """
         self._leaving = set(pes)
-        self._stop.answers(self._tell(), GATEWAY_SECONDS)
+        told = self._tell()
+        self._stop.answers(told, GATEWAY_SECONDS)
         moves = time.monotonic() + self._recovery.drain_seconds
         while self._leaving and (now := time.monotonic()) < moves + MOVE_SECONDS:
             asked = self._account.ask_unfinished(self._leaving, move=now >= moves)
             counts = self._stop.answers(asked, GATEWAY_SECONDS)
-            if not any(counts) and all(call.done() for call in asked):  # one that is gone has ended its call
+            if not any(counts) and all(call.done() for call in (*told, *asked)):  # those of a lost process have ended
                 break
             try:
                 self._island.look()

@@ -335,7 +335,7 @@ class RecoverySection(Section):
     """a link between hosts that is down for less costs a pause; a host that stays silent for twice as long and a second
     is cut off: its workers end themselves, and three seconds later their island starts elsewhere"""
     drain_seconds: Seconds = Field(default=10.0, ge=0, le=86400)
-    """longest wait for what the other workers of a broken island can finish"""
+    """longest wait for what the other workers of a broken island, or a worker that is to leave one, can finish"""
     max_restarts: Restarts = Field(default=10, le=1 << 20)
     """most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster"""
     window_seconds: Seconds = Field(default=600.0, gt=0, le=86400)

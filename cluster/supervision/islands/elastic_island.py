@@ -15,7 +15,7 @@ from tandem.workers.config import Role, WorkerConfig
 LEAVE_SECONDS = 5.0  # for a worker that leaves to close what it holds
 
 
-LEAST_PLACES = 8  # each costs a worker two rows of its mailbox, and with NIXL 9 MB of rings
+LEAST_PLACES = 8  # each costs a worker two rows of its mailbox, and with NIXL 10 MB of rings
 
 
 def places(config: ClusterConfig) -> int:

@@ -1,6 +1,7 @@
 """The policy of roles at work: on counts as the gateway keeps them, with islands that the test makes."""
 
 import math
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import astuple
 from typing import Any
@@ -58,11 +59,12 @@ class Islands:
         self.pending = Future()
         return self.pending
 
-    def form(self, prefill: int, decode: int, missing: int = 0) -> None:
-        """The island serves in that shape; with none it does not. missing: workers that are being replaced."""
+    def form(self, prefill: int, decode: int, missing: int = 0, leaving: Collection[int] = ()) -> None:
+        """The island serves in that shape; with none it does not. missing: workers that are being replaced. leaving:
+        PEs of workers that are to leave it."""
         roles = Shape(prefill, decode).roles[: prefill + decode - missing]
         workers = tuple(WorkerAddress(role, pe, f"127.0.0.1:{pe + 1}", "token") for pe, role in enumerate(roles))
-        self._membership.update("c", 1, 0, workers, missing=missing)
+        self._membership.update("c", 1, 0, workers, missing=missing, leaving=frozenset(leaving))
 
     def end(self, error: Exception | None = None) -> None:
         pending, self.pending = self.pending, None
@@ -112,6 +114,13 @@ def test_no_island_gets_another_shape_while_a_worker_is_replaced() -> None:
     scene.islands.form(1, 2, missing=1)
     scene.look(60, waiting=30)
     assert scene.islands.orders == [2]
+
+
+def test_an_island_that_a_worker_is_about_to_leave_gets_no_other_shape() -> None:
+    scene = Scene()
+    scene.islands.form(1, 2, leaving={2})
+    scene.look(60, waiting=30)
+    assert scene.islands.orders == [2], "another island helps at once"
 
 
 def test_a_worker_comes_before_an_island_and_goes_behind_it() -> None:

@@ -78,10 +78,36 @@ CACHE = (
     Mutant(
         name="state-forked-where-there-is-none",
         file="cache/pages/sequence_pages.py",
-        find="if group.keeps.last and length not in (0, held):",
+        find="if group.snapshots is not None and length not in (0, held) and not group.has_state(row, length):",
         replace="if False:",
-        reason="A state is that of the last position only, or a fork continues what its prompt does not have.",
+        reason="A state is that of the end or of a snapshot, or a fork continues what its prompt does not have.",
         tests=("tests/cache/kinds/test_recurrent.py::test_a_state_is_only_where_a_sequence_ends",),
+    ),
+    Mutant(
+        name="snapshot-of-positions-taken-back",
+        file="cache/pages/state_snapshots.py",
+        find="self._release(row, [one for one in self._held.get(row, ()) if one.position > length])",
+        replace="",
+        reason="Snapshots go with the positions before them, or a prefix continues from tokens that were taken back.",
+        tests=("tests/cache/kinds/test_state_snapshots.py::test_positions_that_were_taken_back_leave_no_snapshot",),
+    ),
+    Mutant(
+        name="snapshot-remembered-after-its-page",
+        file="cache/pages/state_snapshots.py",
+        find="if one.position == position and indexed[one.page] and self._serials[one.page] == one.serial:",
+        replace="if one.position == position:",
+        reason="A sequence goes back to snapshots that are still there, or it continues another one's state.",
+        tests=("tests/cache/kinds/test_state_snapshots.py::test_it_goes_back_to_states_that_are_there",),
+    ),
+    Mutant(
+        name="prefix-without-a-copy-of-its-state",
+        file="cache/pages/group_pages.py",
+        find="self.memory.copy_pages(snapshot, own)",
+        replace="",
+        reason="A sequence begins with a copy of the snapshot, or it continues what its page held before.",
+        tests=(
+            "tests/cache/kinds/test_state_snapshots.py::test_a_prefix_ends_with_the_last_snapshot_before_tokens_differ",
+        ),
     ),
     Mutant(
         name="state-of-who-had-the-page-before",

@@ -360,3 +360,16 @@ def test_states_before_drafts_have_pages() -> None:
     with pytest.raises(InvalidArgument, match="it has those behind 0, 8, which are accepted"):
         cache.pop(1, 1)
     assert cache.room(4).total[1] == 8
+
+
+def test_positions_that_were_taken_back_leave_no_snapshot() -> None:
+    cache, tokens = cache_of(), list(range(40))
+    cache.add_sequence(0)
+    forward(cache, {0: tokens}, {0: 20})
+    cache.pop(0, 12)
+    other = {0: tokens[:8] + tokens[20:40]}
+    forward(cache, other, {0: 11})
+    cache.fork_sequence(0, 1, 16)
+    forward(cache, {1: other[0]}, {1: 2})
+    cache.pop(0, 3)
+    forward(cache, other, {0: 2})

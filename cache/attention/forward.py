@@ -88,6 +88,8 @@ class Batch(NamedTuple):
     drafted: the new positions of a sequence but the first are drafts. Until the sequence's next
     forward, or another with drafts, pop may take back any of them, also where a group keeps states.
 
+    without_states: layers that keep states take no part, and the new positions will be popped.
+
     encodes: the forward stores the encoder's entries of empty sequences, in a layout with an encoder, and nothing else
     but push is given. A sequence's new positions are its encoder's, padded to whole pages. The caller calls
     attention.store_given() once for each layer that keeps them, in order. Later forwards append behind the border; in
@@ -101,6 +103,7 @@ class Batch(NamedTuple):
     push: bool = True
     scratch: int = 0
     drafted: bool = False
+    without_states: bool = False
     encodes: bool = False
 
 

@@ -48,12 +48,12 @@ class ForwardCalls(Parts):
         lengths = None if batch.rope_lengths is None else integers("rope_lengths", batch.rope_lengths)
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
-        if batch.drafted:
-            self._pages.check_drafted(appends)
+        if self.layout.recurs and not batch.without_states:
+            self._pages.check_states(sequences, self._table.rows(sequences), appends, drafted=batch.drafted)
         rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents, in_flight=batch.scratch)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
-        kept = self._pages.keep_states(rows, tokens, scratch=batch.scratch > 0, drafted=batch.drafted)
+        kept = self._pages.keep_states(rows, tokens, drafted=batch.drafted, without=batch.without_states)
         plans = tuple(
             group.plan(rows, tokens, rotation, to_send, slides, writes, drafted=batch.drafted)
             for group, rotation, to_send, slides, writes in zip(

@@ -238,20 +238,23 @@ class GroupPages:
     def has_state(self, row: int, length: int) -> bool:
         """Whether a row can go back to `length` positions, of a group with states."""
         of = self.snapshots
-        return of is not None and (of.gone_back(row, length) is not None or of.find(row, length) is not None)
+        if of is None or of.stands_at(row, length):
+            return of is not None
+        return of.gone_back(row, length) is not None or of.find(row, length) is not None
 
     def take_back(self, row: int, length: int) -> None:
         """A row gets `length` positions, fewer than it has: of a group with states the one it had there."""
-        if self.snapshots is None:
+        of = self.snapshots
+        if of is None:
             return
-        before, own = self.snapshots.gone_back(row, length), self.table.held(row, 0, 1)
-        if before is not None and before.position == length:
-            self.memory.copy_pages(np.array([before.page], np.int32), own)
-        elif before is not None:
-            self.memory.compute_again(before.place, length - before.position, before.page, int(own[0]))
-        elif length:
-            self.memory.copy_pages(self.state_page(row, length), own)
-        self.snapshots.cut(row, length)
+        if length and not of.stands_at(row, length):
+            before, own = of.gone_back(row, length), self.table.held(row, 0, 1)
+            if before is None or before.position == length:
+                source = self.state_page(row, length) if before is None else np.array([before.page], np.int32)
+                self.memory.copy_pages(source, own)
+            else:
+                self.memory.compute_again(before.place, length - before.position, before.page, int(own[0]))
+        of.cut(row, length)
 
     def keep_before(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array) -> None:
         """Of a group with states: those of rows that have drafts in the forward which grows rows of `lengths` by

@@ -333,24 +333,37 @@ class SequencePages:
             if snapshots is not None:
                 snapshots.drop(row)
 
-    def check_drafted(self, appends: Int64Array) -> None:
-        """InvalidArgument where more sequences have drafts (appends: int64 [B]) than states can be kept for."""
-        drafted = int(np.count_nonzero(appends > 1)) if self._layout.recurs else 0
-        if drafted > self._rule.drafted:
+    def check_states(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, *, drafted: bool) -> None:
+        """InvalidArgument where rows that would grow by `appends` (int64 [B]) have grown without their states, or more
+        have drafts than states can be kept for."""
+        for of in self.snapshots:
+            behind = of.behind(rows) if of is not None else None
+            if behind is not None:
+                raise InvalidArgument(
+                    f"sequence {seq_ids[behind[0]]} has grown without its states, from {behind[1]} positions on; pop "
+                    "takes these back first"
+                )
+        count = int(np.count_nonzero(appends > 1)) if drafted else 0
+        if count > self._rule.drafted:
             raise InvalidArgument(
-                f"append_lengths has {drafted} sequences with drafts; at most {self._rule.drafted} are accepted, "
+                f"append_lengths has {count} sequences with drafts; at most {self._rule.drafted} are accepted, "
                 "as many as there are pages for the states before drafts"
             )
 
     def keep_states(
-        self, rows: Int64Array, tokens: TokenLayout, *, scratch: bool, drafted: bool
+        self, rows: Int64Array, tokens: TokenLayout, *, drafted: bool, without: bool
     ) -> tuple[StateWrites, ...]:
-        """Of each group the snapshots that a forward writes which has grown rows (int64 [B]) by `tokens`. scratch: they
-        will be popped, and none is written. drafted: see Batch."""
-        if scratch or not self._layout.recurs:
+        """Of each group the snapshots that a forward writes which has grown rows (int64 [B]) by `tokens`. drafted: see
+        Batch. without: its states stay as they are."""
+        if not self._layout.recurs:
             return self._no_writes
         ends = tokens.seq_lens.astype(np.int64)
         lengths = ends - np.diff(tokens.qo_indptr)
+        if without:
+            for of in self.snapshots:
+                if of is not None:
+                    of.fall_behind(rows, lengths)
+            return self._no_writes
         for group in self._groups if drafted else ():
             if group.snapshots is not None:
                 group.keep_before(rows, lengths, ends - lengths)

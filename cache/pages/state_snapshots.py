@@ -41,6 +41,7 @@ class StateSnapshots:
         self._pools, self._group, self._page_size, self._rule = pools, group, page_size, rule
         self._users = pools.users[group]
         self._before: dict[int, BeforeDrafts] = {}  # by row
+        self._behind: dict[int, int] = {}  # by row, where the state of one stands that has grown without it
         self._serials = np.zeros(pools.num_pages[group], np.int64)
         self._last_serial = 0
         self._held: dict[int, list[Snapshot]] = {}  # by row, in the order of positions
@@ -57,6 +58,20 @@ class StateSnapshots:
     def num_evicted(self) -> int:
         """Snapshots that the prefix index has let go of so far."""
         return self._pools.prefixes.num_dropped[self._group]
+
+    def fall_behind(self, rows: Int64Array, lengths: Int64Array) -> None:
+        """Rows of `lengths`, int64 [B] both, grow without their states."""
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            self._behind.setdefault(row, length)
+
+    def behind(self, rows: Int64Array) -> tuple[int, int] | None:
+        """The first of rows (int64 [B]) that has grown without its state, and where that stands; None: no one has."""
+        places = (place for place, row in enumerate(rows.tolist()) if row in self._behind) if self._behind else ()
+        return next(((place, self._behind[int(rows[place])]) for place in places), None)
+
+    def stands_at(self, row: int, length: int) -> bool:
+        """Whether the state in a row's own page is that behind `length` positions, though the row has more."""
+        return self._behind.get(row) == length
 
     def before_drafts(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array) -> list[BeforeDrafts]:
         """Those that a forward by which rows of `lengths` grow by `appends`, int64 [B] each, may take positions back
@@ -135,6 +150,8 @@ class StateSnapshots:
 
     def cut(self, row: int, length: int) -> None:
         """Positions of a row from `length` on are taken back."""
+        if self._behind.get(row, length) >= length:
+            self._behind.pop(row, None)
         if row in self._before and self._before[row].position > length:
             del self._before[row]
         self._release(row, [one for one in self._held.get(row, ()) if one.position > length])
@@ -144,8 +161,8 @@ class StateSnapshots:
     def drop(self, row: int) -> None:
         """A row goes."""
         self._release(row, self._held.get(row, []))
-        self._held.pop(row, None)
-        self._before.pop(row, None)
+        for by_row in (self._held, self._before, self._behind):
+            by_row.pop(row, None)
         self._remembered.pop(row, None)
 
     def _positions(self, begin: int, end: int) -> list[int]:

@@ -170,8 +170,8 @@ def test_layers_by_an_interval(tmp_path: Path) -> None:
     assert [group.layers for group in layout.groups] == [(1, 3), (0, 2)]
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3", "draft_model"])
-def test_no_model_drafts_for_it(method: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_no_head_drafts_for_it(method: Any, tmp_path: Path) -> None:
     config = load_config(save_checkpoint("qwen3_next", tmp_path))
     with pytest.raises(
         UnsupportedFeature, match=f"speculation.method is '{method}'; Qwen3NextForCausalLM keeps recurr"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
 from tests.e2e.test_recurrent import is_idle
 from tests.support.checkpoints import save_checkpoint
@@ -128,4 +129,19 @@ def test_drafted_requests_move(case: str, tmp_path: Path, monkeypatch: pytest.Mo
         timings = [one[-1].timings for one in updates]
         assert sum(one.moves for one in timings if one is not None)
         assert sum(one.counters.accepted_tokens for one in workers_of(island))
+        until(lambda: is_idle(island))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("roles", ["split", "adaptive"])
+def test_a_model_drafts_beside_states(roles: str, tmp_path: Path) -> None:
+    """Its layers store what it drafts, and the states stay where they are until the step that verifies."""
+    make_checkpoint(tmp_path / "target", "qwen3_next")
+    make_checkpoint(tmp_path / "drafter", "llama")
+    prompts = [random_prompt(20 + 19 * number, number, 512) for number in range(5)] * 2
+    expected = greedy_all(load_oracle(tmp_path / "target"), prompts, 30)
+    drafts = {"speculation.method": "draft_model", "speculation.draft": str(tmp_path / "drafter")}
+    with running_island(tmp_path / "target", {"scheduler.roles": roles, **SETTINGS, **drafts}) as island:
+        assert complete_all(island.address, prompts, max_tokens=30, **GREEDY) == expected
+        assert sum(one.counters.drafted_tokens for one in workers_of(island))
         until(lambda: is_idle(island))

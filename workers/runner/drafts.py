@@ -146,7 +146,7 @@ class Drafts:
         if graphs is not None:
             sources = np.arange(count) if step.number else np.full(count, ON_HOST)
             return graphs.step(step.ids, step.tokens, sources, step.sampling, step.positions, scratch=number)
-        forward = self._cache.begin(Batch(step.ids, push=False, scratch=number))
+        forward = self._cache.begin(Batch(step.ids, push=False, scratch=number, without_states=True))
         inputs = self._sampler.sampled[:count].clone() if step.number else upload([step.tokens], self._steps.device)[0]
         logits = self._steps.forward(inputs, forward.attention, None)
         self._cache.commit(forward, self._steps.layers)

@@ -373,3 +373,22 @@ def test_positions_that_were_taken_back_leave_no_snapshot() -> None:
     forward(cache, {1: other[0]}, {1: 2})
     cache.pop(0, 3)
     forward(cache, other, {0: 2})
+
+
+def test_drafters_grow_sequences_without_their_states() -> None:
+    """Forwards of other layers alone, which are popped: then the state stands where it did."""
+    cache, tokens = cache_of(), list(range(40))
+    cache.add_sequence(0)
+    forward(cache, {0: tokens}, {0: 7})
+    kv = torch.zeros(1, 2, HEAD_DIM)
+    for _ in range(3):
+        plan = cache.begin(Batch([0], push=False, without_states=True))
+        plan.attention.attend(1, kv, kv, kv)
+        cache.commit(plan, range(1, 2))
+    with pytest.raises(InvalidArgument, match="sequence 0 has grown without its states, from 7 positions on; pop"):
+        cache.begin_forward([0], [1])
+    with pytest.raises(InvalidArgument, match="the sequence would have 8 positions, but layer group 1 has no state"):
+        cache.pop(0, 2)
+    cache.pop(0, 3)
+    forward(cache, {0: tokens}, {0: 1})
+    forward(cache, {0: tokens}, {0: 4})

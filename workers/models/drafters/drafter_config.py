@@ -15,10 +15,10 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
 
     It computes in the target's dtype. Raises ModelError.
     """
-    if target.recurrent is not None and speculation.method not in ("none", "ngram"):
+    if target.recurrent is not None and speculation.method in ("mtp", "eagle3"):
         raise UnsupportedFeature(
-            f"speculation.method is {speculation.method!r}; {target.architecture} keeps recurrent states, so that none "
-            "and ngram are accepted"
+            f"speculation.method is {speculation.method!r}; {target.architecture} keeps recurrent states: none, ngram "
+            "and draft_model are accepted"
         )
     if target.hyper is not None and speculation.method in ("mtp", "eagle3"):
         raise UnsupportedFeature(

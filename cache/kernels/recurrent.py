@@ -40,6 +40,11 @@ class StateShape(ABC):
         return self.state[0]
 
     @property
+    def decays(self) -> tuple[int, ...]:
+        """[heads], what a token lets each state decay by."""
+        return (self.heads,)
+
+    @property
     def numbers(self) -> int:
         """Of an entry: the tail [tail, channels], then the state."""
         return self.tail * self.channels + math.prod(self.state)
@@ -71,6 +76,16 @@ class DeltaShape(StateShape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KdaShape(DeltaShape):
+    """Of Kimi Delta Attention (arXiv 2510.26692): as DeltaShape, but each row of a state has a decay of its own."""
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        """[heads, rows]."""
+        return self.value_heads, self.key_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class SsdShape(StateShape):
     """Of Mamba-2, whose rule is state-space duality (Dao and Gu, arXiv 2405.21060). The heads of a group share B and C.
     A token gives x of all heads, then B and C of all groups."""
@@ -99,7 +114,7 @@ class RecurrentInputs(NamedTuple):
     """Of a state behind a causal convolution, for T new tokens.
 
     mixed: [T, channels], the heads as StateShape says, before the convolution. conv: [channels, taps], its weights in
-    the dtype of `mixed`; the last tap is of the token itself. log_decay: float32 [T, heads], at most 0. strength:
+    the dtype of `mixed`; the last tap is of the token itself. log_decay: float32 [T, *decays], at most 0. strength:
     float32 [T, heads], by what a token is written into the state: the beta of a delta rule, Δ of Mamba-2. conv_bias:
     [channels], as `conv`. skip: float32 [heads], by what Mamba-2 adds x to the output, its D.
     """

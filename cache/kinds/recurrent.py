@@ -69,11 +69,11 @@ class Recurrent(ServedKind):
         return TorchStateKernels(site.pool, self.shape)
 
     def check_inputs(self, num_tokens: int, x: RecurrentInputs, site: Site) -> None:
-        heads, channels = (num_tokens, self.shape.heads), self.shape.channels
+        heads, decays, channels = (num_tokens, self.shape.heads), (num_tokens, *self.shape.decays), self.shape.channels
         for name, tensor, shape, dtype in (
             ("mixed", x.mixed, (num_tokens, channels), site.dtype),
             ("conv", x.conv, (channels, self.shape.tail + 1), site.dtype),
-            ("log_decay", x.log_decay, heads, torch.float32),
+            ("log_decay", x.log_decay, decays, torch.float32),
             ("strength", x.strength, heads, torch.float32),
             ("conv_bias", x.conv_bias, (channels,), site.dtype),
             ("skip", x.skip, (self.shape.heads,), torch.float32),

@@ -27,6 +27,7 @@ SEVERAL = (
     "deepseek_v4",
     "gemma3",
     "gpt_oss",
+    "kimi_linear",
     "nemotron_h",
     "qwen3_moe",
     "qwen3_next",

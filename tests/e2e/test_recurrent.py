@@ -50,7 +50,7 @@ def is_idle(island: Island) -> bool:
 
 @pytest.mark.gate("qwen3_next-64")
 @pytest.mark.parametrize("chunk", [1, CHUNK - 1, CHUNK, CHUNK + 1])
-@pytest.mark.parametrize("case", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("case", ["qwen3_next", "kimi_linear", "nemotron_h"])
 def test_prompts_are_cut_anywhere(case: str, chunk: int, tmp_path: Path) -> None:
     """All at once, so that chunks of some share forwards with others' rows, beside requests that are cancelled."""
     folder = save_checkpoint(case, tmp_path)
@@ -103,7 +103,7 @@ def test_other_tensors_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate("qwen3_5")
-@pytest.mark.parametrize("case", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("case", ["qwen3_5", "kimi_linear", "nemotron_h"])
 def test_each_choice_has_a_state_of_its_own(case: str, tmp_path: Path) -> None:
     folder = save_checkpoint(case, tmp_path)
     prompt = random_prompt(CHUNK + 5, 1)
@@ -118,13 +118,13 @@ def test_each_choice_has_a_state_of_its_own(case: str, tmp_path: Path) -> None:
         usage = complete(island.address, prompt, max_tokens=1, **GREEDY)[-1].usage
         assert usage is not None
         assert usage.cached_tokens == 64  # of 69: a snapshot stands at the last full page
-        with pytest.raises(InvalidRequest, match=r"sliding is set; the model keeps recurrent states, so that"):
+        with pytest.raises(InvalidRequest, match=r"sliding is set; the model keeps (recurrent states|latents), so"):
             complete(island.address, prompt, sliding={"window": 32, "sinks": 4})
         until(lambda: is_idle(island))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("case", ["qwen3_next", "kimi_linear", "nemotron_h"])
 def test_requests_that_move_are_computed_again(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And prompts that their decode worker computes beside its rows."""
     move_back_and_forth(2, monkeypatch)

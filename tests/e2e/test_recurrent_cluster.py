@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VOCABULARY, CHUNK = 512, 64
+FAMILIES = ("qwen3_next", "kimi_linear", "nemotron_h")
 SETTINGS: dict[str, Any] = {
     "island.threads_per_worker": 1,
     "island.verify_kv": True,
@@ -71,10 +72,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.gate("qwen3_next-decode")
 @pytest.mark.parametrize(
     ("served", "lost"),
-    [(family, lost) for family in ("qwen3_next", "nemotron_h") for lost in (0, 1)],
+    [(family, lost) for family in FAMILIES for lost in (0, 1)],
     indirect=["served"],
     scope="module",
-    ids=[f"{family}-{lost}" for family in ("qwen3_next", "nemotron_h") for lost in ("prefill", "decode")],
+    ids=[f"{family}-{lost}" for family in FAMILIES for lost in ("prefill", "decode")],
 )
 def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
     """Beside a request that goes on, and one that comes later. What clients have is computed again as a prompt."""

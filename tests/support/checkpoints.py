@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
@@ -69,6 +70,20 @@ RECURRENT = {
     "linear_value_head_dim": 20,
 }
 QWEN3_NEXT = {**RECURRENT, **QWEN3_MOE, "shared_expert_intermediate_size": 24}
+KIMI_LINEAR = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_heads": 6,
+    "linear_head_dim": 10,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
 NEMOTRON_H = {
     "hybrid_override_pattern": "ME*M-",
     "mamba_num_heads": 6,
@@ -202,6 +217,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**V4, "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}},
     ),
     "deepseek_v4-128": ("deepseek_v4", {**V4, "max_position_embeddings": 512}),
+    "kimi_linear": ("kimi_linear", KIMI_LINEAR),
+    "kimi_linear-options": (
+        "kimi_linear",
+        {
+            **KIMI_LINEAR,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "linear_conv_kernel_dim": 3,
+            "q_lora_rank": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "rms_norm_eps": 0.1,
+        },
+    ),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
@@ -396,7 +427,7 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
 
 
 ADD_ONE = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-KEEP_STATES = (*ADD_ONE, "nemotron_h")
+KEEP_STATES = (*ADD_ONE, "kimi_linear", "nemotron_h")
 """Families with recurrent layers: CPUs alone serve them, and nothing is taken back, so that nothing can draft."""
 CHOOSE_POSITIONS = ("deepseek_v32", "glm_moe_dsa")
 """Families whose tokens attend to positions that an index chooses."""

@@ -31,7 +31,7 @@ def naive_delta_rule(
     for token in range(q.shape[0]):
         for head in range(q.shape[1]):
             own, key = state[head], k[token, head].double()
-            own *= float(log_decay[token, head].double().exp())
+            own *= log_decay[token, head].double().exp().reshape(-1, 1)
             own += torch.outer(key, (v[token, head].double() - own.t() @ key) * float(beta[token, head]))
         outputs.append(torch.einsum("hkv,hk->hv", state, q[token].double()))
     return torch.stack(outputs), state

@@ -77,6 +77,8 @@ def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int,
         if weight.shape[0] == config.vocab_size:  # a drafter's
             return [Slice(weight)]
         return [Slice(weight, 0, config.head_part.start, config.vocab_size)]
+    if _is_of_state(name, config):
+        return [Slice(weight)]
     replicas = _replicas(name, config)
     if last in ("qkv_proj", "gate_up_proj"):
         return list(_fused(weight, _extents(last, config), config.shard, replicas))
@@ -88,6 +90,14 @@ def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int,
     extent, shard = weight.shape[dim], config.shard
     replicas = replicas if last in ("k_proj", "v_proj") else 1
     return [Slice(weight, dim, shard.rank // replicas * extent, shard.size // replicas * extent)]
+
+
+def _is_of_state(name: str, config: ModelConfig) -> bool:
+    """Whether the tensor is a recurrent layer's, of which each rank has all."""
+    layer = LAYER.search(name)
+    if layer is None or config.recurrent is None or int(layer[1]) not in config.recurrent.layers:
+        return False
+    return f".{config.recurrent.block}." in name
 
 
 def _replicas(name: str, config: ModelConfig) -> int:

@@ -65,7 +65,8 @@ def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
 
 def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     if model.latent is not None:
-        return _latent_groups(model.latent, model.num_layers)
+        attending = tuple(layer for layer, keeps in enumerate(model.layer_spans) if not keeps.last)
+        return _latent_groups(model.latent, attending) + _state_groups(model)
     if model.compressed is not None:
         return _shared_groups(model.compressed, model.head_dim)
     if model.chunked is not None and model.chunked.size % page_size:
@@ -82,17 +83,22 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
         heads = model.heads_of(layers[0])
         kind = KV(heads.num_kv_heads, model.stored_head_dim(heads.head_dim), keeps, replicas=heads.replicas)
         groups.append(LayerGroup(tuple(layers), kind))
-    if model.recurrent is not None:
-        groups.append(LayerGroup(tuple(sorted(model.recurrent.layers)), Recurrent(model.recurrent.shape)))
+    groups += _state_groups(model)
     if model.encoder is not None:
         given = GivenKV(model.num_kv_heads, model.stored_head_dim(model.head_dim), replicas=model.kv_replicas)
         groups.append(LayerGroup(tuple(range(model.num_layers, 2 * model.num_layers)), given))
     return groups
 
 
-def _latent_groups(model: LatentConfig, num_layers: int) -> list[LayerGroup]:
+def _state_groups(model: ModelConfig) -> list[LayerGroup]:
+    if model.recurrent is None:
+        return []
+    return [LayerGroup(tuple(sorted(model.recurrent.layers)), Recurrent(model.recurrent.shape))]
+
+
+def _latent_groups(model: LatentConfig, layers: tuple[int, ...]) -> list[LayerGroup]:
     index, latents = model.index, Latent(model.rank + model.rotated, model.rank)
-    groups = [LayerGroup(tuple(range(num_layers)), latents)]
+    groups = [LayerGroup(layers, latents)]
     if index is not None:
         keys = IndexKeys(index.head_dim, index.head_dim - model.rotated, index.top_k)
         groups.append(LayerGroup(index.layers, keys))
@@ -141,7 +147,7 @@ def make_cache(
         max_sequence_length=max_length,
         rope=[_rope(owner, group) for group, owner in zip(layout.groups, owners, strict=True)],
         writer=writer,
-        heads=[_heads(owner) for owner in owners],
+        heads=[_heads(owner, group) for group, owner in zip(layout.groups, owners, strict=True)],
         kernels=kernels,
         snapshots=snapshots,
     )
@@ -156,6 +162,7 @@ def _rope(owner: ModelConfig, group: LayerGroup) -> RopeParameters:
     return owner.local_rope or owner.rope if group.keeps.drops_past else owner.rope
 
 
-def _heads(model: ModelConfig) -> Heads:
+def _heads(model: ModelConfig, group: LayerGroup) -> Heads:
     scale = model.head_dim**-0.5 if model.attn_scale is None else model.attn_scale
-    return Heads(scale, model.attn_softcap, None if model.latent is None else model.latent.heads)
+    latent = None if model.latent is None or group.keeps.last else model.latent.heads
+    return Heads(scale, model.attn_softcap, latent)

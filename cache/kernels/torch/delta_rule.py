@@ -19,15 +19,15 @@ UNIT_EPS = 1e-6  # as in transformers
 
 def step(shape: DeltaShape, x: RecurrentInputs, states: Tensor) -> tuple[Tensor, Tensor]:
     """See Rule."""
-    return step_delta_rule(*_heads(shape, x.mixed), x.log_decay, x.strength, states)
+    return step_delta_rule(*heads_of(shape, x.mixed), x.log_decay, x.strength, states)
 
 
 def advance(shape: DeltaShape, x: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """See Rule."""
-    return chunk_delta_rule(*_heads(shape, x.mixed), x.log_decay, x.strength, state)
+    return chunk_delta_rule(*heads_of(shape, x.mixed), x.log_decay, x.strength, state)
 
 
-def _heads(shape: DeltaShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(shape: DeltaShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [n, value_heads, key_dim] and v [n, value_heads, value_dim], float32."""
     keys = shape.key_heads * shape.key_dim
     q, k, v = mixed.split_with_sizes((keys, keys, shape.value_heads * shape.value_dim), 1)
@@ -47,9 +47,10 @@ def step_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """o [B, H, value_dim] of the next token of each of B sequences, and their states behind it; float32 all.
 
-    q, k: [B, H, key_dim]; v: [B, H, value_dim]; log_decay, beta: [B, H]; states: [B, H, key_dim, value_dim].
+    q, k: [B, H, key_dim]; v: [B, H, value_dim]; beta: [B, H]; log_decay: [B, H], or [B, H, key_dim] where each row of a
+    state has its own; states: [B, H, key_dim, value_dim].
     """
-    states = states * log_decay.exp()[..., None, None]
+    states = states * log_decay.exp().view(*states.shape[:2], -1, 1)
     known = (k.unsqueeze(2) @ states).squeeze(2)
     delta = (v - known) * beta.unsqueeze(2)
     states = states + k.unsqueeze(3) * delta.unsqueeze(2)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Appended, AttentionBackend, Capabilities, GroupPlan
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, SsdShape, StateShape
-from tandem.cache.kernels.torch import delta_rule, ssd
+from tandem.cache.kernels.recurrent import DeltaShape, KdaShape, RecurrentInputs, SsdShape, StateShape
+from tandem.cache.kernels.torch import delta_rule, kda, ssd
 from tandem.cache.kernels.torch.causal_conv import chunk_conv, step_conv
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.tables import PageTables, StateWrites, TokenLayout
@@ -28,7 +28,11 @@ class Rule(NamedTuple):
 
 
 RULES: Mapping[type[StateShape], Rule] = MappingProxyType(
-    {DeltaShape: Rule(delta_rule.step, delta_rule.advance), SsdShape: Rule(ssd.step, ssd.advance)}
+    {
+        DeltaShape: Rule(delta_rule.step, delta_rule.advance),
+        KdaShape: Rule(delta_rule.step, kda.advance),
+        SsdShape: Rule(ssd.step, ssd.advance),
+    }
 )
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tandem.cache.attention import page_look_up
 from tandem.cache.digest import digest_kv
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, SsdShape, StateShape
+from tandem.cache.kernels.recurrent import DeltaShape, KdaShape, RecurrentInputs, SsdShape, StateShape
 from tandem.cache.kernels.torch.causal_conv import chunk_conv, step_conv
 from tandem.cache.kernels.torch.delta_rule import chunk_delta_rule, step_delta_rule, unit
+from tandem.cache.kernels.torch.kda import chunk_kda
 from tandem.cache.kernels.torch.ssd import chunk_ssd, step_ssd
 from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.kinds.kv import KV
@@ -32,6 +33,7 @@ from tests.support.naive_states import naive_conv, naive_delta_rule, naive_outpu
 from tests.support.tvm_cache import TvmCache
 
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=5, value_dim=3, tail=3)
+KDA = KdaShape(key_heads=3, value_heads=3, key_dim=4, value_dim=4, tail=3)
 SSD = SsdShape(num_heads=4, groups=2, head_dim=3, state_size=5, tail=2)
 
 
@@ -53,6 +55,13 @@ def random_heads(count: int, seed: int) -> tuple[Tensor, ...]:
     return q, k, v, -g.abs() * 2, beta.sigmoid(), state
 
 
+def random_rows(count: int, seed: int) -> tuple[Tensor, ...]:
+    """As random_heads, with a decay for each row of a state, of which some leave nothing."""
+    q, k, v, _, beta, state = random_heads(count, seed)
+    decay = torch.randn(count, 4, 5, generator=torch.Generator().manual_seed(seed)).exp() * 5
+    return q, k, v, -decay, beta, state
+
+
 def random_groups(count: int, seed: int) -> tuple[Tensor, ...]:
     """x, B, C, log_decay, Δ of `count` tokens, and a state."""
     generator = torch.Generator().manual_seed(seed)
@@ -67,9 +76,10 @@ def random_groups(count: int, seed: int) -> tuple[Tensor, ...]:
     ("given", "naive", "chunk", "step"),
     [
         (random_heads, naive_delta_rule, chunk_delta_rule, step_delta_rule),
+        (random_rows, naive_delta_rule, chunk_kda, step_delta_rule),
         (random_groups, naive_ssd, chunk_ssd, step_ssd),
     ],
-    ids=["delta", "ssd"],
+    ids=["delta", "kda", "ssd"],
 )
 def test_the_chunk_form_gives_what_single_tokens_give(
     given: Any, naive: Any, chunk: Any, step: Any, count: int
@@ -108,7 +118,8 @@ def test_a_convolution_goes_on_where_its_tail_ends(cuts: list[int], biased: bool
 def inputs_of(count: int, seed: int, shape: StateShape = SHAPE) -> RecurrentInputs:
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(count, shape.channels, generator=generator)
-    log_decay, strength = (torch.randn(count, shape.heads, generator=generator) for _ in range(2))
+    log_decay = torch.randn(count, *shape.decays, generator=generator)
+    strength = torch.randn(count, shape.heads, generator=generator)
     constants = torch.Generator().manual_seed(99)
     conv, bias, skip = (
         torch.randn(size, generator=constants)
@@ -152,7 +163,7 @@ def run_forward(cache: TvmCache, naive: NaiveStates, counts: dict[int, int], see
 
 
 @pytest.mark.parametrize(
-    ("seed", "native", "shape"), [(0, True, SHAPE), (1, True, SSD), (2, True, SHAPE), (3, False, SSD)]
+    ("seed", "native", "shape"), [(0, True, SHAPE), (1, True, SSD), (2, True, KDA), (3, False, SSD)]
 )
 def test_random_programs_equal_naive_states(
     seed: int, native: bool, shape: StateShape, monkeypatch: pytest.MonkeyPatch

@@ -43,12 +43,12 @@ def read_deepseek_v2(fields: Fields) -> ModelConfig:
 
 def read_deepseek_v3(fields: Fields) -> ModelConfig:
     latent = read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
-    return _read_v3(fields, latent, num_dense=3)
+    return read_v3(fields, latent, num_dense=3)
 
 
 def read_glm4_moe_lite(fields: Fields) -> ModelConfig:
     latent = read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
-    config = _read_v3(fields, latent, num_dense=1, groups=(1, 1), kinds="mlp_layer_types", scale=1.8)
+    config = read_v3(fields, latent, num_dense=1, groups=(1, 1), kinds="mlp_layer_types", scale=1.8)
     return dataclasses.replace(config, rms_norm_eps=fields.number("rms_norm_eps", 1e-5))
 
 
@@ -75,10 +75,10 @@ def _read_with_indexer(
         raise UnsupportedFeature(f"{fields.source}: q_lora_rank is null; an indexer takes what q's first map makes")
     index = read_index(fields, latent.rotated, num_heads=num_heads, interleaved=interleaved, shares=shares)
     latent = dataclasses.replace(latent, index=index)
-    return _read_v3(fields, latent, num_dense=3, groups=groups, kinds="mlp_layer_types")
+    return read_v3(fields, latent, num_dense=3, groups=groups, kinds="mlp_layer_types")
 
 
-def _read_v3(
+def read_v3(
     fields: Fields,
     latent: LatentConfig,
     num_dense: int,
@@ -111,7 +111,7 @@ def _read_both(
     kinds: str | None = None,
 ) -> ModelConfig:
     """route: the routing of what read_moe has read. num_shared, num_dense: of shared experts and of layers without
-    experts, when absent, as in transformers. kinds: see _read_v3."""
+    experts, when absent, as in transformers. kinds: see read_v3."""
     refuse_others(fields, moe_layer_freq=1)
     config = read_dense_config(
         fields,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.cache.kernels.recurrent import DeltaShape, SsdShape, StateShape
+from tandem.cache.kernels.recurrent import DeltaShape, KdaShape, SsdShape, StateShape
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 
@@ -27,6 +27,13 @@ class DeltaNetConfig(RecurrentConfig):
 
     shape: DeltaShape
     by_key_head: bool
+
+
+@dataclass(frozen=True)
+class KdaConfig(RecurrentConfig):
+    """Of Kimi Delta Attention. Its heads have one size."""
+
+    shape: KdaShape
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ NOT_UNIT = (
     "tests/workers/runner/test_mixed_batches.py",
     "tests/workers/runner/test_next_drafts.py",
     "tests/workers/runner/test_prompt_graphs.py",
+    "tests/workers/runner/test_recurrent_steps.py",
     "tests/workers/runner/test_steps_with_prompts.py",
     "tests/workers/runner/test_steps_with_rules.py",
     "tests/workers/sampling/test_sampling.py",

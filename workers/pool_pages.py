@@ -1,7 +1,15 @@
 """How many pages each pool of a worker has, and how many of those with states may be snapshots."""
 
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.pool_sizes import PageUse, SnapshotRule, StateUse, num_pages_in, num_snapshots, pages_of_groups
+from tandem.cache.plan.pool_sizes import (
+    NO_STATES,
+    PageUse,
+    SnapshotRule,
+    StateUse,
+    num_pages_in,
+    num_snapshots,
+    pages_of_groups,
+)
 from tandem.workers.config import WorkerConfig
 from tandem.workers.handoff.reservations import longest_append
 
@@ -35,6 +43,9 @@ def _uses(config: WorkerConfig) -> tuple[PageUse, ...]:
 
 
 def _states(config: WorkerConfig) -> StateUse:
+    """Kernels of a GPU write no snapshots."""
+    if config.device != "cpu":
+        return NO_STATES
     speculation = config.speculation
     drafted = min(config.max_sequences, speculation.max_step_tokens // 2) if speculation.method != "none" else 0
     return StateUse(config.state_share if config.prefix_sharing and config.state_interval else 0.0, drafted)

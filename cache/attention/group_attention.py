@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.attention.encoder_views import see_encoder
 from tandem.cache.attention.page_look_up import PageLookUp
-from tandem.cache.attention.states import entry_of_each, send_states
+from tandem.cache.attention.states import look_up_states, send_states
 from tandem.cache.kernels.base import AttentionBackend, GroupPlan, Query
 from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.kinds.kind import ServedKind, Site
@@ -20,6 +20,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.local_chunks import split_by_chunks
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.cache.plan.tables import NO_WRITES, PageTables, Send, StateWrites, TokenLayout, own_tables
 
@@ -65,10 +66,16 @@ class GroupAttention:
             return rows, tokens.entries(self.table.every)
         return (rows, tokens) if self.chunk is None else split_by_chunks(rows, tokens, self.chunk)
 
+    def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
+        """See PageLookUp.look_up; of a group with states see look_up_states."""
+        if self.whole:
+            return look_up_states(self.tables.look_up, rows, tokens)
+        return self.tables.look_up(rows, tokens, shared)
+
     def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
         """The tables of sequences with one new token each, without the pages that segments of their `shared` cover."""
         shared = self.prefixes.find(rows, tokens.seq_lens)
-        tables = self.tables.look_up(rows, tokens, shared)
+        tables = self.look_up(rows, tokens, shared)
         if shared is None:
             return tables
         return replace(own_tables(tables, np.arange(rows.size), self.table.page_size), shared=shared)
@@ -90,7 +97,7 @@ class GroupAttention:
         if self.prefixes.rule is not None:
             shared = self.prefixes.find(rows, tokens.seq_lens, able_to_share(tokens, sliding))
         rows, tokens = (rows, tokens) if encodes else self.split(rows, tokens)
-        tables = self.tables.look_up(rows, entry_of_each(tokens) if self.whole else tokens, shared)
+        tables = self.look_up(rows, tokens, shared)
         if self.whole:
             tables = replace(tables, writes=writes, drafted=drafted)
         own = self.backend.plan(tokens, tables)

@@ -1,13 +1,13 @@
 """The states of sequences as entries of a page each: how a forward finds them, and how they are sent."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.tables import Send, TokenLayout
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
 NO_TOKENS, NO_SLOTS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
 
@@ -17,6 +17,16 @@ def entry_of_each(tokens: TokenLayout) -> TokenLayout:
     count = tokens.seq_lens.size
     ones = np.ones(count, np.int32)
     return TokenLayout(np.arange(count + 1, dtype=np.int32), ones, ones - np.int32(1), np.arange(count))
+
+
+def look_up_states(
+    look_up: Callable[[Int64Array, TokenLayout], PageTables], rows: Int64Array, tokens: TokenLayout
+) -> PageTables:
+    """The tables of the only entry of each sequence. kv_last_page_len counts what is there before the new tokens: 0
+    where they are the sequence's first, so that its page means nothing, else 1."""
+    tables = look_up(rows, entry_of_each(tokens))
+    is_behind = tokens.seq_lens > np.diff(tokens.qo_indptr)
+    return replace(tables, kv_last_page_len=is_behind.astype(np.int32))
 
 
 def send_states(sends: Sequence[Send], tokens: TokenLayout, pages: Int32Array) -> tuple[Send, ...]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from tandem.cache.kernels.base import AttentionBackend
-from tandem.cache.kernels.recurrent import RecurrentInputs, StateShape
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, StateShape
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
 from tandem.cache.kinds.kind import ServedKind, Site
 from tandem.cache.kinds.tensors import check_tensor
@@ -18,6 +18,7 @@ from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import LAST
 
 MAY_BE_NONE = tuple(RecurrentInputs._field_defaults)
+MOST_GPU_DIM = 128  # a program of Triton's kernels has a head's keys and values of a chunk in registers
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,13 @@ class Recurrent(ServedKind):
         """Nothing is rotated."""
 
     def backend(self, site: Site) -> AttentionBackend[RecurrentInputs]:
-        if site.device.type != "cpu":
-            self.check_gpu(site.index, site.layout, None)
-        return TorchStateKernels(site.pool, self.shape)
+        if site.device.type != "cuda":
+            return TorchStateKernels(site.pool, self.shape)
+        self.check_gpu(site.index, site.layout, None)
+        from tandem.cache.kernels.delta.kernels import TritonDeltaKernels  # triton may be missing elsewhere
+
+        assert isinstance(self.shape, DeltaShape), "check_gpu() has seen to it"
+        return TritonDeltaKernels(site.pool, self.shape)
 
     def check_inputs(self, num_tokens: int, x: RecurrentInputs, site: Site) -> None:
         heads, decays, channels = (num_tokens, self.shape.heads), (num_tokens, *self.shape.decays), self.shape.channels
@@ -82,7 +87,14 @@ class Recurrent(ServedKind):
                 check_tensor(name, tensor, shape, dtype, site.device)
 
     def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:
-        raise InvalidArgument(
-            f"layers {list(layout.groups[index].layers)} keep recurrent states, and kernels on a GPU serve none yet; "
-            "the device cpu is accepted"
-        )
+        if type(self.shape) is not DeltaShape:
+            raise InvalidArgument(
+                f"layers {list(layout.groups[index].layers)} keep states of a {type(self.shape).__name__}; on a GPU those of a gated "
+                "delta rule are accepted, and on the device cpu all"
+            )
+        for name in ("key_dim", "value_dim"):
+            if getattr(self.shape, name) > MOST_GPU_DIM:
+                raise InvalidArgument(
+                    f"{name} of group {index} is {getattr(self.shape, name)}; on a GPU at most {MOST_GPU_DIM} is "
+                    "accepted"
+                )

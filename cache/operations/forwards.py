@@ -134,7 +134,7 @@ class ForwardCalls(Parts):
         self, buffers: GraphBuffers, rows: Int64Array, tokens: TokenLayout, inputs: Sequence[Int64Array]
     ) -> None:
         sharing = buffers.limits.sharing
-        look_ups = [group.look_up_apart if sharing else group.tables.look_up for group in self._groups]
+        look_ups = [group.look_up_apart if sharing else group.look_up for group in self._groups]
         parts = [group.split(rows, tokens) for group in self._groups]
         tables = [look_up(*part) for look_up, part in zip(look_ups, parts, strict=True)]
         ways = self._sliding.rows(rows) if buffers.limits.sliding else None

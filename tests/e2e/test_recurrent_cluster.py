@@ -105,12 +105,8 @@ def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
             {"cache.kv_cache_dtype": "fp8_e4m3"},
             r"cache\.kv_cache_dtype is 'fp8_e4m3', which .* keeps recurrent states, .*: auto is accepted",
         ),
-        (
-            {"island.device": "cuda", "island.transport": "nvshmem"},
-            r"layers \[0, 1, 2\] keep recurrent states, and kernels on a G",
-        ),
     ],
-    ids=["drafts", "8 bits", "a GPU"],
+    ids=["drafts", "8 bits"],
 )
 def test_a_cluster_refuses_what_states_do_not_have(served: Served, settings: dict[str, Any], message: str) -> None:
     config = load_config(None, {"model.path": served.folder, **SETTINGS, **settings})

@@ -10,7 +10,9 @@ from tests.support.hosts import NODE_CPUS, can_make_hosts, hosts
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 
 pytestmark = [pytest.mark.skipif(not can_make_hosts(), reason="needs root and `ip netns`"), pytest.mark.long]
-WITH_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
+WITH_NIXL = pytest.mark.skipif(
+    find_spec("nixl") is None, reason="nixl is not installed; pip install 'tandem-serve[nixl]'"
+)
 
 
 @pytest.mark.timeout(400)  # with the start of all

@@ -39,6 +39,22 @@ class LayerKernels(Protocol):
         ...
 
 
+class DeltaKernels(Protocol):
+    """What a layer with a gated delta rule computes before and after its state. T tokens; Hv value heads of Dv stand in
+    G groups, in order. Last dimensions are dense. Rounding is transformers'.
+    """
+
+    def rates(self, b: Tensor, a: Tensor, decay: Tensor, decay_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """decay · softplus(a + decay_bias) and sigmoid(b), which is rounded to the dtype of b: float32 [T, Hv]. b and a
+        [T, G, Hv / G], decay and decay_bias float32 [Hv]."""
+        ...
+
+    def gate(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """o [T, Hv, Dv], contiguous, / the rms of each head · weight [Dv] · silu(z), in the dtype of o [T, Hv · Dv];
+        z [T, G, Hv · Dv / G]."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class RmsNorm:
     """The norm of a row before a GEMM: row / its root mean square · weight, in float32.

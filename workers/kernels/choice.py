@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import (
+    DeltaKernels,
     DraftKernels,
     FusedGemms,
     HyperKernels,
@@ -23,6 +24,7 @@ from tandem.workers.kernels.packed_linear import PackedKernels
 from tandem.workers.kernels.skinny_gemm.packed import load_packed_gemms
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
+from tandem.workers.kernels.torch.delta import TorchDelta
 from tandem.workers.kernels.torch.drafts import TorchDraftKernels
 from tandem.workers.kernels.torch.hyper import TorchHyperKernels
 from tandem.workers.kernels.torch.layer import TorchLayerKernels, grouped_linear
@@ -40,6 +42,15 @@ def choose_layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKerne
 
         return TritonLayerKernels()
     return native_layer_kernels(device, dtype) or TorchLayerKernels()
+
+
+def choose_delta_kernels(device: torch.device, dtype: torch.dtype) -> DeltaKernels:
+    """Triton's for 16 bits on a GPU, else torch's."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return TorchDelta()
+    from tandem.workers.kernels.triton.delta import TritonDelta  # triton may be missing elsewhere
+
+    return TritonDelta()
 
 
 def native_layer_kernels(device: torch.device, dtype: torch.dtype) -> NativeLayerKernels | None:

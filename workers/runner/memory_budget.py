@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index
+from tandem.cache.kernels.delta.scratch import Scratch
 from tandem.cache.kernels.index_keys import SCORE_BYTES
-from tandem.cache.kernels.recurrent import RecurrentInputs
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, StateShape
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.cache.plan.temperature import Temperature
@@ -76,13 +77,13 @@ class WithoutPages:
     """A CachedAttention that has no pages; its outputs mean nothing but have the right shape.
 
     Of latents it makes the K and V that kernels would have in memory together, of max_positions or as many as they
-    expand; of an index the scores that they would have in memory together.
+    expand; of an index the scores that they would have in memory together; of states what is kept between kernels.
     """
 
-    def __init__(self, max_positions: int, positions: Tensor) -> None:
-        """positions: int64 [T], of the forward's tokens."""
+    def __init__(self, max_positions: int, positions: Tensor, states: StateShape | None = None) -> None:
+        """positions: int64 [T], of the forward's tokens. states: of the layers that keep some."""
         self._expanded = min(max_positions, EXPANDED_POSITIONS)
-        self._positions = positions
+        self._positions, self._states = positions, states
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
@@ -110,8 +111,9 @@ class WithoutPages:
         raise AssertionError(f"layer {layer} has K and V in one plane")
 
     def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
-        """See CachedAttention; no GPU serves such layers."""
-        raise AssertionError(f"layer {layer} keeps a recurrent state")
+        assert isinstance(self._states, DeltaShape), f"layer {layer} keeps no state that a GPU serves"
+        scratch = Scratch.of(x.mixed.shape[0], self._states, x.mixed.dtype, x.mixed.device)
+        return torch.zeros_like(scratch.u)
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
@@ -130,10 +132,12 @@ def run_largest_forward(model: Model, max_batch_tokens: int, max_sequences: int,
     Beside that, what a head has left of another forward of prompts."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
+    recurrent = model.config.recurrent
+    without_pages = WithoutPages(max_positions, tokens, None if recurrent is None else recurrent.shape)
     if model.encode is not None and model.config.encoder is not None:
         longest = min(max_batch_tokens, model.config.encoder.max_positions)
-        model.encode(tokens[:longest], [longest], [longest], WithoutPages(max_positions, tokens))
-    begin, pages, last_rows = model.begin_prompts, WithoutPages(max_positions, tokens), tokens[:rows]
+        model.encode(tokens[:longest], [longest], [longest], without_pages)
+    begin, pages, last_rows = model.begin_prompts, without_pages, tokens[:rows]
     left = None if begin is None else begin(tokens, pages, last_rows)  # of a speculative prompt
     logits = model.forward(tokens, pages, last_rows)
     del left

@@ -321,8 +321,10 @@ def test_what_a_group_of_states_refuses() -> None:
         KVLayout((states, kv), 4, torch.float32)
     with pytest.raises(InvalidArgument, match="value_heads of group 1 is 3; a multiple of key_heads, 2, is accepted"):
         KVLayout((kv, replace(states, kind=Recurrent(replace(SHAPE, value_heads=3)))), 4, torch.float32)
-    with pytest.raises(InvalidArgument, match=r"layers \[0, 2\] keep recurrent states, and kernels on a GPU serve"):
-        check_gpu(LAYOUT, None)
+    check_gpu(LAYOUT, None)
+    wide = replace(states, kind=Recurrent(replace(SHAPE, value_dim=129)))
+    with pytest.raises(InvalidArgument, match="value_dim of group 1 is 129; on a GPU at most 128 is accepted"):
+        check_gpu(replace(LAYOUT, groups=(kv, wide)), None)
     cache = Island.of(LAYOUT).caches[0]
     cache.add_sequence(0)
     with pytest.raises(InvalidArgument, match="the layout has groups with states; sequences slide only in layouts"):

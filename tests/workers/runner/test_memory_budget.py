@@ -48,7 +48,7 @@ def test_weights_that_leave_no_room_say_what_would() -> None:
         MemoryBudget(24 * GIB, 23 * GIB, 0.9).room(2 << 20)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama4"])
+@pytest.mark.parametrize("family", ["qwen3", "llama4", "qwen3_next"])
 def test_the_largest_forward_has_logits_for_every_sequence(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

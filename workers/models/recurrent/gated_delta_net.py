@@ -1,10 +1,10 @@
 """A layer with a gated delta rule in place of attention (Yang et al., arXiv 2412.06464)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.cache.kernels.recurrent import RecurrentInputs
+from tandem.workers.kernels.choice import choose_delta_kernels
 from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.recurrent.fields import DeltaNetConfig
 from tandem.workers.models.recurrent.parameters import DeltaNetParameters
@@ -19,36 +19,29 @@ class GatedDeltaNet:
         self._conv = parameters.conv.squeeze(1)
         self._decay, self._decay_bias = -parameters.decay.exp(), parameters.decay_bias
         self._norm = parameters.norm
+        self._kernels = choose_delta_kernels(parameters.norm.device, parameters.norm.dtype)
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
         """o [T, value_heads · value_dim] of x [T, H]."""
         mixed, z = self._split_inputs(self._inputs.linear(x))
         b, a = self._split_rates(self._rates.linear(x))
-        log_decay = self._decay * F.softplus(a.float() + self._decay_bias)
-        o = cached.recur(layer, RecurrentInputs(mixed, self._conv, log_decay, b.sigmoid().float()))
-        return self._gated(o, z.unflatten(1, o.shape[1:])).flatten(1)
-
-    def _gated(self, o: Tensor, z: Tensor) -> Tensor:
-        """Rounds where transformers does."""
-        exact = o.float()
-        normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self._eps)
-        return (self._norm * normed.to(o.dtype) * F.silu(z.float())).to(o.dtype)
+        log_decay, strength = self._kernels.rates(b, a, self._decay, self._decay_bias)
+        o = cached.recur(layer, RecurrentInputs(mixed, self._conv, log_decay, strength))
+        return self._kernels.gate(o, z, self._norm, self._eps)
 
     def _split_inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k and v [T, channels], and z [T, value_heads · value_dim]."""
+        """q, k and v [T, channels], and z in groups of value heads, [T, G, value_heads · value_dim / G]."""
         shape = self._shape
         if not self._by_key_head:
             mixed, z = inputs.tensor_split((shape.channels,), 1)
-            return mixed, z
+            return mixed, z.unsqueeze(1)
         values = shape.value_heads // shape.key_heads * shape.value_dim
         sizes = shape.key_dim, shape.key_dim, values, values
         *qkv, z = inputs.unflatten(1, (shape.key_heads, -1)).split_with_sizes(sizes, 2)
-        return torch.cat([one.flatten(1) for one in qkv], 1), z.flatten(1)
+        return torch.cat([one.flatten(1) for one in qkv], 1), z
 
     def _split_rates(self, rates: Tensor) -> tuple[Tensor, Tensor]:
-        """b and a, [T, value_heads] each."""
-        if self._by_key_head:
-            b, a = rates.unflatten(1, (self._shape.key_heads, 2, -1)).unbind(2)
-            return b.flatten(1), a.flatten(1)
-        b, a = rates.chunk(2, 1)
+        """b and a, [T, G, value_heads / G] each."""
+        groups = self._shape.key_heads if self._by_key_head else 1
+        b, a = rates.unflatten(1, (groups, 2, -1)).unbind(2)
         return b, a

@@ -1,0 +1,28 @@
+"""What the kernels of chunks keep from one kernel of a layer to the next. Needs no Triton."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.recurrent import DeltaShape
+from tandem.cache.kernels.torch.delta_rule import CHUNK
+
+
+class Scratch(NamedTuple):
+    """Of T tokens, Hv value heads, in the dtype of the model: mixed [T, channels], q, k and v behind the convolution;
+    w [T, Hv, key_dim], u [T, Hv, value_dim] and scores [T, Hv, CHUNK] of a token's chunk. totals: float32 [T, Hv]."""
+
+    mixed: Tensor
+    w: Tensor
+    u: Tensor
+    scores: Tensor
+    totals: Tensor
+
+    @classmethod
+    def of(cls, num_tokens: int, shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> "Scratch":
+        """Not filled."""
+        heads = num_tokens, shape.value_heads
+        sizes = (num_tokens, shape.channels), *((*heads, width) for width in (shape.key_dim, shape.value_dim, CHUNK))
+        mixed, w, u, scores = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
+        return cls(mixed, w, u, scores, torch.empty(heads, dtype=torch.float32, device=device))

@@ -1,0 +1,133 @@
+"""One new token of each of several sequences through convolution and gated delta rule, in two Triton kernels.
+
+The first one computes the convolutions, and moves the tails on. The second one reads each state once, while the first
+one still runs, and writes it once: a step takes as long as that.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.torch.delta_rule import UNIT_EPS
+from tandem.cache.kernels.triton.dependent_launch import launch_options
+
+CHANNELS, VALUES = 512, 32  # of a program: of the convolution, and columns of a state
+
+
+class StepRows(NamedTuple):
+    """Of n rows, all int32 [n]: the page of each, negative for padding; 0 in `behind` where nothing is behind the row's
+    sequence yet, so that its page means nothing; and each row's token. tokens None: row i has token i."""
+
+    pages: Tensor
+    behind: Tensor
+    tokens: Tensor | None = None
+
+
+def step_states(
+    pool: Tensor, layer: int, x: RecurrentInputs, shape: DeltaShape, rows: StepRows, output: Tensor
+) -> None:
+    """output [T, value_heads, value_dim], contiguous, in the dtype of x.mixed, at the rows' tokens; 0 for padding. The
+    rows' entries change in place.
+
+    pool: float32 [num_pages, layers, 1, 1, 1, numbers], contiguous, see DeltaShape. x.mixed: any stride of tokens.
+    """
+    count, device = rows.pages.shape[0], pool.device
+    mixed = torch.empty((count, shape.channels), dtype=x.mixed.dtype, device=device)
+    place = pool.stride(0), layer * pool.stride(1)
+    kernel: Any = _step_conv[(count * triton.cdiv(shape.channels, CHANNELS),)]
+    kernel(
+        *(x.mixed, x.conv, mixed, pool, *rows, x.mixed.stride(0), *place),
+        *(shape.channels, shape.tail + 1, CHANNELS, rows.tokens is None),
+        **launch_options(device),
+    )
+    block = min(VALUES, triton.next_power_of_2(shape.value_dim))
+    kernel = _step_rule[(count * shape.value_heads * triton.cdiv(shape.value_dim, block),)]
+    kernel(
+        *(mixed, x.log_decay, x.strength, output, pool, *rows, x.log_decay.stride(0), x.strength.stride(0), *place),
+        *(shape.key_dim**-0.5, UNIT_EPS, shape.tail * shape.channels, shape.key_heads, shape.value_heads),
+        *(shape.key_dim, shape.value_dim, triton.next_power_of_2(shape.key_dim), block, rows.tokens is None),
+        **launch_options(device),
+    )
+
+
+@triton.jit
+def _step_conv(
+    mixed, conv, output, pool, pages, behind, tokens, mixed_token, page_elements, layer_elements,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program has some channels of a row, whose tail only it reads and writes."""
+    if PDL:
+        # In this order: what the next kernel loads before its own wait is then there.
+        gdc_wait()
+        gdc_launch_dependents()
+    parts: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) // parts
+    channel = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    there = channel < CHANNELS
+    page = tl.load(pages + row)
+    stored = channel < tl.where(page >= 0, CHANNELS, 0)
+    seen = channel < tl.where((page >= 0) & (tl.load(behind + row) > 0), CHANNELS, 0)
+    token = row if IN_ORDER else tl.load(tokens + row)
+    tail = pool + tl.maximum(page, 0).to(tl.int64) * page_elements + layer_elements + channel
+    own = tl.load(mixed + token.to(tl.int64) * mixed_token + channel, mask=there, other=0.0).to(tl.float32)
+    weights = conv + channel * TAPS
+    total = own * tl.load(weights + (TAPS - 1), mask=there, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS - 1):  # pyright: ignore[reportGeneralTypeIssues]
+        earlier = tl.load(tail + tap * CHANNELS, mask=seen, other=0.0)
+        total += earlier * tl.load(weights + tap, mask=there, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # another thread may have loaded what this one writes over
+        if tap > 0:
+            tl.store(tail + (tap - 1) * CHANNELS, earlier, mask=stored)
+    tl.store(tail + (TAPS - 2) * CHANNELS, own, mask=stored)
+    tl.store(output + row.to(tl.int64) * CHANNELS + channel, silu_rounded(total, output.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def silu_rounded(total, dtype: tl.constexpr):
+    """Rounds before and after, as torch does."""
+    exact = total.to(dtype).to(tl.float32)
+    return (exact / (1.0 + tl.exp(-exact))).to(dtype)
+
+
+@triton.jit
+def _step_rule(
+    mixed, log_decay, beta, output, pool, pages, behind, tokens, decay_token, beta_token, page_elements, layer_elements,
+    scale, eps, STATE: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program has some columns of one head's state, which begins at STATE in an entry."""
+    parts: tl.constexpr = (VALUE_DIM + VALUES - 1) // VALUES
+    row, head = tl.program_id(0) // (parts * VALUE_HEADS), tl.program_id(0) // parts % VALUE_HEADS
+    key, value = tl.arange(0, KEYS), tl.program_id(0) % parts * VALUES + tl.arange(0, VALUES)
+    page = tl.load(pages + row)
+    entry = pool + tl.maximum(page, 0).to(tl.int64) * page_elements + layer_elements + STATE
+    places = entry + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    in_value = (value < VALUE_DIM)[None, :]
+    seen = (key < tl.where((page >= 0) & (tl.load(behind + row) > 0), KEY_DIM, 0))[:, None] & in_value
+    state = tl.load(places, mask=seen, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = (row if IN_ORDER else tl.load(tokens + row)).to(tl.int64)
+    line = mixed + row.to(tl.int64) * (2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM)
+    q = line + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
+    query = tl.load(q, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+    keys = tl.load(q + KEY_HEADS * KEY_DIM, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+    query *= scale / tl.sqrt(tl.sum(query * query, 0) + eps)
+    keys *= 1.0 / tl.sqrt(tl.sum(keys * keys, 0) + eps)
+    v = line + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    values = tl.load(v, mask=value < VALUE_DIM, other=0.0).to(tl.float32)
+    state *= tl.exp(tl.load(log_decay + token * decay_token + head))
+    known = tl.sum(state * keys[:, None], 0)
+    read = tl.sum(state * query[:, None], 0)
+    delta = (values - known) * tl.load(beta + token * beta_token + head).to(tl.float32)
+    stored = (key < tl.where(page >= 0, KEY_DIM, 0))[:, None] & in_value
+    tl.store(places, state + keys[:, None] * delta[None, :], mask=stored)
+    found = tl.where(page >= 0, read + tl.sum(query * keys, 0) * delta, 0.0)
+    target = output + (token * VALUE_HEADS + head) * VALUE_DIM + value
+    tl.store(target, found.to(output.dtype.element_ty), mask=value < VALUE_DIM)

@@ -1,0 +1,191 @@
+"""Kernels of a gated delta rule against torch's, which are their reference: on a GPU, else in Triton's interpreter."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tandem.cache.attention.states import look_up_states
+from tandem.cache.kernels.base import DeviceTables, GroupPlan, Limits
+from tandem.cache.kernels.delta.chunks import BLOCK, invert_unit_lower, lay_out_chunks
+from tandem.cache.kernels.delta.kernels import TritonDeltaKernels
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.torch.delta_rule import CHUNK
+from tandem.cache.kernels.torch.recurrent import TorchStateKernels
+from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tests.support.tolerances import Tolerance
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYERS, LAYER, PAGES = 2, 1, 12
+ODD = DeltaShape(key_heads=1, value_heads=2, key_dim=5, value_dim=3, tail=3)
+TOLERANCES = {torch.float32: Tolerance(1e-4, 1e-5), torch.float16: Tolerance(1e-2, 1e-2)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """before: positions behind each sequence; after: its new ones."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    shape: DeltaShape = ODD
+    dtype: torch.dtype = torch.float32
+
+
+WIDE = DeltaShape(key_heads=2, value_heads=4, key_dim=24, value_dim=40, tail=2)
+CASES = {
+    "single tokens": Case((7, 0, 1), (1, 1, 1)),
+    "mixed": Case((0, 9, 3, 0), (65, 1, 2, 1)),
+    "a chunk": Case((4,), (CHUNK,)),
+    "borders": Case((0, 1, 0, 5, 2), (63, 64, 65, 128, 2)),
+    "values in parts": Case((3, 0, 4), (1, 66, 3), WIDE),
+    "a longer tail than a chunk": Case((0, 6, 1), (4, 2, 1), replace(ODD, tail=7)),
+    "Qwen3-Next's heads": Case(
+        (2, 3), (70, 1), DeltaShape(key_heads=1, value_heads=2, key_dim=128, value_dim=128, tail=3)
+    ),
+    "16 bits": Case((0, 9, 3), (65, 1, 2), replace(WIDE, tail=3), torch.float16),
+}
+
+
+def draw(case: Case, *shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, case.dtype)
+
+
+def draw_inputs(case: Case, num_tokens: int, seed: int = 0) -> RecurrentInputs:
+    """Keys that are much alike, so that the inverse of a chunk is not near the identity. Rows of tokens lie apart."""
+    shape = case.shape
+    mixed = draw(case, num_tokens, shape.channels + 3, seed=seed)[:, :-3] + draw(case, shape.channels, seed=9)
+    conv = draw(case, shape.channels, shape.tail + 1, seed=8)
+    log_decay, beta = (draw(case, num_tokens, shape.value_heads, seed=seed + at).float() for at in (1, 2))
+    return RecurrentInputs(mixed, conv, -0.1 * log_decay.abs(), beta.sigmoid().to(case.dtype).float())
+
+
+def lay_out(case: Case) -> tuple[TokenLayout, PageTables]:
+    tokens = lay_out_tokens(np.array(case.before), np.array(case.after))
+    pages = np.random.default_rng(0).permutation(PAGES)[: len(case.before), None].astype(np.int32)
+    rows = np.arange(len(case.before))
+    return tokens, look_up_states(lambda rows, entries: look_up_pages(pages, rows, entries, 1), rows, tokens)
+
+
+def both(case: Case, tables: PageTables) -> tuple[TorchStateKernels, TritonDeltaKernels]:
+    """Over alike pools: NaN but in the pages of sequences that go on, where tails are numbers of the model's dtype."""
+    numbers, there = case.shape.numbers, np.array(case.before) > 0
+    pool = torch.full((PAGES, LAYERS, 1, 1, 1, numbers), torch.nan, device=DEVICE)
+    for page in tables.kv_indices[there].tolist():
+        pool[page] = draw(case, *pool.shape[1:], seed=page).float()
+    return TorchStateKernels(pool, case.shape), TritonDeltaKernels(pool.clone(), case.shape)
+
+
+def assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
+    """NaN where NaN is."""
+    tolerance = TOLERANCES[case.dtype]
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True
+    )
+
+
+@pytest.mark.gate("single tokens", "mixed", "a longer tail*", "16 bits")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_both_backends_compute_alike(case: Case) -> None:
+    """And the next single tokens, from what the forward has left. Nothing else in a pool changes."""
+    tokens, tables = lay_out(case)
+    reference, kernels = both(case, tables)
+    x = draw_inputs(case, int(tokens.qo_indptr[-1]))
+    check_forward(case, reference, kernels, tokens, tables, x)
+    further = replace(case, before=tuple(np.add(case.before, case.after).tolist()), after=(1,) * len(case.after))
+    tokens, tables = lay_out(further)
+    check_forward(case, reference, kernels, tokens, tables, draw_inputs(case, len(case.after), seed=4))
+
+
+def check_forward(
+    case: Case,
+    reference: TorchStateKernels,
+    kernels: TritonDeltaKernels,
+    tokens: TokenLayout,
+    tables: PageTables,
+    x: RecurrentInputs,
+) -> None:
+    calls: list[Any] = []
+    expected = reference.run(GroupPlan(reference.plan(tokens, tables), None), LAYER, x)
+    found = kernels.run(GroupPlan(kernels.plan(tokens, tables), None), LAYER, x, lambda *kv: calls.append(kv))
+    assert found.dtype == expected.dtype == case.dtype
+    assert calls == [(None, None)]
+    assert_same(case, found, expected)
+    assert_same(case, kernels._pool, reference._entries.view(kernels._pool.shape))
+
+
+@pytest.mark.gate("single tokens")
+@pytest.mark.parametrize("case", [CASES["single tokens"], Case((5, 8), (1, 1), WIDE)], ids=["single tokens", "wide"])
+def test_graph_buffers_leave_entries_of_others_alone(case: Case) -> None:
+    """Of a step with two rows of padding, whose table names page 0."""
+    tokens, tables = lay_out(case)
+    reference, kernels = both(case, tables)
+    count = len(case.before)
+    x = draw_inputs(case, count)
+    expected = reference.run(GroupPlan(reference.plan(tokens, tables), None), LAYER, x)
+    own = kernels.buffers(Limits.of_step(count + 2, 4, 1), device_tables(tables, 2))
+    own.begin_captured()
+    padded = x._replace(
+        mixed=torch.cat((x.mixed, x.mixed[:2] * torch.nan)),
+        log_decay=torch.cat((x.log_decay, x.log_decay[:2])),
+        strength=torch.cat((x.strength, x.strength[:2])),
+    )
+    found = own.run(GroupPlan(own, None, captured=True), LAYER, padded)
+    assert_same(case, found[:count], expected)
+    assert_same(case, kernels._pool, reference._entries.view(kernels._pool.shape))
+
+
+def device_tables(tables: PageTables, padding: int) -> DeviceTables:
+    def array(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    assert tables.slot_mapping.tolist() == tables.kv_indices.tolist()
+    return DeviceTables(
+        array([*tables.slot_mapping.tolist(), *[-1] * padding]),
+        array(list(range(len(tables.slot_mapping) + padding + 1))),
+        array([*tables.kv_last_page_len.tolist(), *[1] * padding]),
+        array([*tables.kv_indices.tolist(), *[0] * padding]),
+    )
+
+
+def test_entries_are_read_whole() -> None:
+    case = CASES["single tokens"]
+    _, tables = lay_out(case)
+    reference, kernels = both(case, tables)
+    slots = tables.kv_indices[[2, 0]]
+    for ours, theirs in zip(kernels.read_slots(LAYER, slots), reference.read_slots(LAYER, slots), strict=True):
+        assert torch.equal(ours, theirs.view(ours.shape))
+
+
+def test_chunks_of_unlike_sequences() -> None:
+    pages, behind, begins, ends = np.array([[7, 3], [1, 0], [2, 67], [67, 195]])
+    sequences, chunks = lay_out_chunks(pages, behind, begins, ends)
+    assert sequences.tolist() == [[7, 1, 2, 67], [3, 0, 67, 195]]
+    assert chunks.tolist() == [[0, 2, 66], [0, 66, 67], [1, 67, 131], [1, 131, 195]]
+
+
+@triton.jit
+def _invert(strict: Any, target: Any, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    found = invert_unit_lower(tl.load(strict + place), SIZE, BLOCK, tl.constexpr("ieee"))
+    tl.store(target + place, found)
+
+
+@pytest.mark.parametrize("kind", ["random", "all alike"])
+def test_the_inverse_of_a_chunk(kind: str) -> None:
+    """All alike: keys that are one and the same, without decay; powers of such a matrix are huge."""
+    strict = torch.ones(CHUNK, CHUNK)
+    if kind == "random":
+        strict = torch.randn(CHUNK, CHUNK, generator=torch.Generator().manual_seed(0)) * 0.3
+    strict = strict.tril(-1)
+    found = torch.empty_like(strict, device=DEVICE)
+    kernel: Any = _invert[(1,)]
+    kernel(strict.to(DEVICE), found, CHUNK, BLOCK)
+    expected = torch.linalg.inv(torch.eye(CHUNK, dtype=torch.float64) + strict)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,88 @@
+"""Models with recurrent layers by the kernels of a GPU, in Triton's interpreter: prompts in chunks, then steps in graph
+buffers, each launched before the tokens of the one before are read, against transformers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tandem.cache.kernels.base import GroupPlan
+from tandem.cache.kernels.delta.kernels import DeltaSteps, TritonDeltaKernels
+from tandem.cache.kernels.recurrent import RecurrentInputs
+from tandem.cache.kinds.kind import Site
+from tandem.cache.kinds.recurrent import Recurrent
+from tandem.workers.runner.step_inputs import ON_HOST
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.cache.table_kernels import TableKernels
+from tests.support.checkpoints import save_checkpoint
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.prompt_programs import PromptRunner, RunInOnePlace
+
+LENGTHS = (1, 63, 65, 5)
+# How many of the sequences, from the first, are stepped: graphs of 1, 2 and 4 rows, and rows of padding.
+PROGRAM = (4, 4, 3, 1, 2, 4, 1)
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes Triton's kernels serve states. Returns the rows of each step in graph buffers, one entry a layer."""
+    rows: list[int] = []
+    run = DeltaSteps.run
+
+    def watched(own: DeltaSteps, plan: GroupPlan, layer: int, x: RecurrentInputs) -> Tensor:
+        rows.append(own.rows.pages.shape[0])
+        return run(own, plan, layer, x)
+
+    def backend(kind: Recurrent, site: Site) -> TritonDeltaKernels:
+        return TritonDeltaKernels(site.pool, kind.shape)
+
+    monkeypatch.setattr(Recurrent, "backend", backend)
+    monkeypatch.setattr(DeltaSteps, "run", watched)
+    return rows
+
+
+@pytest.mark.gate("qwen3_next-options")
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "qwen3_next-options"])
+def test_steps_in_graphs_go_on_from_prompts_in_chunks(case: str, tmp_path: Path, on_triton: list[int]) -> None:
+    folder = save_checkpoint(case, tmp_path)
+    prompts = {sequence: random_prompt(length, length) for sequence, length in enumerate(LENGTHS)}
+    expected = greedy_all(load_oracle(folder), list(prompts.values()), 1 + len(PROGRAM))
+    of = PromptRunner(folder, None, TableKernels)
+    of.runner.capture_steps(4, RunInOnePlace())
+    on_triton.clear()
+    lengths = {sequence: len(prompt) for sequence, prompt in prompts.items()}
+    for sequence in prompts:
+        of.cache.add_sequence(sequence)
+    of.forward({sequence: prompt[:-2] for sequence, prompt in prompts.items() if len(prompt) > 2}, lengths)
+    # Rows of a token and chunks in one forward.
+    logits = of.forward({sequence: prompt[-2:] for sequence, prompt in prompts.items()}, lengths)
+    assert not on_triton
+    greedy = SampleBatch.from_params([SamplingParams(temperature=0)] * len(prompts))
+    tokens = of.runner.sample(logits, greedy, np.array(LENGTHS)).token_ids
+    made = [[int(token)] for token in tokens]
+    before: list[int] = []
+    pending: PendingSamples | None = None
+    for count in PROGRAM:
+        rows = list(range(count))[::-1]
+        sources = np.array([before.index(row) if row in before else ON_HOST for row in rows])
+        inputs = np.array([made[row][-1] for row in rows])
+        positions = np.array([of.cache.num_tokens(row) + 1 for row in rows])
+        sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * count)
+        following = of.runner.step(tuple(rows), inputs, sources, sampling, positions)
+        learn(made, before, pending)
+        before, pending = rows, following
+    learn(made, before, pending)
+    assert made == [wanted[: len(tokens)] for tokens, wanted in zip(made, expected, strict=True)]
+    assert set(on_triton) == {1, 2, 4}
+
+
+def learn(made: list[list[int]], rows: list[int], pending: PendingSamples | None) -> None:
+    """Adds the tokens of a step to those of its rows."""
+    if pending is not None:
+        for row, token in zip(rows, pending.wait().token_ids.tolist(), strict=True):
+            made[row].append(token)

@@ -72,6 +72,32 @@ SHAPES["qwen3-30b-a3b"] = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
+SHAPES["qwen3-next-8-layers"] = {  # of the 48 of Qwen3-Next-80B-A3B: two attend, six keep a state
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10_000_000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FP8_SUFFIX = "-fp8"
 SHAPES |= {f"{name}{FP8_SUFFIX}": SHAPES[name] | {"quantization_config": FP8} for name in ("qwen3-8b", "qwen3-30b-a3b")}

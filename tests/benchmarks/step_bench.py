@@ -68,10 +68,13 @@ class Bench:
         self.scales = scales
         layout = kv_layout(self.config, PAGE_SIZE, scales, drafter)
         num_pages = (num_tokens or max_batch * 1200 + MAX_LENGTH) // PAGE_SIZE
-        groups = range(len(layout.groups))
+        shapes = [
+            (max_batch + 1 if paging.whole else num_pages, *layout.page_shape(group))
+            for group, paging in enumerate(layout.paging)
+        ]
         self.cache = PagedKVCache(
             layout,
-            tuple(random_pool((num_pages, *layout.page_shape(group)), layout.stored_dtype) for group in groups),
+            tuple(random_pool(shape, layout.stored_dtype_of(group)) for group, shape in enumerate(shapes)),
             max_sequences=max_batch + 1,
             max_sequence_length=MAX_LENGTH,
             rope=self.config.rope,

@@ -16,7 +16,7 @@ from tandem.cluster.supervision.process_settings import worker_configs
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, together
 from tests.gpu.worker_pair import each, form
 from tests.gpu.worker_process import WorkerPe
-from tests.support.checkpoints import COMMON, FAMILIES, KEEP_STATES, make_model, sizes_on_gpu
+from tests.support.checkpoints import COMMON, ON_GPUS, make_model, sizes_on_gpu
 from tests.support.client_requests import GREEDY, complete_all, complete_all_updates, tokens_of
 from tests.support.island import running_gateway
 from tests.support.oracle import greedy_all, in_its_precision, load_oracle, random_prompt
@@ -32,7 +32,6 @@ LENGTHS = (1, PAGE, CHUNK - 1, CHUNK + 1, 3 * CHUNK + 5)
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS * 3)]
 OUTPUT = 56  # more than two windows
 ERROR_RATIO = 1.5  # as in test_models
-ON_GPUS = [family for family in FAMILIES if family not in KEEP_STATES]
 
 
 @pytest.fixture(scope="module")

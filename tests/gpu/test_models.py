@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cached_model import CachedModel
-from tests.support.checkpoints import CHOOSE_POSITIONS, FAMILIES, KEEP_STATES, make_model, sizes_on_gpu
+from tests.support.checkpoints import CHOOSE_POSITIONS, ON_GPUS, make_model, sizes_on_gpu
 from tests.support.oracle import greedy, in_its_precision, load_oracle, random_prompt
 
 pytestmark = [
@@ -19,7 +19,6 @@ ERROR_RATIO = 1.5  # the error of logits, ours to that of transformers in the sa
 MIXED_STEPS = ({0: 60, 1: 33}, {0: 1, 1: 7, 2: 50}, {0: 1, 1: 1, 2: 1}, {2: 20, 0: 1}, *[{0: 1, 1: 1, 2: 1}] * 9)
 PROMPTS = {0: random_prompt(45, seed=1), 1: random_prompt(9, seed=2), 2: random_prompt(70, seed=3)}
 CHUNK = 32
-ON_GPUS = [family for family in FAMILIES if family not in KEEP_STATES]
 
 
 def load(folder: Path, dtype: str) -> CachedModel:

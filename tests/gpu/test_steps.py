@@ -64,10 +64,14 @@ class Steps:
         """long: more tokens of the first four prompts."""
         config = load_config(folder, dtype)
         layout = kv_layout(config, 16, scales)
-        shape = (200 + 4 * long // 16, *layout.page_shape(0))
-        pool = torch.full(shape, torch.nan, device="cuda").to(layout.stored_dtype)
+        pools = [
+            torch.full((200 + 4 * long // 16, *layout.page_shape(group)), torch.nan, device="cuda").to(
+                layout.stored_dtype_of(group)
+            )
+            for group in range(len(layout.groups))
+        ]
         self.cache = TvmCache.of(
-            make_cache(config, layout, (pool,), max_sequences=32, max_length=256 + long, kernels=kernels)
+            make_cache(config, layout, pools, max_sequences=32, max_length=256 + long, kernels=kernels)
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:

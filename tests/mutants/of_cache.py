@@ -118,6 +118,22 @@ CACHE = (
         tests=("tests/cache/kinds/test_recurrent.py::test_random_programs_equal_naive_states",),
     ),
     Mutant(
+        name="padding-moves-the-tail-of-page-0",
+        file="cache/kernels/delta/steps.py",
+        find="stored = channel < tl.where(page >= 0, CHANNELS, 0)",
+        replace="stored = there",
+        reason="A row of padding in a CUDA graph writes no state, or it spoils that of whoever has page 0.",
+        tests=("tests/cache/kernels/test_triton_delta.py::test_graph_buffers_leave_entries_of_others_alone",),
+    ),
+    Mutant(
+        name="a-new-sequence-reads-its-page-on-a-gpu",
+        file="cache/attention/states.py",
+        find="tokens.seq_lens > np.diff(tokens.qo_indptr)",
+        replace="tokens.seq_lens > 0",
+        reason="The first forward of a sequence begins without a state, or it goes on from what another one left.",
+        tests=("tests/cache/kernels/test_triton_delta.py::test_both_backends_compute_alike",),
+    ),
+    Mutant(
         name="states-sent-before-the-last-layer",
         file="cache/attention/group_attention.py",
         find="self._pushes_at = len(self.site.layout.groups[self.group].layers) - 1 if self.whole else 0",

@@ -19,7 +19,9 @@ from tandem.cache.kernels.delta.kernels import TritonDeltaKernels
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.delta_rule import CHUNK
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
+from tandem.cache.kinds.recurrent import Recurrent
 from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tests.cache.kinds.test_recurrent import test_random_programs_equal_naive_states as run_random_program
 from tests.support.tolerances import Tolerance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -189,3 +191,11 @@ def test_the_inverse_of_a_chunk(kind: str) -> None:
     kernel(strict.to(DEVICE), found, CHUNK, BLOCK)
     expected = torch.linalg.inv(torch.eye(CHUNK, dtype=torch.float64) + strict)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(DEVICE == "cuda", reason="the caches of these programs are on a CPU")
+def test_random_programs_equal_naive_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With forks, reservations and states that are sent."""
+    monkeypatch.setattr(Recurrent, "backend", lambda kind, site: TritonDeltaKernels(site.pool, kind.shape))
+    run_random_program(4, True, monkeypatch)

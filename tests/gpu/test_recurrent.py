@@ -1,0 +1,173 @@
+"""States of recurrent layers on a GPU: kernels in Qwen3-Next's sizes, in a CUDA graph, and models cut at borders of
+chunks. Workers with such models are among those of test_families."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.attention.states import look_up_states
+from tandem.cache.kernels.base import DeviceTables, GroupPlan, Limits
+from tandem.cache.kernels.delta.kernels import DeltaSteps, TritonDeltaKernels
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.torch.recurrent import TorchStateKernels
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tests.gpu.test_steps import DRAWN, FLOAT16_LOGPROB, GREEDY, PROGRAM, assert_graphs_go_on
+from tests.support.cached_model import CachedModel
+from tests.support.checkpoints import KEEP_STATES, ON_GPUS, make_model, sizes_on_gpu
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+NEXT = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, tail=3)
+SHAPES = {"Qwen3-Next": NEXT, "odd": DeltaShape(key_heads=2, value_heads=6, key_dim=12, value_dim=20, tail=2)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LAYERS, LAYER, PAGES, ROWS, STEPS = 2, 1, 12, 8, 3
+# Of each forward the new tokens of sequences: prompts, single tokens beside chunks, and borders of chunks.
+FORWARDS: list[dict[int, int]] = [
+    {0: 64, 1: 1, 2: 200},
+    {0: 1, 1: 63, 2: 1, 3: 65},
+    {3: 128, 1: 2, 0: 1},
+    {0: 1, 1: 1, 2: 1, 3: 1},
+    {2: 700, 3: 1},
+]
+CUT_AT = (1, 63, 64, 65)
+
+
+class Both:
+    """The reference in float32 on the CPU, and Triton's kernels, over pools full of NaN, given the same numbers."""
+
+    def __init__(self, shape: DeltaShape, dtype: torch.dtype) -> None:
+        pool = torch.full((PAGES, LAYERS, 1, 1, 1, shape.numbers), torch.nan)
+        self.shape, self.dtype = shape, dtype
+        self.reference, self.kernels = TorchStateKernels(pool, shape), TritonDeltaKernels(pool.cuda(), shape)
+        self.pages = np.random.default_rng(0).permutation(PAGES)[:, None].astype(np.int32)
+        self.lengths = np.zeros(PAGES, np.int64)
+
+    def lay_out(self, counts: dict[int, int]) -> tuple[TokenLayout, PageTables]:
+        rows = np.array(list(counts))
+        tokens = lay_out_tokens(self.lengths[rows], np.array(list(counts.values())))
+        self.lengths[rows] += list(counts.values())
+        return tokens, look_up_states(self._look_up, rows, tokens)
+
+    def _look_up(self, rows: Int64Array, entries: TokenLayout) -> PageTables:
+        return look_up_pages(self.pages, rows, entries, 1)
+
+    def draw(self, num_tokens: int, seed: int) -> RecurrentInputs:
+        generator, shape = torch.Generator("cuda").manual_seed(seed), self.shape
+
+        def numbers(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device="cuda")
+
+        mixed = numbers(num_tokens, shape.channels) + numbers(shape.channels) * 0.5
+        conv, rates = numbers(shape.channels, shape.tail + 1) * 0.5, numbers(2, num_tokens, shape.value_heads)
+        return RecurrentInputs(mixed.to(self.dtype), conv.to(self.dtype), -0.2 * rates[0].abs(), rates[1].sigmoid())
+
+    def expected(self, tokens: TokenLayout, tables: PageTables, x: RecurrentInputs) -> Tensor:
+        exact = RecurrentInputs(*(numbers.float().cpu() for numbers in x[:4]))
+        return self.reference.run(GroupPlan(self.reference.plan(tokens, tables), None), LAYER, exact)
+
+    def check(self, found: Tensor, expected: Tensor) -> None:
+        """Relative to the largest number: bounds are those of products of the dtype."""
+        bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}[self.dtype]
+        assert float((found.cpu().double() - expected.double()).abs().max()) <= bound * float(expected.abs().max())
+
+    def check_states(self) -> None:
+        ours, theirs = self.kernels._pool.flatten(2), self.reference._entries
+        written = self.pages[self.lengths > 0, 0].tolist()
+        assert torch.isnan(ours[:, 1 - LAYER]).all()
+        assert torch.isnan(ours[[page for page in range(PAGES) if page not in written]]).all()
+        self.check(ours[written, LAYER], theirs[written, LAYER])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@torch.inference_mode()
+def test_forwards_equal_the_reference(shape: DeltaShape, dtype: torch.dtype) -> None:
+    both = Both(shape, dtype)
+    for seed, counts in enumerate(FORWARDS):
+        tokens, tables = both.lay_out(counts)
+        x = both.draw(int(tokens.qo_indptr[-1]), seed)
+        expected = both.expected(tokens, tables, x)
+        both.check(both.kernels.run(GroupPlan(both.kernels.plan(tokens, tables), None), LAYER, x), expected)
+        both.check_states()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@torch.inference_mode()
+def test_a_graph_computes_steps_of_any_rows(shape: DeltaShape, dtype: torch.dtype) -> None:
+    """Captured once, with rows of padding in most steps. The graph computes three steps one behind the other, so that a
+    kernel may begin while the step before still runs."""
+    both = Both(shape, dtype)
+    tokens, tables = both.lay_out({row: 3 + row for row in range(ROWS)})
+    x = both.draw(int(tokens.qo_indptr[-1]), 99)
+    both.expected(tokens, tables, x)
+    both.kernels.run(GroupPlan(both.kernels.plan(tokens, tables), None), LAYER, x)
+    empty = torch.zeros(ROWS + 1, dtype=torch.int32, device="cuda")
+    static = DeviceTables(torch.full_like(empty[:-1], -1), empty, torch.ones_like(empty[:-1]), empty)
+    places = [both.draw(ROWS, 0) for _ in range(STEPS)]
+    own = both.kernels.buffers(Limits.of_step(ROWS, 4, 1), static)
+    graph, outputs = capture(own, places)
+    for seed in range(1, 20):
+        rows = [row for row in range(ROWS) if (row + seed) % 3 or seed % 2]
+        tables, wanted = None, []
+        for place, numbers in zip(places, (both.draw(ROWS, seed + 100 * step) for step in range(STEPS)), strict=True):
+            for target, source in zip(place[:4], numbers[:4], strict=True):
+                target.copy_(source)
+            first = numbers.of(slice(len(rows)))
+            tokens, tables = both.lay_out(dict.fromkeys(rows, 1))
+            wanted.append(both.expected(tokens, tables, first))
+        assert tables is not None
+        static.slots.fill_(-1)
+        static.slots[: len(rows)] = torch.from_numpy(tables.slot_mapping).cuda()
+        graph.replay()
+        for ours, theirs in zip(outputs, wanted, strict=True):
+            both.check(ours[: len(rows)], theirs)
+            assert not ours[len(rows) :].any()
+    both.check_states()
+
+
+def capture(own: DeltaSteps, places: Sequence[RecurrentInputs]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """The graph of a layer of as many steps, and what they give."""
+
+    def compute() -> list[Tensor]:
+        return [own.run(GroupPlan(own, None, captured=True), LAYER, place) for place in places]
+
+    compute()  # of rows of padding alone
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = compute()
+    return graph, outputs
+
+
+@pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])
+def test_float32_tokens_equal_transformers_wherever_prompts_are_cut(family: str, tmp_path: Path) -> None:
+    """Of prompts that end around a chunk; then all are stepped at once."""
+    make_model(family).save_pretrained(tmp_path)
+    prompts = {cut: random_prompt(2 * cut + 1, seed=cut) for cut in CUT_AT}
+    expected = greedy_all(load_oracle(tmp_path, device="cuda"), list(prompts.values()), 9)
+    model = CachedModel(tmp_path, "float32", "cuda")
+    made = []
+    for cut, prompt in prompts.items():
+        model.cache.add_sequence(cut)
+        made.append(model.sample(model.feed(cut, prompt, [cut])))
+    for _ in range(8):
+        step = {cut: tokens[-1:] for cut, tokens in zip(prompts, made, strict=True)}
+        for tokens, token in zip(made, model.sample(model.step(step)), strict=True):
+            tokens.append(token)
+    assert made == expected
+
+
+@pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])
+def test_a_models_graphs_go_on_as_its_eager_steps(family: str, tmp_path: Path) -> None:
+    make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
+    for params in (GREEDY, DRAWN):
+        assert_graphs_go_on(tmp_path, params, PROGRAM, FLOAT16_LOGPROB)

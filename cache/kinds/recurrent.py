@@ -89,8 +89,8 @@ class Recurrent(ServedKind):
     def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:
         if type(self.shape) is not DeltaShape:
             raise InvalidArgument(
-                f"layers {list(layout.groups[index].layers)} keep states by the rule of {type(self.shape).__name__}; on "
-                "a GPU those of a gated delta rule are accepted, on the device cpu all"
+                f"layers {list(layout.groups[index].layers)} keep states by the rule of {type(self.shape).__name__}; "
+                "on a GPU those of a gated delta rule are accepted, on the device cpu all"
             )
         for name in ("key_dim", "value_dim"):
             if getattr(self.shape, name) > MOST_GPU_DIM:

@@ -26,10 +26,24 @@ from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.arrays import Int32Array, IntArray, ragged_range
 
 BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
-VALUES = 32  # columns of a state of one program
 LEAST = 16  # of each side of a product
 ROWS = 16  # tokens at once of the convolution
 CHUNK_FIELDS, SEQUENCE_FIELDS = 3, 4
+
+
+class Tiling(NamedTuple):
+    """precision: of products. width: columns of q, k and v at once. values: columns of a state of one program."""
+
+    precision: str
+    width: int
+    values: int
+    warps: int
+    stages: int
+
+
+HALVES = Tiling("tf32", 64, 32, 4, 2)
+# Each thread multiplies a part of a product by itself: larger parts of fewer threads do not fit into registers.
+FLOATS = Tiling("ieee", 32, 16, 16, 1)
 
 
 class ChunkRows(NamedTuple):
@@ -65,9 +79,9 @@ def advance_states(
     place = pool.stride(0), layer * pool.stride(1)
     keys, values = (max(triton.next_power_of_2(dim), LEAST) for dim in (key_dim, value_dim))
     sizes, fields = (*shape, CHUNK), (CHUNK_FIELDS, SEQUENCE_FIELDS)
-    # Of float32 each thread multiplies a part of a product by itself, and fewer threads have no registers for theirs.
-    precision, warps, stages = ("ieee", 16, 1) if dtype == torch.float32 else ("tf32", 4, 2)
+    tiling = FLOATS if dtype == torch.float32 else HALVES
     count, options = rows.chunks.shape[0], launch_options(device)
+    tiled = {"num_warps": tiling.warps, "num_stages": tiling.stages, **options}
     kernel: Any = _conv_chunks[(count, 2 * key_heads + value_heads)]
     kernel(
         *(x.mixed, x.conv, mixed, *tables, x.mixed.stride(0), *place, UNIT_EPS),
@@ -78,18 +92,15 @@ def advance_states(
     kernel(
         *(mixed, x.log_decay, x.strength, w, u, scores, totals, x.mixed, *tables),
         *(x.log_decay.stride(0), x.strength.stride(0), x.mixed.stride(0), *place, key_dim**-0.5),
-        *(*sizes, keys, values, BLOCK, *fields, precision),
-        num_warps=warps,
-        **options,
+        *(*sizes, keys, values, min(tiling.width, keys, values), BLOCK, *fields, tiling.precision),
+        **tiled,
     )
-    block = min(VALUES, values)
+    block = min(tiling.values, values)
     kernel = _scan_chunks[(rows.sequences.shape[0], value_heads, triton.cdiv(value_dim, block))]
     kernel(
         *(mixed, w, u, scores, totals, output, pool, rows.sequences, *place, key_dim**-0.5),
-        *(tail * shape.channels, *sizes, keys, block, SEQUENCE_FIELDS, precision),
-        num_warps=warps,
-        num_stages=stages,
-        **options,
+        *(tail * shape.channels, *sizes, keys, block, SEQUENCE_FIELDS, tiling.precision),
+        **tiled,
     )
 
 
@@ -139,8 +150,9 @@ def _solve_chunks(
     mixed, log_decay, beta, w, u, scores, totals, raw, pool, sequences, chunks,
     decay_token, beta_token, raw_token, page_elements, layer_elements, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAIL: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    TAIL: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of no token have β = 0 and k = 0. `totals` are sums of log_decay from the chunk's first token on."""
     if PDL:
@@ -153,26 +165,36 @@ def _solve_chunks(
     token, inside = (begin + row).to(tl.int64), begin + row < end
     total = tl.cumsum(tl.load(log_decay + token * decay_token + head, mask=inside, other=0.0), 0)
     rate = tl.load(beta + token * beta_token + head, mask=inside, other=0.0).to(tl.float32)
-    key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
-    in_key, in_value = inside[:, None] & (key < KEY_DIM)[None, :], inside[:, None] & (value < VALUE_DIM)[None, :]
-    q = mixed + token[:, None] * channels + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key[None, :]
-    k, v = q + KEY_HEADS * KEY_DIM, mixed + token[:, None] * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-    queries, keys = tl.load(q, mask=in_key, other=0.0), tl.load(k, mask=in_key, other=0.0)
+    lines = mixed + token[:, None] * channels
+    q = lines + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    k, v = q + KEY_HEADS * KEY_DIM, lines + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    within, system = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+    for start in range(0, KEYS, WIDTH):
+        key = start + tl.arange(0, WIDTH)[None, :]
+        in_key = inside[:, None] & (key < KEY_DIM)
+        queries, keys = tl.load(q + key, mask=in_key, other=0.0), tl.load(k + key, mask=in_key, other=0.0)
+        within = tl.dot(queries, tl.trans(keys), within, input_precision=PRECISION)
+        system = tl.dot(keys, tl.trans(keys), system, input_precision=PRECISION)
     dtype: tl.constexpr = mixed.dtype.element_ty
     lower = row[:, None] >= row[None, :]
     decay = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
-    within = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decay * scale
     line = token * VALUE_HEADS + head
-    tl.store(scores + line[:, None] * CHUNK + row[None, :], within.to(dtype), mask=inside[:, None])
-    system = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * decay * rate[:, None]
-    strict = tl.where(row[:, None] > row[None, :], system, 0.0)
+    tl.store(scores + line[:, None] * CHUNK + row[None, :], (within * decay * scale).to(dtype), mask=inside[:, None])
+    strict = tl.where(row[:, None] > row[None, :], system * decay * rate[:, None], 0.0)
     inverse = invert_unit_lower(strict, CHUNK, BLOCK, PRECISION).to(dtype)
-    weighted = (keys.to(tl.float32) * (rate * tl.exp(total))[:, None]).to(dtype)
-    made = tl.dot(inverse, weighted, input_precision=PRECISION)
-    tl.store(w + line[:, None] * KEY_DIM + key[None, :], made.to(dtype), mask=in_key)
-    targets = (tl.load(v + value[None, :], mask=in_value, other=0.0).to(tl.float32) * rate[:, None]).to(dtype)
-    solved = tl.dot(inverse, targets, input_precision=PRECISION)
-    tl.store(u + line[:, None] * VALUE_DIM + value[None, :], solved.to(dtype), mask=in_value)
+    decayed = (rate * tl.exp(total))[:, None]
+    for start in range(0, KEYS, WIDTH):
+        key = start + tl.arange(0, WIDTH)[None, :]
+        in_key = inside[:, None] & (key < KEY_DIM)
+        weighted = (tl.load(k + key, mask=in_key, other=0.0).to(tl.float32) * decayed).to(dtype)
+        made = tl.dot(inverse, weighted, input_precision=PRECISION)
+        tl.store(w + line[:, None] * KEY_DIM + key, made.to(dtype), mask=in_key)
+    for start in range(0, VALUES, WIDTH):
+        value = start + tl.arange(0, WIDTH)[None, :]
+        in_value = inside[:, None] & (value < VALUE_DIM)
+        targets = (tl.load(v + value, mask=in_value, other=0.0).to(tl.float32) * rate[:, None]).to(dtype)
+        solved = tl.dot(inverse, targets, input_precision=PRECISION)
+        tl.store(u + line[:, None] * VALUE_DIM + value, solved.to(dtype), mask=in_value)
     tl.store(totals + line, total, mask=inside)
     sequence = sequences + tl.load(chunk) * SEQUENCE_FIELDS
     if end == tl.load(sequence + 3):

@@ -26,8 +26,8 @@ def compile_all(dtype: str) -> dict[str, tuple[int, int]]:
     types: dict[str, str] = {**tables, **floats, **of_model}
     chunked = {**HEADS, "TAIL": 3, "CHUNK": 64, "CHUNK_FIELDS": chunks.CHUNK_FIELDS}
     chunked["SEQUENCE_FIELDS"] = chunks.SEQUENCE_FIELDS
-    precision, warps, stages = ("ieee", 16, 1) if dtype == "fp32" else ("tf32", 4, 2)
-    precise = {"PRECISION": precision}
+    tiling = chunks.FLOATS if dtype == "fp32" else chunks.HALVES
+    precise, options = {"PRECISION": tiling.precision}, {"num_warps": tiling.warps, "num_stages": tiling.stages}
     state = 3 * 8192
     fixed: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
         "_step_conv": (
@@ -43,19 +43,19 @@ def compile_all(dtype: str) -> dict[str, tuple[int, int]]:
         "_conv_chunks": (chunks._conv_chunks, {**chunked, "WIDTH": 128, "ROWS": chunks.ROWS}, {}),
         "_solve_chunks": (
             chunks._solve_chunks,
-            {**chunked, **precise, "KEYS": 128, "VALUES": 128, "BLOCK": chunks.BLOCK},
-            {"num_warps": warps},
+            {**chunked, **precise, "KEYS": 128, "VALUES": 128, "WIDTH": tiling.width, "BLOCK": chunks.BLOCK},
+            options,
         ),
         "_scan_chunks": (
             chunks._scan_chunks,
-            {**chunked, **precise, "STATE": state, "KEYS": 128, "VALUES": chunks.VALUES},
-            {"num_warps": warps, "num_stages": stages},
+            {**chunked, **precise, "STATE": state, "KEYS": 128, "VALUES": tiling.values},
+            options,
         ),
     }
     found = {}
-    for name, (kernel, values, options) in fixed.items():
+    for name, (kernel, values, launch) in fixed.items():
         used = {key: value for key, value in values.items() if key in kernel.arg_names}
-        one = taken(kernel, used, types, **options)
+        one = taken(kernel, used, types, **launch)
         found[name] = one.registers, one.shared_bytes
     return found
 

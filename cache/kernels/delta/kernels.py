@@ -34,7 +34,7 @@ class DeltaPlan:
 class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
     """See TorchStateKernels. Decode steps have graph buffers, prompts have none."""
 
-    capabilities = Capabilities(trees=False, step_graphs=True)
+    capabilities = Capabilities(trees=False, step_graphs=True, shifts=False)
 
     def __init__(self, pool: Tensor, shape: DeltaShape) -> None:
         super().__init__(pool)

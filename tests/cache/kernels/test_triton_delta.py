@@ -76,19 +76,24 @@ def lay_out(case: Case) -> tuple[TokenLayout, PageTables]:
 
 
 def both(case: Case, tables: PageTables) -> tuple[TorchStateKernels, TritonDeltaKernels]:
-    """Over alike pools: NaN but in the pages of sequences that go on, where tails are numbers of the model's dtype."""
+    """Over alike pools: NaN but in the pages of sequences that go on, where tails are numbers of the model's dtype. The
+    reference is on a CPU."""
     numbers, there = case.shape.numbers, np.array(case.before) > 0
-    pool = torch.full((PAGES, LAYERS, 1, 1, 1, numbers), torch.nan, device=DEVICE)
+    pool = torch.full((PAGES, LAYERS, 1, 1, 1, numbers), torch.nan)
     for page in tables.kv_indices[there].tolist():
-        pool[page] = draw(case, *pool.shape[1:], seed=page).float()
-    return TorchStateKernels(pool, case.shape), TritonDeltaKernels(pool.clone(), case.shape)
+        pool[page] = draw(case, *pool.shape[1:], seed=page).float().cpu()
+    return TorchStateKernels(pool, case.shape), TritonDeltaKernels(pool.clone().to(DEVICE), case.shape)
+
+
+def on_cpu(x: RecurrentInputs) -> RecurrentInputs:
+    return RecurrentInputs(*(tensor.cpu() for tensor in x[:4]))
 
 
 def assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
     """NaN where NaN is."""
     tolerance = TOLERANCES[case.dtype]
     torch.testing.assert_close(
-        found.double(), expected.double(), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True
+        found.cpu().double(), expected.double(), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True
     )
 
 
@@ -114,7 +119,7 @@ def check_forward(
     x: RecurrentInputs,
 ) -> None:
     calls: list[Any] = []
-    expected = reference.run(GroupPlan(reference.plan(tokens, tables), None), LAYER, x)
+    expected = reference.run(GroupPlan(reference.plan(tokens, tables), None), LAYER, on_cpu(x))
     found = kernels.run(GroupPlan(kernels.plan(tokens, tables), None), LAYER, x, lambda *kv: calls.append(kv))
     assert found.dtype == expected.dtype == case.dtype
     assert calls == [(None, None)]
@@ -130,7 +135,7 @@ def test_graph_buffers_leave_entries_of_others_alone(case: Case) -> None:
     reference, kernels = both(case, tables)
     count = len(case.before)
     x = draw_inputs(case, count)
-    expected = reference.run(GroupPlan(reference.plan(tokens, tables), None), LAYER, x)
+    expected = reference.run(GroupPlan(reference.plan(tokens, tables), None), LAYER, on_cpu(x))
     own = kernels.buffers(Limits.of_step(count + 2, 4, 1), device_tables(tables, 2))
     own.begin_captured()
     padded = x._replace(
@@ -162,7 +167,7 @@ def test_entries_are_read_whole() -> None:
     reference, kernels = both(case, tables)
     slots = tables.kv_indices[[2, 0]]
     for ours, theirs in zip(kernels.read_slots(LAYER, slots), reference.read_slots(LAYER, slots), strict=True):
-        assert torch.equal(ours, theirs.view(ours.shape))
+        assert torch.equal(ours.cpu(), theirs.view(ours.shape))
 
 
 def test_chunks_of_unlike_sequences() -> None:

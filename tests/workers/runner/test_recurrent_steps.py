@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -23,6 +24,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 from tests.support.prompt_programs import PromptRunner, RunInOnePlace
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="models on a CPU need Triton's interpreter")
 LENGTHS = (1, 63, 65, 5)
 # How many of the sequences, from the first, are stepped: graphs of 1, 2 and 4 rows, and rows of padding.
 PROGRAM = (4, 4, 3, 1, 2, 4, 1)

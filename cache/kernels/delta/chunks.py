@@ -73,19 +73,20 @@ def advance_states(
     Products of 16 bits have operands of the dtype of x.mixed, those of float32 are float32. Sums are float32.
     """
     dtype, device = x.mixed.dtype, pool.device
-    key_heads, value_heads, key_dim, value_dim, tail = shape
+    heads = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tail
+    key_heads, value_heads, key_dim, value_dim, tail = heads
     mixed, w, u, scores, totals = Scratch.of(x.mixed.shape[0], shape, dtype, device)
     tables = pool, rows.sequences, rows.chunks
     place = pool.stride(0), layer * pool.stride(1)
     keys, values = (max(triton.next_power_of_2(dim), LEAST) for dim in (key_dim, value_dim))
-    sizes, fields = (*shape, CHUNK), (CHUNK_FIELDS, SEQUENCE_FIELDS)
+    sizes, fields = (*heads, CHUNK), (CHUNK_FIELDS, SEQUENCE_FIELDS)
     tiling = FLOATS if dtype == torch.float32 else HALVES
     count, options = rows.chunks.shape[0], launch_options(device)
     tiled = {"num_warps": tiling.warps, "num_stages": tiling.stages, **options}
     kernel: Any = _conv_chunks[(count, 2 * key_heads + value_heads)]
     kernel(
         *(x.mixed, x.conv, mixed, *tables, x.mixed.stride(0), *place, UNIT_EPS),
-        *(*shape, max(keys, values), ROWS, *fields),
+        *(*heads, max(keys, values), ROWS, *fields),
         **options,
     )
     kernel = _solve_chunks[(count, value_heads)]

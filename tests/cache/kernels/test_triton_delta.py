@@ -21,6 +21,7 @@ from tandem.cache.kernels.torch.delta_rule import CHUNK
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
 from tandem.cache.kinds.recurrent import Recurrent
 from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tests.cache.kinds.test_recurrent import SHAPE
 from tests.cache.kinds.test_recurrent import test_random_programs_equal_naive_states as run_random_program
 from tests.support.tolerances import Tolerance
 
@@ -203,4 +204,4 @@ def test_the_inverse_of_a_chunk(kind: str) -> None:
 def test_random_programs_equal_naive_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """With forks, reservations and states that are sent."""
     monkeypatch.setattr(Recurrent, "backend", lambda kind, site: TritonDeltaKernels(site.pool, kind.shape))
-    run_random_program(4, True, monkeypatch)
+    run_random_program(4, True, SHAPE, monkeypatch)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from tandem.cache.kernels.base import GroupPlan
 from tandem.cache.kernels.delta.kernels import DeltaSteps, TritonDeltaKernels
-from tandem.cache.kernels.recurrent import RecurrentInputs
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kinds.kind import Site
 from tandem.cache.kinds.recurrent import Recurrent
 from tandem.workers.runner.step_inputs import ON_HOST
@@ -41,6 +41,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run(own, plan, layer, x)
 
     def backend(kind: Recurrent, site: Site) -> TritonDeltaKernels:
+        assert isinstance(kind.shape, DeltaShape)
         return TritonDeltaKernels(site.pool, kind.shape)
 
     monkeypatch.setattr(Recurrent, "backend", backend)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.recurrent import DeltaShape
+from tandem.cache.kernels.recurrent import StateShape
 from tandem.cache.kernels.torch.delta_rule import CHUNK
 
 
@@ -20,9 +20,9 @@ class Scratch(NamedTuple):
     totals: Tensor
 
     @classmethod
-    def of(cls, num_tokens: int, shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> "Scratch":
+    def of(cls, num_tokens: int, shape: StateShape, dtype: torch.dtype, device: torch.device) -> "Scratch":
         """Not filled."""
-        heads = num_tokens, shape.value_heads
-        sizes = (num_tokens, shape.channels), *((*heads, width) for width in (shape.key_dim, shape.value_dim, CHUNK))
+        heads, (_, key_dim, value_dim) = (num_tokens, shape.heads), shape.state
+        sizes = (num_tokens, shape.channels), *((*heads, width) for width in (key_dim, value_dim, CHUNK))
         mixed, w, u, scores = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
         return cls(mixed, w, u, scores, torch.empty(heads, dtype=torch.float32, device=device))

@@ -76,6 +76,10 @@ class MixtureOfExperts:
         activate = choose_activation(activation, kernels)
         self._experts: Experts = prepare_experts(parameters, activate, alone=self._numbers is None)
         self._shared_gate = None if parameters.shared_gate is None else parameters.shared_gate.prepare()
+        if parameters.from_latent is not None:
+            drop_bias(parameters.from_latent, ranks)
+        maps = parameters.into_latent, parameters.from_latent
+        self._into_latent, self._from_latent = (None if one is None else one.prepare() for one in maps)
         self._factors = parameters.factors
         self._table = parameters.table
         if self._table is not None:
@@ -92,8 +96,15 @@ class MixtureOfExperts:
         if self._factors is not None:
             weights = weights * self._factors[experts]
         experts = experts if self._numbers is None else self._numbers(experts)
-        chosen = self._scaled(x, weights, experts) if self._routing.scales_input else self._experts(x, weights, experts)
+        chosen = self._compute(x, weights, experts)
         return self._sum(chosen if self._shared is None else chosen.add_(self._gated(self._shared(x), x)))
+
+    def _compute(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        if self._routing.scales_input:
+            return self._scaled(x, weights, experts)
+        if self._into_latent is None or self._from_latent is None:
+            return self._experts(x, weights, experts)
+        return self._from_latent.linear(self._experts(self._into_latent.linear(x), weights, experts))
 
     def _gated(self, shared: Tensor, x: Tensor) -> Tensor:
         return shared if self._shared_gate is None else shared * self._shared_gate.linear(x).sigmoid()

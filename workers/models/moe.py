@@ -41,6 +41,7 @@ class MoeConfig:
     shared_size: int = 0  # intermediate size of a feed-forward that every token takes besides; 0: there is none
     float32_router: bool = False  # logits are computed in float32
     hashed: frozenset[int] = frozenset()  # the layers in which a table chooses the experts of each token's id
+    latent_size: int | None = None  # of what experts take and give, between two maps; None: hidden_size
     beside: bool = False  # they stand beside a dense feed-forward, see BesideParameters
 
 

@@ -42,6 +42,8 @@ class MoeParameters:
     table: Tensor | None = None  # int64 [vocab, top_k]: the experts of each token id, where they are not chosen
     factors: Tensor | None = None  # [E], by which the weights of the chosen experts are multiplied
     shared_gate: Weight | None = None  # [1, H], see ExpertNames
+    into_latent: Weight | None = None  # [W, H], where experts have W in place of H numbers
+    from_latent: Weight | None = None  # [H, W]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,17 +288,20 @@ def _allocate_gated(config: ModelConfig, intermediate: int, new: Allocator) -> G
 
 def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator, layer: int | None = None) -> MoeParameters:
     hidden, in_float32, held = config.hidden_size, Allocator(torch.float32, new.device), len(config.experts)
-    hashed = layer in moe.hashed
+    hashed, latent = layer in moe.hashed, moe.latent_size
+    width, biased = latent or hidden, config.mlp_bias
     experts = partial(new.stack, held, biased=moe.bias, transposed=moe.names.transposed)
     return MoeParameters(
         router=(in_float32 if moe.float32_router else new).dense(moe.num_experts, hidden, biased=moe.bias),
         correction=in_float32.when(moe.routing.corrected and not hashed, moe.num_experts),
         table=Allocator(torch.int64, new.device).when(hashed, config.vocab_size, moe.routing.top_k),
         shared=_allocate_gated(config, moe.shared_size, new) if moe.shared_size else None,
-        gate_up=experts(config.up_parts * moe.intermediate_size, hidden),
-        down=experts(hidden, moe.intermediate_size),
+        gate_up=experts(config.up_parts * moe.intermediate_size, width),
+        down=experts(width, moe.intermediate_size),
         factors=new.when(moe.beside, moe.num_experts),
         shared_gate=None if moe.names.shared_gate is None else new.dense(1, hidden),
+        into_latent=None if latent is None else new.linear(latent, hidden, biased=biased),
+        from_latent=None if latent is None else new.linear(hidden, latent, biased=biased),
     )
 
 

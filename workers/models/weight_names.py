@@ -208,6 +208,9 @@ def _moe_weights(
         weights |= _gated_weights(config, parameters.shared, f"{block}.{names.shared}")
     if parameters.shared_gate is not None:
         weights |= parameters.shared_gate.named(f"{block}.{names.shared_gate}")
+    if parameters.into_latent is not None and parameters.from_latent is not None:
+        weights |= parameters.into_latent.named(f"{block}.fc1_latent_proj")
+        weights |= parameters.from_latent.named(f"{block}.fc2_latent_proj")
     if names.projections is None or joined:
         for name, stack in (("gate_up_proj", parameters.gate_up), ("down_proj", parameters.down)):
             for kind, tensor in stack.tensors().items():

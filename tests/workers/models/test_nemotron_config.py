@@ -111,7 +111,7 @@ def test_what_is_absent(tmp_path: Path) -> None:
         ({"mlp_hidden_act": "silu"}, UnsupportedFeature, "mlp_hidden_act is 'silu'; only relu2 are implemented"),
         ({"mamba_hidden_act": "gelu"}, UnsupportedFeature, "mamba_hidden_act is 'gelu'; only 'silu' is served"),
         ({"attention_bias": True}, UnsupportedFeature, "attention_bias is True; only False is served"),
-        ({"moe_latent_size": 32}, UnsupportedFeature, "moe_latent_size is 32; only None is served"),
+        ({"moe_latent_size": 0}, InvalidConfig, "moe_latent_size is 0; it must be an integer of at least 1"),
         ({"time_step_limit": [0.0, 0.1]}, UnsupportedFeature, r"time_step_limit is \[0.0, 0.1\]; only 0 and infinity"),
     ],
 )

@@ -1,5 +1,6 @@
 """Nemotron-H and Nemotron Nano: a layer is one block, which is Mamba-2, attention without RoPE, or a feed-forward with
-squared ReLU; that is dense, or shared and routed experts, which are chosen as DeepSeek-V3's (Nemotron 3).
+squared ReLU. That is dense, or shared and routed experts, which are chosen as DeepSeek-V3's (Nemotron 3). The routed
+ones may stand between two maps to and from fewer numbers (Nemotron 3 Super).
 
 Steps of time are not limited, as in the published code. transformers raises those of prompts to time_step_min, but not
 those of single tokens: with trained weights the two may differ there. Layers for multi-token prediction are not read.
@@ -34,7 +35,7 @@ HEAD_DIM, SHARED_SIZE = 128, 7688
 
 
 def read_nemotron_h(fields: Fields) -> ModelConfig:
-    refuse_others(fields, mamba_hidden_act="silu", attention_bias=False, moe_latent_size=None)
+    refuse_others(fields, mamba_hidden_act="silu", attention_bias=False)
     if "time_step_limit" in fields and fields.raw("time_step_limit") not in NO_LIMITS:
         limit = SHOWN.repr(fields.raw("time_step_limit"))
         raise UnsupportedFeature(f"{fields.source}: time_step_limit is {limit}; only 0 and infinity are served")
@@ -121,5 +122,10 @@ def _read_experts(fields: Fields, layers: frozenset[int]) -> MoeConfig:
     )
     groups, scale = read_group_limit(fields, moe, 2, (1, 1)), fields.number("routed_scaling_factor", 1.0)
     routing = dataclasses.replace(moe.routing, scores="sigmoid", groups=groups, corrected=True, scale=scale)
-    shared_size = fields.integer("moe_shared_expert_intermediate_size", SHARED_SIZE, minimum=1)
-    return dataclasses.replace(moe, routing=routing, shared_size=shared_size, float32_router=True)
+    return dataclasses.replace(
+        moe,
+        routing=routing,
+        shared_size=fields.integer("moe_shared_expert_intermediate_size", SHARED_SIZE, minimum=1),
+        latent_size=fields.integer("moe_latent_size", minimum=1) if "moe_latent_size" in fields else None,
+        float32_router=True,
+    )

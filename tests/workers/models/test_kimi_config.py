@@ -111,6 +111,8 @@ def linear(**changes: Any) -> dict[str, Any]:
             InvalidConfig,
             "it must be linear_attention or full_attention for each of 27",
         ),
+        (linear(gate_lower_bound=-5.0), UnsupportedFeature, "gate_lower_bound is -5.0; only None is served"),
+        (linear(use_full_rank_gate=True), UnsupportedFeature, "use_full_rank_gate is True; only False is served"),
         ({"mla_use_nope": False}, UnsupportedFeature, "mla_use_nope is False; only True is served"),
         (
             {"moe_router_activation_func": "softmax"},

@@ -52,6 +52,7 @@ def _with_usual_names(fields: Fields) -> Fields:
 
 def _read_delta_attention(fields: Fields, num_layers: int) -> KdaConfig:
     published = fields.section("linear_attn_config")
+    refuse_others(published, gate_lower_bound=None, use_full_rank_gate=False)
     heads = published.integer("num_heads", fields.integer("linear_num_heads", 32, 1, MAX_SIZE), 1, MAX_SIZE)
     size = published.integer("head_dim", fields.integer("linear_head_dim", 128, 1, MAX_SIZE), 1, MAX_SIZE)
     taps = fields.integer("linear_conv_kernel_dim", 4, 2, MAX_SIZE)

@@ -21,11 +21,11 @@ class Device:
 
     graph_sizes = GraphSizes()
 
-    def __init__(self, *, drops_past: bool = False, slides: bool = False) -> None:
+    def __init__(self, *, drops_past: bool = False, recurs: bool = False, slides: bool = False) -> None:
         self.launched = self.done = 0
         self.removed: list[int] = []
         cache: Any = SimpleNamespace(
-            layout=SimpleNamespace(drops_past=drops_past),
+            layout=SimpleNamespace(drops_past=drops_past, recurs=recurs),
             max_sequence_length=0,
             remove_sequence=self.removed.append,
             any_slides=lambda: slides,
@@ -61,8 +61,8 @@ def test_a_sequence_goes_at_once_when_nothing_runs() -> None:
     assert device.removed == [1]
 
 
-@pytest.mark.parametrize("reason", ["drops_past", "slides"])
-def test_peers_wait_for_forwards_that_read_pages_behind_a_window(reason: str) -> None:
+@pytest.mark.parametrize("reason", ["drops_past", "recurs", "slides"])
+def test_peers_wait_for_forwards_that_use_pages_let_go_of(reason: str) -> None:
     device = Device(**{reason: True})
     assert device.retired.windows_past() is None
     device.launched = 1

@@ -45,9 +45,9 @@ def test_as_token_by_token(batch: tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     assert tables.kv_indices.tolist() == indices
     assert tables.kv_indptr.tolist() == indptr
     assert tables.kv_last_page_len.tolist() == [(length - 1) % PAGE_SIZE + 1 for length in lengths + appends]
-    arrays = [tokens.positions, tokens.qo_indptr, tokens.seq_lens, *vars(tables).values()][:-1]
+    arrays = [tokens.positions, tokens.qo_indptr, tokens.seq_lens, *vars(tables).values()][:-2]
     assert tables.shared is None
-    assert tables.writes is NO_WRITES
+    assert (tables.writes, tables.drafted) == (NO_WRITES, False)
     assert {array.dtype for array in arrays if array is not None} == {np.dtype(np.int32)}
 
 

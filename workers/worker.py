@@ -136,6 +136,11 @@ class Worker:
         return self._layout
 
     @property
+    def largest_layout(self) -> KVLayout:
+        """Of the shard with the largest pages in its island, by which all of that count their pages."""
+        return self._ranks.largest_layout
+
+    @property
     def gpu(self) -> str:
         """The UUID of its GPU, after load()."""
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -151,7 +156,7 @@ class Worker:
                 max_sequences=config.max_sequences,
                 max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # of sequences of two new tokens
             )
-        layout = self._ranks.largest_layout
+        layout = self.largest_layout
         return pages_in(config, layout, budget.room(layout.token_bytes * config.page_size))
 
     def open(self, num_pages: int, endpoint: Endpoint = LOOPBACK) -> bytes:
@@ -164,7 +169,7 @@ class Worker:
             pe=config.pe,
             num_pes=config.num_pes,
             layout=self._layout,
-            num_pages=pool_pages(config, self._layout, num_pages),
+            num_pages=pool_pages(config, self.largest_layout, num_pages),
             num_signals=mailbox_rows(config.num_signals, config.num_pes),
             island=config.island,
             epoch=config.epoch,
@@ -347,7 +352,7 @@ class Worker:
             max_length=self.config.max_model_len,
             writer=self._meter if watch is None else watch(self._meter),
             drafter=self._drafter_config,
-            snapshots=snapshot_rule(self.config, self._layout, self._num_pages),
+            snapshots=snapshot_rule(self.config, self.largest_layout, self._num_pages),
         )
         parts = cache, ModelRunner(self._model, cache), self._transport
         with_ranks = self._ranks.engine(*parts)

@@ -99,7 +99,7 @@ def _join(workers: Sequence[Worker], headers: Sequence[Header], missing: Sequenc
             pe=pe,
             num_pes=one.num_pes,
             layout=layout,
-            num_pages=pool_pages(one, layout, headers[0].num_pages),
+            num_pages=pool_pages(one, workers[0].largest_layout, headers[0].num_pages),
             num_signals=mailbox_rows(one.num_signals, one.num_pes),
             island=one.island,
             epoch=one.epoch,

@@ -20,6 +20,7 @@ from tandem.cache.kernels.build.build_once import KERNEL_CACHE
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
 from tandem.cluster.cli.replay import replay
+from tandem.cluster.cli.vllm_flags import check_flags
 from tandem.cluster.errors import (
     ClusterNotRunning,
     ConfigError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     Family = str
 else:
     Family = Literal[(*ARCHITECTURES,)]
+OWN_FLAGS = ("--api-key",)  # which `up` has, as `vllm serve` does
 Address = Annotated[
     str | None,
     typer.Option(help="HOST:PORT of a gateway, or of several with commas; else the running cluster's."),
@@ -73,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal's encoding lacks
     try:
-        app(args=arguments, prog_name="tandem")
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if words[:1] == ["up"]:
+            check_flags(words[1:], OWN_FLAGS)
+        app(args=words, prog_name="tandem")
     except (TandemError, ModelError) as error:
         for line in str(error).splitlines():
             print(f"tandem: {line}", file=sys.stderr)

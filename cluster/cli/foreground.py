@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
-from tandem.cluster.cli.preflight import check_host
+from tandem.cluster.cli.preflight import check_host, check_ray
 from tandem.cluster.cli.runtime_dir import ClusterLock
 from tandem.cluster.cli.start_report import StartReport
 from tandem.cluster.config.cluster_config import ClusterConfig
@@ -52,6 +52,7 @@ def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool
             beside = frozenset[int]() if predecessor is None else predecessor.ports
             lock = held.enter_context(ClusterLock(f"{config.name}{'' if predecessor is None else NEW}"))
             with clock.phase("host"):
+                check_ray(ray_address)
                 for warning in check_host(config, own_ray=ray_address is None, beside=beside):
                     report.line(warning)
             _serve(config, ray_address, lock, report, clock, predecessor)

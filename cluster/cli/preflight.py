@@ -11,13 +11,22 @@ from pathlib import Path
 from tandem.cache.kernels.build.build_once import cache_folder
 from tandem.cache.kernels.build.nvml import Driver, read_driver
 from tandem.cluster.cli.gpu_room import lacking_room
-from tandem.cluster.cli.rank_room import gpu_shapes, lacking_for_ranks, warn_of_ranks
+from tandem.cluster.cli.rank_room import (
+    gpu_shapes,
+    lacking_for_ranks,
+    too_many_workers,
+    warn_of_ranks,
+    warn_of_workers,
+)
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.config.model import download_hint
 from tandem.cluster.config.sections import ModelSection
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, own_address
 from tandem.cluster.supervision.shared_ports import check_ports
+from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.checkpoint.first_checks import first_checks
 
 FILES = 1024  # that a process may have open, at least
 MOST_FILES = 1 << 16
@@ -43,7 +52,8 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     Raises ConfigError for what the configuration asks of this host in vain, StartFailed for what this host lacks.
     """
     check_model(config)
-    findings = list(_check_gpus(config, read_driver(), replaces=bool(beside))) if own_ray else []
+    of_gpus = _check_gpus(config, read_driver(), replaces=bool(beside))
+    findings = [*of_gpus, *too_many_workers(config)] if own_ray else []
     if findings:
         raise ConfigError("\n".join(findings))
     config.security.server.check()
@@ -55,7 +65,14 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     if lacking:
         raise StartFailed("\n".join(lacking))
     warnings = [*_warn_of_plain_text(config), *_warn_of_files(config, limit)]
-    return [*warnings, *([*_warn_of_shm(), *warn_of_ranks(config)] if own_ray else ()), *_warn_of_load()]
+    of_host = [*_warn_of_shm(), *warn_of_ranks(config), *warn_of_workers(config)] if own_ray else []
+    return [*_warn_of_tokenizer(config), *warnings, *of_host, *_warn_of_load()]
+
+
+def check_ray(address: str | None) -> None:
+    """StartFailed unless a Ray answers there. None and auto: one that is started here, or that Ray finds."""
+    if address not in (None, "auto"):
+        check_ray_answers(address, asked_host(address, own_address()))
 
 
 def require_model(config: ClusterConfig) -> None:
@@ -69,9 +86,16 @@ def require_model(config: ClusterConfig) -> None:
 def check_model(config: ClusterConfig) -> None:
     """ConfigError for a model that is not given, or whose folder is no checkpoint."""
     require_model(config)
-    findings = list(_check_model(config.model))
+    section, folder = config.model, Path(config.model.path or "")
+    findings = list(_check_model(section))
     if findings:
         raise ConfigError("\n".join(findings))
+    try:
+        longest = first_checks(folder, has_weights=section.load_format == "safetensors")
+    except ModelError as error:
+        raise ConfigError(f"model.path: {error}") from None
+    if longest is not None and (section.max_model_len or 0) > longest:
+        raise ConfigError(f"model.max_model_len is {section.max_model_len}; the checkpoint takes at most {longest}")
 
 
 def fitting_config(gpus: int) -> str:
@@ -82,21 +106,29 @@ def fitting_config(gpus: int) -> str:
 def _check_model(section: ModelSection) -> Iterator[str]:
     """What shows that the folder is no checkpoint; the launcher reads it all."""
     folder = Path(section.path or "")
+    typed = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if not folder.is_dir():
         found = "it is a file" if folder.exists() else "there is no such folder"
         hint = download_hint(section.path or "")
-        yield f"model.path is {section.path}; {found}: give the folder of a Hugging Face checkpoint, or a hub id{hint}"
+        yield f"model.path is {typed}; {found}: give the folder of a Hugging Face checkpoint, or a hub id{hint}"
     elif not (folder / "config.json").is_file():
         others = sorted({path.suffix for path in folder.iterdir() if path.suffix in (".gguf", ".bin", ".pt", ".pth")})
         found = f"; it has {' and '.join(others)} files, which are not served" if others else ""
         yield (
-            f"model.path is {section.path}, which has no config.json{found}: a Hugging Face checkpoint has "
+            f"model.path is {typed}, which has no config.json{found}: a Hugging Face checkpoint has "
             "config.json and *.safetensors"
         )
     elif section.load_format == "safetensors" and not any(folder.glob("*.safetensors")):
         yield (
-            f"model.path is {section.path}, which has no *.safetensors: download them, or try random weights with "
+            f"model.path is {typed}, which has no *.safetensors: download them, or try random weights with "
             "--set model.load_format=dummy"
+        )
+
+
+def _warn_of_tokenizer(config: ClusterConfig) -> Iterator[str]:
+    if not (Path(config.model.path or "") / "tokenizer.json").exists():
+        yield (
+            f"{config.model.path} has no tokenizer.json: prompts and answers are token ids only, and chats are refused"
         )
 
 

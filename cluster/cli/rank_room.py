@@ -1,5 +1,6 @@
-"""Which workers of several ranks suit this host's processors and GPUs."""
+"""Which workers, and how many, suit this host's processors and GPUs."""
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from tandem.cache.kernels.build.native_build import COMPILERS
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.config.island import MAX_GPU_RANKS
+from tandem.cluster.processes.placement import CPU_FRACTION
 
 
 def cpu_shapes(*, compiler: bool) -> str:
@@ -22,6 +24,30 @@ def gpu_shapes(gpus: int) -> list[str]:
     sizes = [size for size in (1, 2, 4, 8) if size <= MAX_GPU_RANKS]
     pairs = [(prefill, decode) for prefill in sizes for decode in sizes]
     return [f"{prefill} + {decode}" for prefill, decode in pairs if 2 < prefill + decode <= gpus]
+
+
+def too_many_workers(config: ClusterConfig) -> Iterator[str]:
+    """What a Ray that is started here would refuse, once it has started."""
+    offered = config.ray.num_cpus or os.cpu_count() or 1
+    most = int(offered / CPU_FRACTION + 0.5)
+    if config.processes > most:
+        section = config.island
+        yield (
+            f"num_islands is {config.num_islands}, each with island.num_prefill {section.num_prefill} and "
+            f"island.num_decode {section.num_decode}: {config.processes} worker processes. Ray counts {CPU_FRACTION:g} "
+            f"CPU for each, and has {offered} here: at most {most} workers are accepted, or ray.num_cpus of at least "
+            f"{math.ceil(config.processes * CPU_FRACTION)}, which makes no worker faster"
+        )
+
+
+def warn_of_workers(config: ClusterConfig) -> Iterator[str]:
+    """Of workers of one rank on CPUs; see warn_of_ranks()."""
+    cores = _cores()
+    if config.island.device == "cpu" and not config.island.ranks.has_several and config.processes > 2 * cores:
+        yield (
+            f"the workers are {config.processes} processes that compute, and this host has {cores} cores: with more "
+            f"than {cores} each one slows the others. Ray's {CPU_FRACTION:g} CPU for a worker is a count, and no limit"
+        )
 
 
 def lacking_for_ranks(config: ClusterConfig) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import yaml
 from pydantic import BaseModel
@@ -20,8 +20,8 @@ def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
     dotted = cut(".".join(location))
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         section = _section(config, location[:-1])
-        near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
-        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}? " if near else ""
+        near = _near(config, section, location)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
         return f"unknown key {dotted}; {hint}known here: {names(section)}"
     description = _description(config, location)
     if finding["type"] == "model_type":
@@ -68,6 +68,28 @@ def _description(config: type[BaseModel], location: Sequence[str]) -> str:
             break
         config = field.annotation
     return " ".join((description or "").split())
+
+
+def _near(config: type[BaseModel], section: type[BaseModel], location: Sequence[str]) -> list[str]:
+    """Dotted keys that may be meant: a like name in the same section, else the same name, or a like one, in others."""
+    *before, name = location
+    if near := difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.8):
+        return [".".join([*before, near[0]])]
+    keys = {key: key.rpartition(".")[2] for key in _keys(config)}
+    wanted = difflib.get_close_matches(name, keys.values(), n=1, cutoff=0.85)
+    if wanted:
+        return [key for key, last in keys.items() if last == wanted[0]]
+    near = difflib.get_close_matches(name, section.model_fields, n=1)
+    return [".".join([*before, near[0]])] if near else []
+
+
+def _keys(config: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """All dotted keys."""
+    for name, field in config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _section(config: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tandem.cluster.cli.preflight import check_host
+from tandem.cluster.cli.preflight import check_host, check_ray
 from tandem.cluster.cli.runtime_dir import ClusterLock
 from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.credentials import ClientSecurity
@@ -63,6 +63,7 @@ class Launch:
         """The gateway's address, and what ends the cluster."""
         with ExitStack() as stack:
             lock = stack.enter_context(ClusterLock(self.config.name))
+            check_ray(self._ray_address)
             for warning in check_host(self.config, own_ray=self._ray_address is None):
                 log.warning("%s", warning)
             # They import torch and Ray, which takes seconds: after the checks.

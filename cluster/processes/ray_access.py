@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import grpc
-
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import StartFailed
 
 GIVEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 CONNECT_SECONDS = 5.0
 METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"  # every Ray has it, and may ask for a token first
-ANSWERS = (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+ANSWERS = ("OK", "UNAUTHENTICATED", "PERMISSION_DENIED")
 OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
 
 
@@ -36,6 +34,14 @@ def asked_host(address: str, known: str) -> str:
     return host
 
 
+def own_address() -> str:
+    """This machine's, as others know it: that of the route to them. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("8.8.8.8", 80))
+        return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
 def check_ray_answers(address: str, asked: str) -> None:
     """StartFailed unless a Ray answers. address: HOST:PORT as it was given; asked: the HOST that Ray would ask."""
     try:
@@ -52,17 +58,19 @@ def check_ray_answers(address: str, asked: str) -> None:
 
 def _what_is_no_ray(host: str, port: int) -> str:
     """What listens there in place of a Ray; empty for a Ray."""
+    import grpc
+
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     with grpc.insecure_channel(target, options=OPTIONS) as channel:
         try:
             channel.unary_unary(METHOD)(b"", timeout=CONNECT_SECONDS)
         except grpc.RpcError as error:
-            code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+            code: str = error.code().name  # type: ignore[attr-defined]
             if code in ANSWERS:
                 return ""
-            if code == grpc.StatusCode.UNIMPLEMENTED:
+            if code == "UNIMPLEMENTED":
                 return "what listens there is a gRPC server, and no Ray"
-            return f"what listens there is no Ray: asked for its nodes, it did not answer as one ({code.name})"
+            return f"what listens there is no Ray: asked for its nodes, it did not answer as one ({code})"
     return ""
 
 

@@ -20,9 +20,10 @@ from tandem.cluster.processes.forks.actor_server import pack
 from tandem.cluster.processes.forks.forked_actor import open_answer
 from tandem.cluster.processes.leases import HeldLease, Leases
 from tandem.cluster.processes.loss import Loss
+from tandem.cluster.processes.placement import CPU_FRACTION
 from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost, check_niceness
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, ProcessGroup, by_place, cluster_of
-from tandem.cluster.processes.ray_nodes import CPU_FRACTION, PLACEMENT_SECONDS, on_node, own_address, place, sum_of
+from tandem.cluster.processes.ray_nodes import PLACEMENT_SECONDS, on_node, own_address, place, sum_of
 
 ChooseHosts = Callable[..., list[str]]
 """choose_nodes() by bundles and deadline."""

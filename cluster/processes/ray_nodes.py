@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from tandem.cluster.errors import NoRoom, RayAway, StartFailed
 from tandem.cluster.processes.placement import (
+    CPU_FRACTION,
     Node,
     Where,
     could_have_room,
@@ -27,7 +28,6 @@ from tandem.cluster.processes.placement import (
     spread_over,
 )
 
-CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
 NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
 PLACEMENT_SECONDS = 30.0
 POLL_SECONDS = 0.2

@@ -1,9 +1,11 @@
-"""How much memory a checkpoint's weights take at least, from its headers. It needs no torch, so it comes before all."""
+"""What a checkpoint's headers tell: its tensors, and how much memory they take at least. It needs no torch, so it comes
+before all."""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.fields import MAX_JSON_BYTES, Fields
@@ -16,9 +18,20 @@ WIDE = ("F32", "F64")  # which a model of 16 bits has in two bytes
 def least_weight_bytes(folder: Path, *, in_16_bits: bool) -> int:
     """Bytes of the weights where nothing is dequantized. 0 for what cannot be read, which loading has an error for."""
     try:
-        return sum(_bytes_of(path, in_16_bits=in_16_bits) for path in _files(folder))
+        return sum(_bytes_of(header, in_16_bits=in_16_bits) for _, header in read_headers(folder))
     except (ModelError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 0
+
+
+def read_headers(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Each file, with its tensors by name: dtype, shape and data_offsets, unchecked. For what cannot be read it raises
+    ModelError, OSError, ValueError, AttributeError and RecursionError."""
+    for path in _files(folder):
+        with open_regular(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, MAX_JSON_BYTES)))
+        header.pop("__metadata__", None)
+        yield path, header
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -32,11 +45,7 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from folder.glob("*.safetensors")
 
 
-def _bytes_of(path: Path, *, in_16_bits: bool) -> int:
-    with open_regular(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(min(size, MAX_JSON_BYTES)))
-    header.pop("__metadata__", None)
+def _bytes_of(header: Mapping[str, Any], *, in_16_bits: bool) -> int:
     total = 0
     for tensor in header.values():
         begin, end = tensor["data_offsets"]

@@ -1,71 +1,27 @@
-"""The families served, by the architecture that config.json names. A new one is a function and a row."""
+"""Reads a checkpoint's config by the family of its architecture. A new one is a function and a row of FAMILIES."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
 from tandem.cache.plan.layout import DTYPES
-from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
+from tandem.workers.checkpoint.architectures import FAMILIES, read_architecture
+from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.files import is_there
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.families import (
-    deepseek,
-    deepseek_v4,
-    gemma,
-    gemma4,
-    glm,
-    gpt_oss,
-    kimi_linear,
-    llama,
-    llama4,
-    mistral,
-    nemotron_h,
-    phi3,
-    qwen,
-    qwen_next,
-    seed_oss,
-    t5gemma,
-)
 from tandem.workers.models.weights import stored_dtype
 
-FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
-    {
-        "DeepseekV2ForCausalLM": deepseek.read_deepseek_v2,
-        "DeepseekV3ForCausalLM": deepseek.read_deepseek_v3,
-        "DeepseekV32ForCausalLM": deepseek.read_deepseek_v32,
-        "DeepseekV4ForCausalLM": deepseek_v4.read_deepseek_v4,
-        "Gemma2ForCausalLM": gemma.read_gemma2,
-        "Gemma3ForCausalLM": gemma.read_gemma3,
-        "Gemma4ForCausalLM": gemma4.read_gemma4,
-        "Gemma4ForConditionalGeneration": gemma4.read_gemma4_of_images,
-        "Glm4MoeForCausalLM": glm.read_glm4_moe,
-        "Glm4MoeLiteForCausalLM": deepseek.read_glm4_moe_lite,
-        "GlmMoeDsaForCausalLM": deepseek.read_glm_moe_dsa,
-        "GptOssForCausalLM": gpt_oss.read_gpt_oss,
-        "KimiLinearForCausalLM": kimi_linear.read_kimi_linear,
-        "Llama4ForCausalLM": llama4.read_llama4,
-        "Llama4ForConditionalGeneration": llama4.read_llama4_of_images,
-        "LlamaForCausalLM": llama.read_llama,
-        "MistralForCausalLM": mistral.read_mistral,
-        "MixtralForCausalLM": mistral.read_mixtral,
-        "NemotronHForCausalLM": nemotron_h.read_nemotron_h,
-        "Phi3ForCausalLM": phi3.read_phi3,
-        "Qwen2ForCausalLM": qwen.read_qwen2,
-        "Qwen3ForCausalLM": qwen.read_qwen3,
-        "Qwen3MoeForCausalLM": qwen.read_qwen3_moe,
-        "Qwen3NextForCausalLM": qwen_next.read_qwen3_next,
-        "Qwen3_5ForCausalLM": qwen_next.read_qwen3_5,
-        "Qwen3_5ForConditionalGeneration": qwen_next.read_qwen3_5_of_images,
-        "Qwen3_5MoeForCausalLM": qwen_next.read_qwen3_5_moe,
-        "Qwen3_5MoeForConditionalGeneration": qwen_next.read_qwen3_5_moe_of_images,
-        "SeedOssForCausalLM": seed_oss.read_seed_oss,
-        "T5GemmaForConditionalGeneration": t5gemma.read_t5gemma,
-    }
-)
 
+def _reader(family: str, function: str) -> Callable[[Fields], ModelConfig]:
+    return getattr(import_module(f"tandem.workers.models.families.{family}"), function)
+
+
+READERS: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
+    {name: _reader(*function.split(".")) for name, function in FAMILIES.items()}
+)
 PARTS = ("text_config", "encoder", "decoder")  # of a config.json that is made of several
 
 
@@ -79,7 +35,7 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointMissing(f"model folder {folder} is not there; it must be a folder with config.json")
     fields = Fields.from_file(folder / "config.json")
-    config = FAMILIES[_read_architecture(fields)](fields)
+    config = READERS[read_architecture(fields)](fields)
     if dtype == "auto" and not _names_dtype(fields):
         dtype = stored_dtype(folder) or dtype
     if dtype != "auto":
@@ -102,16 +58,3 @@ def _names_dtype(fields: Fields) -> bool:
     """Whether a dtype stands in config.json, or in its part about the text or a half of the model."""
     parts = [fields.section(name) for name in PARTS if isinstance(fields.raw(name), dict)]
     return any(name in part for part in (fields, *parts) for name in ("dtype", "torch_dtype"))
-
-
-def _read_architecture(fields: Fields) -> str:
-    names = fields.raw("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise fields.invalid("architectures", f"a list with one of {', '.join(FAMILIES)}")
-    if names[0] in FAMILIES:
-        return names[0]
-    near = difflib.get_close_matches(names[0], FAMILIES, n=1)
-    hint = f"; the nearest is {near[0]}" if near else ""
-    raise UnknownArchitecture(
-        f"{fields.source}: architecture {names[0]} is not known{hint}. Known: {', '.join(FAMILIES)}"
-    )

@@ -96,6 +96,16 @@ class TestUp:
         assert code == 2
         assert "model.path" in line
 
+    @pytest.mark.parametrize(
+        ("typed", "meant"),
+        [("page_size=16", "cache.page_size"), ("island.max_batch_tokens=1", "scheduler.max_batch_tokens")],
+    )
+    def test_keys_of_another_section_are_found(self, tmp_path: Path, capsys: Capture, typed: str, meant: str) -> None:
+        path = tmp_path / "c.yaml"
+        path.touch()
+        _, line = failed(capsys, "up", str(path), "--set", typed)
+        assert f"unknown key {typed.partition('=')[0]}; did you mean {meant}? known here: " in line
+
     def test_bad_configs_exit_with_2(self, tmp_path: Path, capsys: Capture) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("cache: {num_page: 1}\n")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from tandem.cache.kernels.build.nvml import Driver, Gpu
 from tandem.cluster.cli import preflight, rank_room
-from tandem.cluster.cli.preflight import check_host, fitting_config
+from tandem.cluster.cli.preflight import check_host, check_ray, fitting_config
 from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 
@@ -26,7 +27,8 @@ H200 = Gpu("H200", 139 << 30, (9, 0))
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (folder / "tokenizer.json").touch()
     (folder / "model.safetensors").touch()
     return folder
 
@@ -91,6 +93,65 @@ def test_ranks_on_a_host_without_a_compiler_are_refused(model: Path, monkeypatch
         "island.prefill_ranks is 1, decode_ranks 2; this host has no C compiler, which several ranks on CPUs need: "
         "install gcc, or set both to 1"
     )
+
+
+def test_workers_that_share_cores_are_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, "", 0)
+    monkeypatch.setattr(preflight.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(rank_room.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(rank_room.os, "cpu_count", lambda: 2)
+    (warning,) = check_host(config_of(model, "local.yaml", **{"island.num_prefill": 19}), own_ray=True)
+    assert "the workers are 20 processes that compute, and this host has 2 cores: with more than 2" in warning
+    assert "Ray's 0.1 CPU for a worker is a count, and no limit" in warning
+    assert refused(config_of(model, "local.yaml", **{"island.num_prefill": 50})) == (
+        "num_islands is 1, each with island.num_prefill 50 and island.num_decode 1: 51 worker processes. Ray counts "
+        "0.1 CPU for each, and has 2 here: at most 20 workers are accepted, or ray.num_cpus of at least 6, which makes "
+        "no worker faster"
+    )
+    check_host(config_of(model, "local.yaml", **{"island.num_prefill": 50, "ray.num_cpus": 6}), own_ray=True)
+    check_host(config_of(model, "local.yaml", **{"island.num_prefill": 50}), own_ray=False)
+
+
+def test_a_model_without_a_tokenizer_is_warned_of(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    warning, *_ = check_host(config_of(model), own_ray=False)
+    assert warning == f"{model} has no tokenizer.json: prompts and answers are token ids only, and chats are refused"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nobody.invalid:6379", "127.0.0.1", "ray://127.0.0.1:x"])
+def test_an_address_without_a_ray(address: str) -> None:
+    with pytest.raises(StartFailed, match=re.escape(f"--address is {address!r}: ")):
+        check_ray(address)
+    check_ray("auto")
+    check_ray(None)
+
+
+UP = """
+import sys
+from tandem.cluster.cli.commands import main
+try:
+    main(sys.argv[1:])
+finally:
+    print({"torch", "ray", "tokenizers"} & set(sys.modules))
+"""
+
+
+def test_an_error_comes_before_torch_and_ray(model: Path, runtime_folder: Path) -> None:
+    """Whose imports take seconds, on a busy host a minute."""
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 16}')
+    words = (
+        "up",
+        str(DEPLOY / "local.yaml"),
+        "--model",
+        str(model),
+        "--set",
+        "model.max_model_len=17",
+        "--grpc-port=0",
+    )
+    command = [sys.executable, "-c", UP, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1] == "tandem: model.max_model_len is 17; the checkpoint takes at most 16"
+    assert (done.returncode, done.stdout) == (2, "set()\n")
 
 
 @pytest.mark.parametrize("key", ["gateway.host", "metrics.host"])

@@ -1,38 +1,27 @@
 """All formats of weights: which config asks for which, and the weights that a checkpoint's files have in them."""
 
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
 
+from tandem.workers.checkpoint import quantizations
 from tandem.workers.checkpoint.errors import InvalidWeights, UnsupportedFeature
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
 from tandem.workers.checkpoint.stored import Plain, StoredWeight
 from tandem.workers.weights.allocator import DENSE, Form
-from tandem.workers.weights.formats.awq import AWQ, AWQ_METHOD
-from tandem.workers.weights.formats.compressed_tensors import COMPRESSED_TENSORS
-from tandem.workers.weights.formats.format import AS_COMPUTED, Quantization, either
-from tandem.workers.weights.formats.fp4 import FP4
-from tandem.workers.weights.formats.fp8 import FP8, FP8_METHOD
-from tandem.workers.weights.formats.gptq import GPTQ, GPTQ_2, GPTQ_METHOD
-from tandem.workers.weights.formats.modelopt import MODELOPT
-from tandem.workers.weights.formats.mxfp4 import MXFP4, MXFP4_METHOD
-from tandem.workers.weights.formats.pack_quantized import PACK_QUANTIZED
+from tandem.workers.weights.formats.format import AS_COMPUTED, Format, Method, Quantization, either
 
-METHODS = {
-    "fp8": FP8_METHOD,
-    "mxfp4": MXFP4_METHOD,
-    "awq": AWQ_METHOD,
-    "gptq": GPTQ_METHOD,
-    "compressed-tensors": COMPRESSED_TENSORS,
-    "modelopt": MODELOPT,
-}
-# By Quantization.weights, the formats that one checkpoint may mix: see decision 0106. The first has most weights.
-FORMATS = {
-    "fp8": (FP8, FP4),
-    "mxfp4": (MXFP4,),
-    "awq": (AWQ,),
-    "gptq": (GPTQ,),
-    "gptq_v2": (GPTQ_2,),
-    "pack-quantized": (PACK_QUANTIZED,),
+
+def _named(name: str) -> Any:
+    """What `module.NAME` of this package is."""
+    module, _, attribute = name.partition(".")
+    return getattr(import_module(f"tandem.workers.weights.formats.{module}"), attribute)
+
+
+METHODS: dict[str, Method] = {method: _named(name) for method, name in quantizations.METHODS.items()}
+FORMATS: dict[str, tuple[Format, ...]] = {
+    weights: tuple(map(_named, names)) for weights, names in quantizations.FORMATS.items()
 }
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")  # activations are not rounded here
 

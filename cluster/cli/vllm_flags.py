@@ -1,0 +1,42 @@
+"""Flags of `vllm serve`, typed to `tandem up` by who comes from there: what they are called here."""
+
+from collections.abc import Sequence
+
+from tandem.cluster.errors import UsageError
+
+PAGE = "docs/coming-from-vllm.md#flags"
+# What to type in their place. docs/coming-from-vllm.md has the same, and more words.
+FLAGS = {
+    "--api-key": "--set security.api_key=…, or the variable TANDEM_API_KEY",
+    "--api-server-count": "--set gateway.processes=…",
+    "--block-size": "--set cache.page_size=…",
+    "--data-parallel-size": "--set num_islands=…",
+    "--dtype": "--set model.dtype=…",
+    "--enable-prefix-caching": "nothing: cache.prefix_sharing is on by default",
+    "--gpu-memory-utilization": "--set cache.gpu_memory_utilization=…",
+    "--host": "--set gateway.host=…",
+    "--kv-cache-dtype": "--set cache.kv_cache_dtype=…",
+    "--load-format": "--set model.load_format=…",
+    "--max-model-len": "--set model.max_model_len=…",
+    "--max-num-batched-tokens": "--set scheduler.max_batch_tokens=…",
+    "--max-num-seqs": "--set scheduler.max_sequences=…",
+    "--no-enable-prefix-caching": "--set cache.prefix_sharing=false",
+    "--num-gpu-blocks-override": "--set cache.num_pages=…",
+    "--port": "--http-port …",
+    "--quantization": "nothing: the checkpoint says how it is quantized",
+    "--reasoning-parser": "--set gateway.reasoning_parser=…",
+    "--served-model-name": "--set model.served_model_name=…",
+    "--speculative-config": "--set speculation.method=… and speculation.tokens=…",
+    "--tensor-parallel-size": "--set island.prefill_ranks=… and --set island.decode_ranks=…",
+    "--tool-call-parser": "--set gateway.tool_parser=…",
+    "-tp": "--set island.prefill_ranks=… and --set island.decode_ranks=…",
+}
+
+
+def check_flags(arguments: Sequence[str], own: Sequence[str]) -> None:
+    """UsageError with a line for each flag of vLLM's among the arguments of `tandem up`. own: the command's options."""
+    typed = dict.fromkeys(one.partition("=")[0] for one in arguments if one.startswith("-"))
+    found = {flag: known for flag in typed if (known := flag.replace("_", "-")) in FLAGS and flag not in own}
+    if found:
+        lines = [f"{flag} is an option of vllm serve; here it is {FLAGS[known]}" for flag, known in found.items()]
+        raise UsageError("\n".join([*lines, f"{PAGE} has vLLM's other flags"]))

@@ -218,6 +218,11 @@ class Worker:
         return PeerChanges(self._transport, self._loop, self.on_step_thread)
 
     @property
+    def warm_parts(self) -> int:
+        """Kernels, graphs and forwards that the start has made ready so far."""
+        return self._prepared
+
+    @property
     def prepared(self) -> int:
         """Grows while the worker gets on with what prepares it. From any thread."""
         return self.loaded_bytes + self._prepared

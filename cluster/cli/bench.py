@@ -27,16 +27,16 @@ class BenchGroup(TyperGroup):
 
 app = typer.Typer(
     cls=BenchGroup,
-    help="Run the benchmarks of a checkout (the default), or load a server as its clients do.",
+    help="Run a checkout's benchmarks, or load a server.",
     rich_markup_mode=None,
 )
 
 
 @app.command(DEFAULT)
 def run(
-    names: Annotated[list[str] | None, typer.Argument(help="Which; all when left out.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for NAME.json and plots; made when missing.")] = BENCH_FOLDER,
-    only_list: Annotated[bool, typer.Option("--list", help="Only say what there is.")] = False,
+    names: Annotated[list[str] | None, typer.Argument(help="Runs these. Default: all.")] = None,
+    out: Annotated[Path, typer.Option(help="Writes NAME.json and plots to this folder.")] = BENCH_FOLDER,
+    only_list: Annotated[bool, typer.Option("--list", help="Lists the benchmarks, and runs none.")] = False,
 ) -> None:
     """Run the benchmarks of the checkout around the current folder; keep JSON and plots, and print what was reached.
 

@@ -49,7 +49,7 @@ else:
 OWN_FLAGS = ("--api-key",)  # which `up` has, as `vllm serve` does
 Address = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT of a gateway, or of several with commas; else the running cluster's."),
+    typer.Option(help="Calls the gateway at HOST:PORT, or several with commas. Default: the running cluster."),
 ]
 
 
@@ -87,28 +87,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @app.command()
 def up(
-    config: Annotated[Path, typer.Argument(help="The cluster's YAML; deploy/ has some.")],
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub id; overrides model.path.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="Overrides gateway.port; 0 takes any free port.")] = None,
+    config: Annotated[Path, typer.Argument(help="Reads the cluster's YAML; deploy/ has examples.")],
+    model: Annotated[str | None, typer.Option(help="Serves this checkpoint folder or hub id. Sets model.path.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Sets gateway.port; 0 takes a free one.")] = None,
     http_port: Annotated[
         int | None,
-        typer.Option(help="Starts the OpenAI-compatible server; overrides gateway.http_port, 0 as there."),
+        typer.Option(help="Serves OpenAI's API on this port; 0 takes a free one."),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Sets a key, such as cache.page_size=32. Repeatable."),
     ] = None,
     verify_kv: Annotated[
-        bool, typer.Option("--verify-kv", help="Compares digests of the KV that was pushed; sets island.verify_kv.")
+        bool,
+        typer.Option("--verify-kv", help="Sets island.verify_kv, which compares KV after each push."),
     ] = False,
-    address: Annotated[str | None, typer.Option(help="Joins the Ray at this address instead of starting one.")] = None,
+    address: Annotated[str | None, typer.Option(help="Joins the Ray at HOST:PORT instead of starting one.")] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Takes over from the running cluster of that name, which ends then.")
+        bool, typer.Option("--replace", help="Takes over from the running cluster of that name, which then ends.")
     ] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Start a cluster, print `ready grpc=HOST:PORT`, and stay until Ctrl-C or SIGTERM.
+    """Start a cluster, and stay until Ctrl-C or SIGTERM.
 
-    A variable gives a key, too: TANDEM_GATEWAY__PORT is gateway.port. Options come before variables, both before FILE.
+    It prints `ready grpc=HOST:PORT` once requests can come. A variable sets a key, too: TANDEM_GATEWAY__PORT is
+    gateway.port. An option overrides a variable, and a variable the YAML.
     """
     from tandem.cluster.cli.preflight import require_model
     from tandem.cluster.config.cluster_config import load_config
@@ -131,8 +134,8 @@ def up(
 
 @app.command()
 def down(
-    name: Annotated[str | None, typer.Argument(help="The cluster's name; may be left out when only one runs.")] = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Longest wait for its end, in seconds.")] = 60.0,
+    name: Annotated[str | None, typer.Argument(help="Names the cluster. Not needed while only one runs.")] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Waits at most this many seconds for its end.")] = 60.0,
 ) -> None:
     """Stop a cluster that runs on this machine."""
     from tandem.cluster.cli.runtime_dir import running_cluster, running_clusters
@@ -161,29 +164,31 @@ def down(
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads it from stdin.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Gives the prompt; - or nothing reads it from stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Reads the prompt from a file.")] = None,
-    token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids, "1,2,3".')] = None,
+    token_ids: Annotated[str | None, typer.Option(help='Gives the prompt as token ids, such as "1,2,3".')] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Sends it as a user's message, by the chat template.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="Most output tokens; 16 when left out.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the model's, or 1.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Generates at most this many tokens. Default: 16.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sets the temperature; 0 is greedy. Default: the model's.")
+    ] = None,
     top_p: Annotated[float | None, typer.Option(help="Keeps the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keeps this many of the likeliest tokens.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keeps tokens this likely, relative to the likeliest.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drops tokens below this fraction of the likeliest.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
-    n: Annotated[int | None, typer.Option("--n", help="Answers to the prompt; 1 when left out.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Alternatives to report for each token, with --json.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Generates this many answers. Default: 1.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Adds alternatives of each token, with --json.")] = None,
     prompt_logprobs: Annotated[
-        int | None, typer.Option(help="Alternatives to report for each prompt token, with --json.")
+        int | None, typer.Option(help="Adds alternatives of each prompt token, with --json.")
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Ends the output at this text; repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the output at this text. Repeatable.")] = None,
     stop_token_ids: Annotated[
-        list[int] | None, typer.Option("--stop-token-id", help="Ends the output at this token; repeatable.")
+        list[int] | None, typer.Option("--stop-token-id", help="Ends the output at this token. Repeatable.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Goes on past the end token.")] = False,
-    request_id: Annotated[str | None, typer.Option(help="Made by the gateway when left out.")] = None,
+    request_id: Annotated[str | None, typer.Option(help="Names the request. Default: a name of the gateway's.")] = None,
     cache_salt: Annotated[str, typer.Option(help="Shares cached prefixes only with requests of the same salt.")] = "",
-    timeout: Annotated[float, typer.Option(min=0, help="Deadline of the request, in seconds.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Gives up after this many seconds.")] = 600.0,
     address: Address = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
@@ -191,7 +196,10 @@ def generate(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stream the answers to one prompt; with --json print their tokens and timings at the end."""
+    """Stream the answers to one prompt.
+
+    With --json it prints their tokens and timings at the end instead.
+    """
     options = locals()  # those of sampling have its fields' names
     given = {name: options[name] for name in Sampling.__annotations__ if name in options}
     sampling: dict[str, Any] = {
@@ -209,7 +217,7 @@ def generate(
 
 @app.command()
 def status(
-    name: Annotated[str | None, typer.Argument(help="A cluster of this machine; else the running one.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Names the cluster. Default: the one that runs.")] = None,
     address: Address = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
@@ -217,21 +225,24 @@ def status(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a cluster's workers, pages and requests."""
-    from tandem.cluster.cli.input import address_of, open_client
+    """Show a cluster's workers, pages, requests and log folder."""
+    from tandem.cluster.cli.input import address_of, logs_at, open_client, running_address
     from tandem.cluster.cli.output import print_cluster
 
     if name is not None and address is not None:
         raise UsageError("give NAME or --address, not both")
-    with open_client(address if name is None else address_of(name), token_file, tls_ca, tls_cert, tls_key) as client:
+    there = address or (running_address() if name is None else address_of(name))
+    with open_client(there, token_file, tls_ca, tls_cert, tls_key) as client:
         print_cluster(client.cluster_info(), as_json)
+    if not as_json and (logs := logs_at(there)):
+        print(f"logs in {logs}")
 
 
 @app.command()
 def top(
-    name: Annotated[str | None, typer.Argument(help="The cluster's name; may be left out when only one runs.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it once, and exit.")] = False,
-    interval: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds from one view to the next.")] = 1.0,
+    name: Annotated[str | None, typer.Argument(help="Names the cluster. Not needed while only one runs.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Shows it once, and exits.")] = False,
+    interval: Annotated[float, typer.Option(min=0.5, max=3600, help="Waits so many seconds between two views.")] = 1.0,
     address: Address = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
@@ -239,7 +250,7 @@ def top(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a cluster: workers, queues, pages, pushes, tokens a second, and percentiles of first tokens and gaps."""
+    """Watch a cluster's workers, queues, pages and latencies."""
     if name is not None and address is not None:
         raise UsageError("give NAME or --address, not both")
 
@@ -252,15 +263,18 @@ def top(
 
 @app.command()
 def trace(
-    request_id: Annotated[str, typer.Argument(help="The request's id, or what its client gave as X-Request-Id.")],
-    output: Annotated[Path | None, typer.Option(help="File to write; stdout when left out.")] = None,
+    request_id: Annotated[str, typer.Argument(help="Names the request, by its id or its client's X-Request-Id.")],
+    output: Annotated[Path | None, typer.Option(help="Writes this file. Default: stdout.")] = None,
     address: Address = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Write the timeline of a finished request as Chrome trace JSON, for Perfetto. It needs tracing.keep."""
+    """Write a finished request's timeline as Chrome trace JSON.
+
+    Perfetto shows it. The cluster must have tracing.keep.
+    """
     from tandem.cluster.cli.input import open_client
     from tandem.cluster.cli.trace import chrome_trace
 
@@ -277,11 +291,11 @@ def trace(
 
 @app.command()
 def scale(
-    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers; as many as now when left out.")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Decode workers; as many as now when left out.")] = None,
-    island: Annotated[str, typer.Option(help="As `tandem status` names it; may be left out when there is one.")] = "",
-    islands: Annotated[int | None, typer.Option(min=1, help="Islands of the whole cluster; alone.")] = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Longest wait for the new shape, in seconds.")] = 600.0,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Changes the number of prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Changes the number of decode workers.")] = None,
+    island: Annotated[str, typer.Option(help="Names the island. Not needed where there is one.")] = "",
+    islands: Annotated[int | None, typer.Option(min=1, help="Changes the number of islands, and nothing else.")] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Waits at most this many seconds for the new shape.")] = 600.0,
     address: Address = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
@@ -289,10 +303,10 @@ def scale(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a running island's workers or their roles, or the number of islands; workers that stay keep their weights.
+    """Change an island's workers or their roles, or the islands.
 
-    New workers load first. Then the island takes no requests for a moment: what runs is finished within
-    recovery.drain_seconds, or goes on afterwards where it was.
+    Workers that stay keep their weights. New workers load first. Then the island takes no requests for a moment: what
+    runs is finished within recovery.drain_seconds, or goes on afterwards where it was.
     """
     if prefill is None and decode is None and islands is None:
         raise UsageError("give --prefill, --decode or both, or --islands")
@@ -308,12 +322,12 @@ def scale(
 
 @app.command()
 def make_model(
-    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint: a new folder, or an empty one.")],
-    arch: Annotated[Family, typer.Option(help="The model's family.")] = "llama",
-    size: Annotated[Literal["tiny", "small"], typer.Option(help="2 layers of 64 or 4 layers of 256.")] = "tiny",
-    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="Writes the checkpoint to this folder, which is new or empty.")],
+    arch: Annotated[Family, typer.Option(help="Chooses the model's family.")] = "llama",
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="Takes 2 layers of 64, or 4 of 256.")] = "tiny",
+    seed: Annotated[int, typer.Option(min=0, help="Seeds the random weights.")] = 0,
 ) -> None:
-    """Write a random checkpoint with a tokenizer, for trying things."""
+    """Write a checkpoint of random weights, with a tokenizer."""
     from tandem.cluster.tools.random_checkpoint import make_checkpoint
 
     try:
@@ -327,7 +341,10 @@ def make_model(
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine has for tandem and what it lacks; always exits with 0."""
+    """Say what this machine has for tandem, and what it lacks.
+
+    It always exits with 0.
+    """
     from tandem.cache.kernels.build.nvml import read_driver
     from tandem.cluster.cli.doctor import examine, verdicts
     from tandem.cluster.cli.output import print_findings
@@ -338,20 +355,22 @@ def doctor() -> None:
 
 @app.command()
 def build_kernels(
-    config: Annotated[Path, typer.Argument(help="The cluster's YAML.")],
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub id; overrides model.path.")] = None,
+    config: Annotated[Path, typer.Argument(help="Reads the cluster's YAML.")],
+    model: Annotated[str | None, typer.Option(help="Serves this checkpoint folder or hub id. Sets model.path.")] = None,
     output: Annotated[
-        Path | None, typer.Option(envvar=KERNEL_CACHE, help="Where they lie; ~/.cache/tandem when left out.")
+        Path | None, typer.Option(envvar=KERNEL_CACHE, help="Writes to this folder. Default: ~/.cache/tandem.")
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="For which GPU, as h200; this host's when left out.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Compiles for this GPU, such as h200. Default: this host's.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Sets a key, such as cache.page_size=32. Repeatable."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints what is missing and builds nothing.")] = False,
 ) -> None:
-    """Compile what a model needs ahead of its first start, side by side within this host's memory.
+    """Compile what a model needs ahead of its first start.
 
-    TANDEM_KERNEL_CACHE=FOLDER lets `tandem up` use the folder, on this host and on like ones.
+    Compilers run side by side within this host's memory. TANDEM_KERNEL_CACHE=FOLDER lets `tandem up` use the folder, on
+    this host and on like ones.
     """
     from tandem.cluster.cli.kernels.prebuild import prebuild
     from tandem.cluster.config.cluster_config import load_config

@@ -31,8 +31,8 @@ def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool
     """Starts the cluster, prints `ready grpc=HOST:PORT`, and returns after SIGINT or SIGTERM. It leaves nothing behind.
 
     ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. Where several hosts have
-    gateways, a comma stands between their addresses. stderr gets a line as each
-    phase of the start begins, then the seconds of all, the address of the Ray, and later each loss and recovery.
+    gateways, a comma stands between their addresses. stderr gets a line as each phase of the start begins, then the
+    seconds of all, the address of the Ray, the folder of logs, and later each loss and recovery.
     replace: a running cluster of that name ends once this one serves in its place, or serves on where this one fails.
     Raises ClusterRunning, ClusterNotRunning, ConfigError, StartFailed, WorkerLost.
     """
@@ -84,12 +84,14 @@ def _serve(
         if predecessor is not None:
             lock.rename(config.name, OLD_SECONDS)
         grpc, *others = zip(*((one.grpc, one.http, one.metrics) for one in cluster.addresses), strict=True)
-        lock.publish(",".join(grpc), clock.seconds)
+        logs = str(config.logging.folder or processes.log_folder)
+        lock.publish(",".join(grpc), clock.seconds, logs)
         opened = "".join(
             f" {name}={','.join(there)}" for name, there in zip(("http", "metrics"), others, strict=True) if all(there)
         )
         print(f"ready grpc={','.join(grpc)}{opened}", flush=True)
-        print(*phase_lines(clock.seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
+        where = f"on the Ray at {processes.address}", f"logs in {logs}"
+        print(*phase_lines(clock.seconds), *where, sep="\n", file=sys.stderr, flush=True)
         offer = Offer(config.name, cluster)
         cluster.wait()
     finally:

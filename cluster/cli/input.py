@@ -26,7 +26,7 @@ def open_client(
     paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
     key = os.environ.get(API_KEY) or None
     security = ClientSecurity(key if token_file is None else read_token(token_file), *paths)
-    return Client(address or _running_address(), security)
+    return Client(address or running_address(), security)
 
 
 def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, chat: bool) -> Prompt:
@@ -83,7 +83,13 @@ def address_of(name: str) -> str:
     return _reachable(state.grpc_address)
 
 
-def _running_address() -> str:
+def logs_at(address: str) -> str | None:
+    """The folder of logs of this machine's cluster at HOST:PORT; None of another machine's."""
+    found = (state for state in running_clusters() if state.grpc_address and _reachable(state.grpc_address) == address)
+    return next((state.logs for state in found), None)
+
+
+def running_address() -> str:
     """The running cluster's address; `local`'s when several run."""
     addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
     if len(addresses) > 1 and "local" not in addresses:

@@ -18,14 +18,19 @@ MOST_SHOWN = 160  # characters of an action's arguments
 
 def replay(
     files: Annotated[list[Path], typer.Argument(help="Records of one epoch, a file for each worker.")],
-    model: Annotated[str | None, typer.Option(help="The checkpoint's folder, if it is not where it was.")] = None,
-    until: Annotated[int | None, typer.Option(min=0, help="Most actions to run, of all files together.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Reads the checkpoint in this folder. Default: where it was.")
+    ] = None,
+    until: Annotated[
+        int | None, typer.Option(min=0, help="Runs at most this many actions, of all files together.")
+    ] = None,
     steps: Annotated[str | None, typer.Option(metavar="N..M", help="Prints the actions N to M, from 0.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run recorded workers' actions again and compare pages, tokens and pushes.
+    """Run recorded actions again, and compare what they do.
 
-    Exits with 0 where all is equal, with 1 at the first difference. See record.folder in docs/configuration.md.
+    It compares pages, tokens and pushes. It exits with 0 where all is equal, with 1 at the first difference. See
+    record.folder in docs/configuration.md.
     """
     shown = _range(steps)
 

@@ -26,6 +26,7 @@ class ClusterState:
     pid: int | None  # None for the instant before it is written
     started: float  # Unix time
     grpc_address: str | None = None  # HOST:PORT, once the cluster is ready
+    logs: str | None = None  # folder of the processes' logs, once the cluster is ready
     start_seconds: Mapping[str, float] = field(default_factory=dict)  # of each phase, once the cluster is ready
 
 
@@ -86,9 +87,9 @@ class ClusterLock:
         self._state, self._path = replace(self._state, name=name), _path(name)
         self._take(seconds)
 
-    def publish(self, grpc_address: str, start_seconds: Mapping[str, float]) -> None:
-        """Writes the gateway's HOST:PORT and the seconds of each phase of the start."""
-        self._state = replace(self._state, grpc_address=grpc_address, start_seconds=start_seconds)
+    def publish(self, grpc_address: str, start_seconds: Mapping[str, float], logs: str | None = None) -> None:
+        """Writes the gateway's HOST:PORT, the seconds of each phase of the start, and the folder of logs."""
+        self._state = replace(self._state, grpc_address=grpc_address, logs=logs, start_seconds=start_seconds)
         self._write()
 
     def release(self) -> None:

@@ -25,7 +25,7 @@ PHASES = {
     "replacement": "taking over from the running cluster",
 }
 
-State = tuple[str, str, int, int]  # worker, phase of its start, bytes loaded, bytes in all
+State = tuple[str, str, int, int]  # worker, phase of its start, bytes loaded and in all; in "kernels" those ready and 0
 
 
 class StartReport:
@@ -109,10 +109,15 @@ class _Bars:
             if name not in self._tasks:
                 self._tasks[name] = self._progress.add_task(name, total=None)
             text = f"{name}: {phase}" if phase else name
-            self._progress.update(self._tasks[name], description=text, completed=done, total=total or None)
+            if phase == "kernels":  # counted, and not in bytes
+                self._progress.update(self._tasks[name], description=f"{text}, {done} ready")
+            else:
+                self._progress.update(self._tasks[name], description=text, completed=done, total=total or None)
 
 
 def _worker(state: State) -> str:
     name, phase, done, total = state
-    bytes_read = f", {done / GIB:.1f} of {total / GIB:.1f} GiB" if phase == "weights" and total else ""
-    return f"{name} {phase or 'waits'}{bytes_read}"
+    got_to = f", {done / GIB:.1f} of {total / GIB:.1f} GiB" if phase == "weights" and total else ""
+    if phase == "kernels":
+        got_to = f", {done} ready"
+    return f"{name} {phase or 'waits'}{got_to}"

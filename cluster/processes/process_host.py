@@ -58,8 +58,9 @@ class ProcessHost:
         """Answered once the constructor is through."""
 
     def niceness(self) -> int:
-        """Of this process and of all that it forks. Above 0 the other processes of the host go first."""
-        return os.getpriority(os.PRIO_PROCESS, 0)
+        """How much more this process, and all that it forks, have than its raylet: what RAY_worker_niceness adds. Above
+        0 the other processes of the host go first. A raylet's own niceness is its user's choice."""
+        return os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getppid())
 
     def renew(self) -> None:
         """Renews the lease."""

@@ -90,6 +90,11 @@ def alive_nodes() -> list[Node]:
     return nodes
 
 
+def log_folder() -> str:
+    """Where Ray keeps what processes of this node write to stderr."""
+    return _worker.node.get_logs_dir_path()
+
+
 def own_address() -> str:
     """Of the node that this process is on."""
     return _address_of(ray.get_runtime_context().get_node_id())

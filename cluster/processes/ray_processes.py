@@ -30,6 +30,7 @@ from tandem.cluster.processes.ray_nodes import (
     check_there,
     choose_nodes,
     free_places,
+    log_folder,
     own_address,
     own_cluster,
     process_resources,
@@ -111,6 +112,11 @@ class RayProcesses(Processes):
     def address(self) -> str:
         """This Ray's HOST:PORT, after start(). Other clusters can join it there."""
         return ray.get_runtime_context().gcs_address
+
+    @property
+    def log_folder(self) -> str:
+        """Where this host's processes write their stderr, after start()."""
+        return log_folder()
 
     @property
     def hosts(self) -> Sequence[str]:

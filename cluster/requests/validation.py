@@ -263,8 +263,8 @@ class RequestValidator:
     def _check_text(self, kind: str, message: inference_pb2.GenerateRequest) -> None:
         if self._tokenizer is None:
             raise InvalidRequest(
-                f"{kind}: the checkpoint has no tokenizer.json; send token_ids or token_bytes over gRPC, and over HTTP "
-                "a list of token ids as the prompt of /v1/completions"
+                f"{kind}: the checkpoint has no tokenizer.json; send token ids: --token-ids of `tandem generate`, "
+                "token_ids over gRPC, a list as the prompt of /v1/completions over HTTP"
             )
         if kind == "text" and not message.text:
             raise InvalidRequest("text is empty; at least one token is needed")

@@ -10,6 +10,8 @@ from tandem.cluster.processes.processes import ActorProcess
 POLL_SECONDS = 0.25
 WARN_SECONDS = 15.0  # without an answer or progress, until a warning; the next ones come when that doubles
 IMPORTS = "imports"
+KERNELS = "kernels"  # the phase that may compile, where the report of the start counts what is ready
+KERNELS_WARN_SECONDS = 120.0  # some kernels take a minute to compile
 MEETING = "island"  # the phase in which workers wait for each other
 MEETING_SECONDS = 60.0  # it takes a second or two, and twenty more where nvcc compiles in it
 log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class Heartbeat:
         """Logs a long silence or stall, well before excess()."""
         silent = self.silent_seconds >= self.stalled_seconds
         seconds = self.silent_seconds if silent else self.stalled_seconds
-        if seconds < WARN_SECONDS:
+        if seconds < (KERNELS_WARN_SECONDS if self.phase == KERNELS and not silent else WARN_SECONDS):
             self._warned_seconds = 0.0
         elif seconds >= 2 * self._warned_seconds:
             self._warned_seconds = seconds

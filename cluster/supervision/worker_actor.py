@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from tandem.cluster.processes.forks.actor_server import set_title
 from tandem.cluster.processes.gpus import VARIABLE, GpuClaim, with_peers
-from tandem.cluster.supervision.heartbeat import MEETING
+from tandem.cluster.supervision.heartbeat import KERNELS, MEETING
 from tandem.transfer.endpoint import LOOPBACK, Endpoint
 from tandem.transfer.errors import PeerGone
 from tandem.workers.config import WorkerConfig
@@ -42,7 +42,9 @@ class WorkerActor:
             self._worker.load()
 
     def progress(self) -> tuple[str, int, int]:
-        """Phase of the start, bytes of weights read, bytes of all weights."""
+        """Phase of the start, bytes of weights read, bytes of all weights; among kernels those ready, and 0."""
+        if self._phase == KERNELS:
+            return self._phase, self._worker.warm_parts, 0
         return self._phase, self._worker.loaded_bytes, self._worker.total_bytes
 
     def pages_that_fit(self, utilization: float) -> int:

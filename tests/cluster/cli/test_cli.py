@@ -2,15 +2,18 @@ import inspect
 import io
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
+import typer.main
 
 import tandem
 from tandem.cluster.cli import commands as cli
@@ -59,6 +62,30 @@ def test_help_imports_nothing_heavy() -> None:
     script = f"import sys, tandem.cluster.cli.commands; print({heavy!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_help_is_whole_in_80_columns(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No summary of a command is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    commands = lines[lines.index("Commands:") + 1 :]
+    assert len(commands) > 10
+    assert [line for line in commands if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_options_are_described_by_sentences() -> None:
+    """A verb first, a full stop last."""
+    group: Any = typer.main.get_command(cli.app)
+    given = {
+        f"{name} {parameter.name}": parameter.help
+        for name, command in group.commands.items()
+        if name != "bench"
+        for parameter in command.params
+    }
+    assert len(given) > 60
+    assert {name: text for name, text in given.items() if not re.fullmatch(r"[A-Z][a-z]+s [^…]*\.", text or "")} == {}
 
 
 def test_unknown_options_exit_with_2(capsys: Capture) -> None:
@@ -320,6 +347,15 @@ class TestStatus:
             assert run("status", "--json", "--address", address) == 0
         workers = json.loads(capsys.readouterr().out)["islands"][0]["workers"]
         assert (workers[1]["num_pages"], workers[1]["running"], workers[0]["alive"]) == (64, 0, False)
+
+    def test_logs_of_this_machine(self, capsys: Capture) -> None:
+        with serving(FakeGateway()) as address, ClusterLock("mine") as lock:
+            lock.publish(address, {}, "/somewhere/logs")
+            for words in ((), ("mine",), ("--address", address)):
+                assert run("status", *words) == 0
+                assert capsys.readouterr().out.endswith("\nlogs in /somewhere/logs\n")
+            assert run("status", "--json") == 0
+            assert "logs" not in json.loads(capsys.readouterr().out)
 
 
 class TestMakeModel:

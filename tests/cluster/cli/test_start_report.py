@@ -40,12 +40,12 @@ def test_a_terminal_shows_a_bar_for_each_worker_and_the_lines_above(monkeypatch:
         report.show([(PREFILL, "weights", 1_000_000, 4_000_000), (DECODE, "", 0, 0)])
         report.phase("gateway")
     with StartReport("mine") as report:
-        report.show([(PREFILL, "kernels", 4_000_000, 4_000_000)])
+        report.show([(PREFILL, "kernels", 7, 0)])
     shown = terminal.getvalue()
     assert f"{PREFILL}: weights" in shown
     assert "1.0/4.0 MB" in shown
     assert f"{DECODE} " in shown
-    assert f"{PREFILL}: kernels" in shown
+    assert f"{PREFILL}: kernels, 7 ready" in shown
     assert PHASES["gateway"] in shown
 
 
@@ -59,7 +59,10 @@ def test_a_long_phase_says_again_and_again_how_far_it_is(
         monkeypatch.setattr(start_report, "LINE_SECONDS", 0.0)
         report.show(states)
         report.show([])  # no worker answers
-    _, line, unanswered = capsys.readouterr().err.splitlines()
+        report.show([(PREFILL, "kernels", 12, 0)])
+    *_, kernels = (before := capsys.readouterr().err).splitlines()
+    assert kernels.endswith(f": {PREFILL} kernels, 12 ready")
+    _, line, unanswered, _ = before.splitlines()
     assert re.fullmatch(r"tandem: mine: still weights after \d+ s", unanswered)
     assert line.startswith("tandem: mine: still weights after ")
     assert line.endswith(f"s: {PREFILL} weights, 1.0 of 4.0 GiB; {DECODE} waits")

@@ -75,16 +75,19 @@ class TestHeartbeat:
         assert heartbeat.silent_seconds == 0
 
     def test_what_takes_long_is_told_whenever_it_has_doubled(self, caplog: pytest.LogCaptureFixture) -> None:
-        process = FakeProcess("p", lambda method: ("kernels", 1))
-        heartbeat = Heartbeat(process)
-        for _ in range(100):
+        for phase, ticks, told in (("weights", 100, (15.0, 30.0)), ("kernels", 239, ()), ("kernels", 300, (120.0,))):
+            caplog.clear()
+            process = FakeProcess("p", lambda method, phase=phase: (phase, 1))
+            heartbeat = Heartbeat(process)
             heartbeat.tick(0.5)
-            heartbeat.warn()
-        process.silent.add("ping")
-        heartbeat.tick(0.5)
-        assert [record.message for record in caplog.records] == [
-            f"p has made no progress for {seconds} s in phase 'kernels' of its start" for seconds in (15.0, 30.0)
-        ]
+            for _ in range(ticks):
+                heartbeat.tick(0.5)
+                heartbeat.warn()
+            process.silent.add("ping")
+            heartbeat.tick(0.5)
+            assert [record.message for record in caplog.records] == [
+                f"p has made no progress for {seconds} s in phase '{phase}' of its start" for seconds in told
+            ]
 
     def test_who_is_silent_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
         process = FakeProcess("p")

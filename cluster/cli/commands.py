@@ -328,11 +328,11 @@ def make_model(
     seed: Annotated[int, typer.Option(min=0, help="Seeds the random weights.")] = 0,
 ) -> None:
     """Write a checkpoint of random weights, with a tokenizer."""
-    from tandem.cluster.tools.random_checkpoint import make_checkpoint
-
     try:
         if folder.exists() and any(folder.iterdir()):  # perhaps a checkpoint that somebody needs
             raise UsageError(f"{folder} is not empty; it must be a new or an empty folder")
+        from tandem.cluster.tools.random_checkpoint import make_checkpoint
+
         make_checkpoint(folder, arch=arch, size=size, seed=seed)
     except OSError as error:
         raise TandemError(f"{folder}: cannot be written: {error.strerror}") from None

@@ -232,7 +232,8 @@ def _source(finding: ErrorDetails, path: Path | str | None, sources: Mapping[str
         return ""
     dotted = ".".join(map(str, finding["loc"])) + "."
     over = [source for key, source in sources.items() if dotted.startswith(f"{key}.")]
-    return over[-1] if over else "" if path is None else f"{path}: "
+    beside = {key.partition(".")[0] for key in sources}  # sections of which a variable or an override has a part
+    return over[-1] if over else "" if path is None or dotted.partition(".")[0] in beside else f"{path}: "
 
 
 def _takes_text(key: str) -> bool:

@@ -30,7 +30,10 @@ def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
         return f"{dotted} is {shown(finding['input'])}; it must be {description}"
     else:
         accepted = finding["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    found = "hidden" if location[-1] in SECRETS else shown(finding["input"])
+    value = finding["input"]
+    found = "hidden" if location[-1] in SECRETS else shown(value)
+    if isinstance(value, dict) and any(value.get(name) for name in SECRETS):
+        found = cut(f"a section with {', '.join(str(key) for key, one in value.items() if one not in (None, False))}")
     return f"{dotted} is {found}; it {accepted} ({description})"
 
 

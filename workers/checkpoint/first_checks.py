@@ -1,5 +1,6 @@
 """What config.json and weights' headers tell without torch, whose import takes seconds. Loading checks all again."""
 
+import re
 from pathlib import Path
 
 from tandem.workers.checkpoint.architectures import read_architecture
@@ -9,6 +10,7 @@ from tandem.workers.checkpoint.least_bytes import read_headers
 from tandem.workers.checkpoint.quantizations import ACCEPTED, METHODS
 
 EMBEDDING = "model.embed_tokens.weight"
+LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 UNSTRETCHED = ("default", "llama3", "longrope")  # types of RoPE whose length is max_position_embeddings
 
 
@@ -23,7 +25,7 @@ def first_checks(folder: Path, *, has_weights: bool) -> int | None:
     if any(isinstance(fields.raw(part), dict) for part in ("text_config", "encoder", "decoder")):
         return None
     if has_weights and "quantization_config" not in fields:
-        _check_embedding(folder, fields)
+        _check_headers(folder, fields)
     return _max_length(fields)
 
 
@@ -46,20 +48,37 @@ def _check_quantization(fields: Fields) -> None:
             )
 
 
-def _check_embedding(folder: Path, fields: Fields) -> None:
-    """Its shape shows whether config.json belongs to these weights."""
+def _check_headers(folder: Path, fields: Fields) -> None:
+    """Whether files are whole, and whether config.json belongs to them."""
     asked = [fields.integer("vocab_size", 0), fields.integer("hidden_size", 0)]
-    wrong = [(path, shape) for path, shape in _embeddings(folder) if all(asked) and shape != asked]
-    if wrong:
-        path, shape = wrong[0]
-        raise InvalidWeights(f"{path}: tensor {EMBEDDING} has shape {SHOWN.repr(shape)}; config.json asks for {asked}")
+    wanted, found = fields.integer("num_hidden_layers", 0), 0
+    for path, end, tensors in _read(folder):
+        if path.stat().st_size < end:
+            raise InvalidWeights(f"{path} is cut short: {path.stat().st_size} bytes, but its tensors end at byte {end}")
+        shape = tensors.get(EMBEDDING, asked)
+        if all(asked) and shape != asked:
+            raise InvalidWeights(
+                f"{path}: tensor {EMBEDDING} has shape {SHOWN.repr(shape)}; config.json asks for {asked}"
+            )
+        numbers = (LAYER.match(name) for name in tensors)
+        found = max([found, *(int(number[1]) + 1 for number in numbers if number)])
+    if 0 < found < wanted:
+        raise InvalidWeights(f"{folder}: num_hidden_layers is {wanted} in config.json; the weights have {found} layers")
 
 
-def _embeddings(folder: Path) -> list[tuple[Path, object]]:
-    """Files that have it, with its shape. None where one cannot be read, which loading has an error for."""
+def _read(folder: Path) -> list[tuple[Path, int, dict[str, object]]]:
+    """Each file, where its last tensor ends, and the shapes of its tensors. None where one cannot be read, for which
+    loading has an error."""
     try:
-        return [(path, header[EMBEDDING]["shape"]) for path, header in read_headers(folder) if EMBEDDING in header]
-    except (ModelError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return [
+            (
+                path,
+                begin + max((one["data_offsets"][1] for one in header.values()), default=0),
+                {name: one["shape"] for name, one in header.items()},
+            )
+            for path, begin, header in read_headers(folder)
+        ]
+    except (ModelError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return []
 
 

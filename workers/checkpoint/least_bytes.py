@@ -18,20 +18,20 @@ WIDE = ("F32", "F64")  # which a model of 16 bits has in two bytes
 def least_weight_bytes(folder: Path, *, in_16_bits: bool) -> int:
     """Bytes of the weights where nothing is dequantized. 0 for what cannot be read, which loading has an error for."""
     try:
-        return sum(_bytes_of(header, in_16_bits=in_16_bits) for _, header in read_headers(folder))
+        return sum(_bytes_of(header, in_16_bits=in_16_bits) for _, _, header in read_headers(folder))
     except (ModelError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 0
 
 
-def read_headers(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Each file, with its tensors by name: dtype, shape and data_offsets, unchecked. For what cannot be read it raises
-    ModelError, OSError, ValueError, AttributeError and RecursionError."""
+def read_headers(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """Each file, the byte where its data begins, and its tensors by name: dtype, shape and data_offsets, unchecked. For
+    what cannot be read it raises ModelError, OSError, ValueError, AttributeError and RecursionError."""
     for path in _files(folder):
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, MAX_JSON_BYTES)))
         header.pop("__metadata__", None)
-        yield path, header
+        yield path, 8 + size, header
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -133,6 +133,14 @@ class TestUp:
         _, line = failed(capsys, "up", str(path), "--set", typed)
         assert f"unknown key {typed.partition('=')[0]}; did you mean {meant}? known here: " in line
 
+    def test_a_section_is_named_without_its_secrets(self, tmp_path: Path, capsys: Capture) -> None:
+        path = tmp_path / "c.yaml"
+        path.touch()
+        words = ("--set", "security.api_key=sesame-0123456789", "--set", "security.tls_cert=/c.pem")
+        _, line = failed(capsys, "up", str(path), *words)
+        assert line.startswith("tandem: security is a section with api_key, tls_cert; it must have both tls_cert and")
+        assert "sesame" not in line
+
     def test_bad_configs_exit_with_2(self, tmp_path: Path, capsys: Capture) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("cache: {num_page: 1}\n")

@@ -9,7 +9,7 @@ import pytest
 from tandem.cluster.tools.architectures import ARCHITECTURES, SIZES
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.architectures import related
-from tandem.workers.checkpoint.errors import InvalidConfig, ModelError, UnknownArchitecture
+from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, ModelError, UnknownArchitecture
 from tandem.workers.checkpoint.first_checks import first_checks
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
@@ -95,6 +95,21 @@ def test_served_quantizations_pass(tmp_path: Path, section: dict[str, object]) -
     change(tmp_path, quantization_config={**section, "group_size": 16})
     assert load_config(tmp_path).quantization.weights == "awq"
     first_checks(tmp_path, has_weights=True)
+
+
+def test_files_that_are_cut_short_and_layers_that_are_missing(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, arch="llama", seed=1)
+    change(tmp_path, num_hidden_layers=3)
+    with pytest.raises(InvalidWeights, match=r"num_hidden_layers is 3 in config\.json; the weights have 2 layers"):
+        first_checks(tmp_path, has_weights=True)
+    change(tmp_path, num_hidden_layers=2)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelError) as early:
+        first_checks(tmp_path, has_weights=True)
+    with pytest.raises(ModelError) as late:
+        check_weights(tmp_path, load_config(tmp_path))
+    assert str(early.value) == str(late.value)
 
 
 def test_weights_of_another_model_are_noticed(tmp_path: Path) -> None:

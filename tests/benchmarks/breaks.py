@@ -1,0 +1,195 @@
+"""What `tandem` says of deliberate mistakes, and how long it takes: makes docs/errors.md.
+
+python -m tests.benchmarks.breaks [--only WORDS] [--write]
+
+Each mistake runs as a command of its own, in a folder of its own. Seconds are CPU time of the command, which a busy
+machine does not stretch much.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "errors.md"
+DEMO = ROOT / "cluster" / "tools" / "demo_model" / "checkpoint"
+SECONDS = 120
+OTHERS = re.compile(r"tandem: (local|gpu-1p1d): |Usage: |Try ")
+HEAD = """# Mistakes and errors
+
+What the command says of {count} deliberate mistakes. Each error is one line, or a line for each finding, on stderr.
+Exit code 2 is a mistake in a command, a configuration or a checkpoint, and 1 is a failure. Seconds are CPU time of the
+whole command, on one machine. Errors of 2 s and more come after torch and Ray are imported. DIR is the folder of a
+checkpoint.
+
+`python -m tests.benchmarks.breaks --write` makes this page.
+
+| mistake | command | exit code | CPU seconds | what it says |
+|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Break:
+    """A mistake. words: of the command, in which DIR is a copy of the demo's checkpoint. prepare: changes that copy."""
+
+    title: str
+    words: str
+    prepare: Callable[[Path], object] = lambda folder: None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a mistake. text: without paths of this machine."""
+
+    code: int
+    seconds: float
+    text: str
+
+
+UP = "up deploy/local.yaml --grpc-port 0"
+UP_DIR = f"{UP} --model DIR"
+
+
+def config(**fields: object) -> Callable[[Path], object]:
+    """Sets fields of config.json."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return change
+
+
+def without(*names: str) -> Callable[[Path], object]:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 100_000)
+
+
+def gguf(folder: Path) -> None:
+    without("config.json", "model.safetensors")(folder)
+    (folder / "model.gguf").touch()
+
+
+def yaml(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "cluster.yaml").write_text(text)
+
+
+BREAKS = (
+    Break("no model", UP),
+    Break("no such folder", f"{UP} --model DIR/nothing"),
+    Break("a hub id that is not downloaded", f"{UP} --model Nobody/nothing-1b"),
+    Break("a file in place of a folder", f"{UP} --model DIR/config.json"),
+    Break("a GGUF checkpoint", UP_DIR, gguf),
+    Break("no weights", UP_DIR, without("model.safetensors")),
+    Break("config.json is no JSON", UP_DIR, lambda folder: (folder / "config.json").write_text("{")),
+    Break("an architecture without relatives", UP_DIR, config(architectures=["FalconForCausalLM"])),
+    Break("an architecture with relatives", UP_DIR, config(architectures=["Qwen2MoeForCausalLM"])),
+    Break("bitsandbytes", UP_DIR, config(quantization_config={"quant_method": "bitsandbytes"})),
+    Break("AWQ in 8 bits", UP_DIR, config(quantization_config={"quant_method": "awq", "bits": 8})),
+    Break("a request longer than the model takes", f"{UP_DIR} --set model.max_model_len=4096"),
+    Break("weights of another width", UP_DIR, config(hidden_size=384)),
+    Break("weights of another number of layers", UP_DIR, config(num_hidden_layers=7)),
+    Break("a file of weights that is cut short", UP_DIR, cut),
+    Break("an activation that is not served", UP_DIR, config(hidden_act="relu6")),
+    Break("heads that do not divide", UP_DIR, config(num_key_value_heads=4)),
+    Break("more pages than are accepted", f"{UP_DIR} --set cache.num_pages=100000000"),
+    Break("no such YAML", "up DIR/cluster.yaml --model DIR"),
+    Break("wrong YAML", "up DIR/cluster.yaml --model DIR", yaml("cache: [1")),
+    Break("a key without its section", f"{UP_DIR} --set page_size=16"),
+    Break("a key of another section", f"{UP_DIR} --set island.max_sequences=8"),
+    Break("a typing error in a key", f"{UP_DIR} --set cache.num_page=8"),
+    Break("a text for a number", f"{UP_DIR} --set cache.page_size=big"),
+    Break("a number out of range", f"{UP_DIR} --set island.num_decode=0"),
+    Break("a number for a section", f"{UP_DIR} --set cache=3"),
+    Break("no value", f"{UP_DIR} --set cache.page_size"),
+    Break("a setting without effect", f"{UP_DIR} --set speculation.tokens=5"),
+    Break("a variable that is no YAML", UP_DIR, environ={"TANDEM_CACHE__PAGE_SIZE": "[1"}),
+    Break("flags of vLLM", "up DIR --tensor-parallel-size 2 --max-model-len 4096"),
+    Break("an unknown option", f"{UP_DIR} --modell x"),
+    Break("a network without a token", f"{UP_DIR} --set gateway.host=0.0.0.0"),
+    Break("a token file that is not there", f"{UP_DIR} --set security.token_file=DIR/token"),
+    Break("a certificate without its key", f"{UP_DIR} --set security.tls_cert=DIR/cert.pem"),
+    Break("two servers on one port", f"{UP_DIR} --grpc-port 50051 --http-port 50051"),
+    Break("more workers than Ray counts CPUs for", f"{UP_DIR} --set ray.num_cpus=2 --set island.num_prefill=50"),
+    Break("GPUs that are not there", "up deploy/gpu-1p1d.yaml --model DIR"),
+    Break("no Ray at the address", f"{UP_DIR} --address 127.0.0.1:1"),
+    Break("a draft without a model", f"{UP_DIR} --set speculation.method=draft_model"),
+    Break("an unknown format of KV", f"{UP_DIR} --set cache.kv_cache_dtype=int4"),
+    Break("a prompt for no cluster", "generate hello --address 127.0.0.1:1"),
+    Break("a prompt given twice", "generate hello --token-ids 1,2"),
+    Break("token ids that are none", "generate --token-ids 1,a"),
+    Break("the status of no cluster", "status nothing"),
+    Break("an end of no cluster", "down nothing"),
+    Break("a new shape without numbers", "scale"),
+    Break("a model over another", "make-model DIR"),
+    Break("an unknown command", "serve DIR"),
+)
+
+
+def run(one: Break) -> Outcome:
+    """Runs the command, with a runtime folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        shutil.copytree(DEMO, model)
+        one.prepare(model)
+        words = [word.replace("DIR", str(model)) for word in one.words.split()]
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "HF_"))}
+        environ = {**outer, **one.environ, "XDG_RUNTIME_DIR": folder, "COLUMNS": "200"}
+        command = [sys.executable, "-m", "tandem.cluster.cli", *words]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        text = done.stderr.replace(str(model), "DIR").replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
+    return Outcome(done.returncode, seconds, "\n".join(_errors(text)))
+
+
+def _errors(text: str) -> list[str]:
+    """Without what the start says of itself, and without usage."""
+    lines = [line for line in text.splitlines() if line and not OTHERS.match(line)]
+    return [line.removeprefix("tandem: ") for line in lines]
+
+
+def row(one: Break, outcome: Outcome) -> str:
+    cells = one.title, f"tandem {one.words}", str(outcome.code), f"{outcome.seconds:.1f}", outcome.text
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |\n"
+
+
+def _cell(text: str) -> str:
+    for sign, name in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("*", "\\*"), ("`", "'"), ("\n", "<br>")):
+        text = text.replace(sign, name)
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="breaks", description="what tandem says of deliberate mistakes")
+    parser.add_argument("--only", default="", help="runs the mistakes whose titles have these words")
+    parser.add_argument("--write", action="store_true", help="writes docs/errors.md")
+    given = parser.parse_args(arguments)
+    rows = []
+    for one in (one for one in BREAKS if given.only in one.title):
+        rows.append(row(one, run(one)))
+        print(rows[-1], end="", flush=True)
+    if given.write:
+        PAGE.write_text(HEAD.format(count=len(rows)) + "".join(rows), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -355,7 +355,8 @@ class RecoverySection(Section):
 
 class RaySection(Section):
     num_cpus: Cpus | None = Field(default=None, le=1 << 16)
-    """CPUs that a Ray started here offers; null is all"""
+    """CPUs that a Ray started here counts with; null is all. Each process of a worker or gateway counts as 0.1, which
+    limits how many there may be, and no more; island.threads_per_worker says with how many threads a worker computes"""
     min_hosts: Hosts = Field(default=1, le=256)
     """hosts that may have an island: as many must have joined the Ray of --address before anything starts"""
     join_seconds: Seconds = Field(default=300.0, ge=0, le=86400)

@@ -47,8 +47,17 @@ NO_STATES = StateUse()
 def num_snapshots(layout: KVLayout, num_pages: int, share: float) -> int:
     """How many snapshots of states fit into `share` of the bytes of num_pages pages that keep all; 0 in a layout
     without states."""
-    states = sum(layout.page_bytes(group) for group, paging in enumerate(layout.paging) if paging.whole)
+    states = _state_bytes(layout)
     return int(share * num_pages * layout.page_size * layout.token_bytes) // states if states else 0
+
+
+def pages_of_snapshot(layout: KVLayout) -> float:
+    """The bytes of one snapshot of all states, in pages that keep all."""
+    return _state_bytes(layout) / (layout.page_size * layout.token_bytes)
+
+
+def _state_bytes(layout: KVLayout) -> int:
+    return sum(layout.page_bytes(group) for group, paging in enumerate(layout.paging) if paging.whole)
 
 
 def pages_of_groups(

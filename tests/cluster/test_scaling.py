@@ -350,6 +350,16 @@ class TestElasticIsland:
             assert (outcome.result(30).kept, outcome.result(30).ended) == (2, 1)
             assert pes(cluster) == [(0, 3), (1, 1)]
 
+    def test_a_worker_that_is_lost_while_two_are_let_go_keeps_none_of_them_as_a_peer(self) -> None:
+        """Else its peers would miss the second one, and end after a while."""
+        with elastic() as cluster:
+            scale(cluster, 1, 3).result(30)
+            cluster.last.members[0].ends_at = "part"
+            outcome = scale(cluster, 1, 1).result(30)
+            assert (outcome.kept, outcome.ended) == (2, 2)
+            assert arguments_of(cluster.last.members[1], "part") == [(2,), (3,), (0,)]
+            assert pes(cluster) == [(0, 3), (1, 1)]
+
     def test_a_worker_that_is_lost_while_it_leaves_is_not_replaced(self) -> None:
         with elastic() as cluster:
             scale(cluster, 1, 2).result(30)

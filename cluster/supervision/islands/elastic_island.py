@@ -194,10 +194,16 @@ class ElasticIsland(Island):
         self._members = [member for _, member in ordered]
 
     def _let_go(self, pes: Collection[int]) -> None:
-        """All others part with these workers."""
-        others = [member for member in self._members if member not in self._at(pes)]
+        """All others part with all of these workers, also where ProcessEnded is raised: another one is lost. A worker
+        that misses a peer for long ends."""
+        others, lost = [member for member in self._members if member not in self._at(pes)], None
         for pe in pes:
-            self._ask(others, "part", pe)
+            try:
+                self._ask(others, "part", pe)
+            except ProcessEnded as error:
+                lost = error
+        if lost is not None:
+            raise lost
 
     def _epochs(self, changed: Mapping[int, int]) -> tuple[int, ...]:
         """Of each place, 0 where it is vacant."""

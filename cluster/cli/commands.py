@@ -20,7 +20,7 @@ from tandem.cache.kernels.build.build_once import KERNEL_CACHE
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
 from tandem.cluster.cli.replay import replay
-from tandem.cluster.cli.vllm_flags import check_flags
+from tandem.cluster.cli.vllm_flags import check_words
 from tandem.cluster.errors import (
     ClusterNotRunning,
     ConfigError,
@@ -76,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal's encoding lacks
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
-        if words[:1] == ["up"]:
-            check_flags(words[1:], OWN_FLAGS)
+        check_words(words, OWN_FLAGS)
         app(args=words, prog_name="tandem")
     except (TandemError, ModelError) as error:
         for line in str(error).splitlines():

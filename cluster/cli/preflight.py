@@ -94,8 +94,19 @@ def check_model(config: ClusterConfig) -> None:
         longest = first_checks(folder, has_weights=section.load_format == "safetensors")
     except ModelError as error:
         raise ConfigError(f"model.path: {error}") from None
+    _check_draft(config)
     if longest is not None and (section.max_model_len or 0) > longest:
         raise ConfigError(f"model.max_model_len is {section.max_model_len}; the checkpoint takes at most {longest}")
+
+
+def _check_draft(config: ClusterConfig) -> None:
+    """ConfigError for a folder that is no model's. The launcher reads it all; heads have other architectures."""
+    folder = Path(config.speculation.draft or "")
+    try:
+        if config.speculation.method == "draft_model":
+            first_checks(folder, has_weights=config.model.load_format == "safetensors")
+    except ModelError as error:
+        raise ConfigError(f"speculation.draft: {error}") from None
 
 
 def fitting_config(gpus: int) -> str:

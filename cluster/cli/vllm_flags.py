@@ -1,4 +1,4 @@
-"""Flags of `vllm serve`, typed to `tandem up` by who comes from there: what they are called here."""
+"""`vllm serve` and its flags, typed by who comes from there: what they are called here."""
 
 from collections.abc import Sequence
 
@@ -31,6 +31,14 @@ FLAGS = {
     "--tool-call-parser": "--set gateway.tool_parser=…",
     "-tp": "--set island.prefill_ranks=… and --set island.decode_ranks=…",
 }
+
+
+def check_words(words: Sequence[str], own: Sequence[str]) -> None:
+    """UsageError for `tandem serve`, and as check_flags() for `tandem up`. words: of the command line."""
+    if words[:1] == ["serve"]:
+        raise UsageError("serve is a command of vllm; here it is `tandem up CONFIG --model MODEL`")
+    if words[:1] == ["up"]:
+        check_flags(words[1:], own)
 
 
 def check_flags(arguments: Sequence[str], own: Sequence[str]) -> None:

@@ -22,7 +22,8 @@ def read_mapping(path: Path, keys: str) -> dict[str, Any]:
     try:
         values = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        hint = "" if path.suffix in (".yaml", ".yml") else "; it must be a YAML file: give a model by --model"
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}") from None
     except yaml.YAMLError as error:

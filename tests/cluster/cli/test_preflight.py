@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (folder / "tokenizer.json").touch()
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     return folder
 
 
@@ -178,6 +178,11 @@ def test_a_folder_that_is_no_checkpoint(model: Path) -> None:
     assert not list(preflight._check_model(config_of(model, **{"model.load_format": "dummy"}).model))
     (model / "config.json").unlink()
     assert "which has no config.json; it has .gguf files, which are not served" in refused(config_of(model))
+
+
+def test_a_draft_that_is_not_there(model: Path, tmp_path: Path) -> None:
+    asked = {"speculation.method": "draft_model", "speculation.draft": str(tmp_path / "x")}
+    assert refused(config_of(model, **asked)) == f"speculation.draft: {tmp_path}/x/config.json is not there"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,17 @@ def test_flags_of_vllm_are_answered_with_ours(capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_a_command_and_a_model_as_vllm_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["serve", "m"], "serve is a command of vllm; here it is `tandem up CONFIG --model MODEL`"),
+        (["up", str(tmp_path)], "Is a directory; it must be a YAML file: give a model by --model"),
+        (["up", "Nobody/nothing-1b"], "No such file or directory; it must be a YAML file: give a model by --model"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            commands.main(words)
+        assert said in capsys.readouterr().err
+
+
 def test_our_own_options_pass() -> None:
     options = {f"--{name.replace('_', '-')}" for name in inspect.signature(commands.up).parameters}
     assert options & set(FLAGS) == set(OWN_FLAGS)

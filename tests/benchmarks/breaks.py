@@ -19,6 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.benchmarks.measured import rounded
+from tests.benchmarks.results import print_result
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "errors.md"
 DEMO = ROOT / "cluster" / "tools" / "demo_model" / "checkpoint"
@@ -182,10 +185,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="runs the mistakes whose titles have these words")
     parser.add_argument("--write", action="store_true", help="writes docs/errors.md")
     given = parser.parse_args(arguments)
-    rows = []
+    rows, seconds = list[str](), list[float]()
     for one in (one for one in BREAKS if given.only in one.title):
-        rows.append(row(one, run(one)))
-        print(rows[-1], end="", flush=True)
+        outcome = run(one)
+        rows.append(row(one, outcome))
+        seconds.append(outcome.seconds)
+        print(rows[-1], end="", file=sys.stderr, flush=True)
+    print_result({"mistakes": len(rows), "most_cpu_seconds": rounded(max(seconds, default=0.0))})
     if given.write:
         PAGE.write_text(HEAD.format(count=len(rows)) + "".join(rows), encoding="utf-8")
     return 0

@@ -10,7 +10,6 @@ Prints JSON: milliseconds a layer of each way, and of a plain step of one token;
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.torch.delta_rule import chunk_delta_rule, step_delta_rule, unit
+from tests.benchmarks.results import print_result
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q, k, v, log_decay, beta."""
@@ -114,8 +114,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sizes = options.heads, options.dim, options.repeats
-    found = [measure(rows, drafted, *sizes) for rows in options.rows for drafted in options.drafted]
-    print(json.dumps(found, indent=1))
+    cases = [(rows, drafted) for rows in options.rows for drafted in options.drafted]
+    print_result({f"{rows} rows, {drafted} drafts": measure(rows, drafted, *sizes) for rows, drafted in cases})
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ Done = subprocess.CompletedProcess[str]
 def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout" / "tests" / "benchmarks"
     shutil.copytree(ROOT / "tests" / "benchmarks" / "bench", folder / "bench")
-    (tmp_path / "checkout" / "pyproject.toml").write_text('[project]\nname = "tandem"\n')
+    (tmp_path / "checkout" / "pyproject.toml").write_text('[project]\nname = "tandem-serve"\n')
     for name, body in FAKES.items():
         (folder / f"{name}.py").write_text(f'"""What {name} is.\n\nMore."""\nif __name__ == "__main__":\n    {body}\n')
     (folder / "shared.py").write_text("X = 1\n")

@@ -32,7 +32,7 @@ SUPERVISION = (
     Mutant(
         name="island-state-out-of-order",
         file="cluster/routing/islands.py",
-        find="        if before is not None and state.version <= before.state.version:\n            return\n",
+        find="        if before is not None and state.version <= before.state.version:\n            return False\n",
         replace="",
         reason="An older state of an island is ignored, or requests go to processes that have ended.",
         tests=("tests/cluster/routing/test_islands.py::test_a_state_that_comes_late_changes_nothing",),
@@ -40,8 +40,8 @@ SUPERVISION = (
     Mutant(
         name="epoch-used-twice",
         file="cluster/supervision/island_supervisor.py",
-        find="self._epoch = next(self._epochs)\n        self.island = self._island_of(self._epoch, before.shape)\n",
-        replace="self.island = self._island_of(self._epoch, before.shape)\n",
+        find="        self._account.epoch = self._account.draw()\n",
+        replace="",
         reason="Each incarnation of an island has an epoch of its own, or late calls of a lost one are obeyed.",
         tests=(f"{SUPERVISORS}::TestIsland::test_a_lost_member_ends_the_epoch",),
     ),

@@ -124,9 +124,17 @@ class LoopPair:
 
         def cache_over(transport: Transport, writer: PageWriter, most: int) -> TvmCache:
             pools, longest = transport.pools, config.max_length
-            sizes = {"max_sequences": most, "max_length": longest}
             cache = TvmCache.of(
-                make_cache(config, layout, pools, **sizes, writer=writer, drafter=drafting, kernels=kernels)
+                make_cache(
+                    config,
+                    layout,
+                    pools,
+                    max_sequences=most,
+                    max_length=longest,
+                    writer=writer,
+                    drafter=drafting,
+                    kernels=kernels,
+                )
             )
             poison_free_pages(cache, transport.pools)
             return cache

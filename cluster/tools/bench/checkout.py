@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
+from tandem.cache.extras import DISTRIBUTION
 from tandem.cluster.errors import UsageError
 
 FOLDER = Path("tests", "benchmarks")
@@ -22,6 +23,6 @@ def _checkout(start: Path) -> Path:
     for folder in (start, *start.parents):
         with suppress(OSError, tomllib.TOMLDecodeError):
             project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
-            if project.get("name") == "tandem" and (folder / FOLDER).is_dir():
+            if project.get("name") == DISTRIBUTION and (folder / FOLDER).is_dir():
                 return folder
     raise UsageError(f"the current folder {start} is in no checkout of tandem; the benchmarks live there, in {FOLDER}/")

@@ -287,7 +287,7 @@ class TestBuilding:
             "killed: ended by signal 9, which the kernel sends when memory runs out",
         ]
         assert sorted(scripts) == [("bad", 2), ("good", 2), ("killed", 2)]
-        assert "building good (1 of 3), 0 s so far" in said
+        assert any(line.startswith("building good (1 of 3), ") for line in said)
         assert any(line.startswith("built good in ") for line in said)
 
     @pytest.mark.usefixtures("scripts")

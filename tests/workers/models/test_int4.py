@@ -119,6 +119,7 @@ def test_random_weights_are_drawn_in_the_form_of_the_config(
     last = parameters.layers[-1]
     assert isinstance(last.attention, AttentionParameters)
     assert type(last.attention.qkv) is Dense
+    assert last.feed_forward is not None
     down = last.feed_forward.down
     one = down if isinstance(down, Packed) else down.one(1)  # type: ignore[union-attr]
     assert isinstance(one, Packed)

@@ -71,6 +71,7 @@ def test_a_shard_has_half_of_the_parameters_that_ranks_divide(tmp_path: Path) ->
     for shard in SHARDS:
         layer = load_parameters(tmp_path, shard_config(config, shard), load_format="dummy").layers[0]
         assert isinstance(layer.feed_forward, GatedParameters)
+        assert layer.attention is not None
         assert layer.feed_forward.down.tensor().shape == (config.hidden_size, config.intermediate_size // 2)
         assert layer.attention.o.tensor().shape == (config.hidden_size, config.num_heads * config.head_dim // 2)
 

@@ -304,8 +304,9 @@ def scale(
 ) -> None:
     """Change an island's workers or their roles, or the islands.
 
-    Workers that stay keep their weights. New workers load first. Then the island takes no requests for a moment: what
-    runs is finished within recovery.drain_seconds, or goes on afterwards where it was.
+    Workers that stay keep their weights. New workers load first. Over TCP and NIXL the island serves on: workers that
+    leave finish what they have within recovery.drain_seconds, and the rest moves to others. Elsewhere it takes no
+    requests for a moment: what runs is finished in that time, or goes on afterwards where it was.
     """
     if prefill is None and decode is None and islands is None:
         raise UsageError("give --prefill, --decode or both, or --islands")

@@ -26,7 +26,7 @@ from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.arrays import Int32Array, IntArray, ragged_range
 
 BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
-LEAST = 16  # of each side of a product
+LEAST = 32  # of each side of a product: with 16 columns, Triton 3.6's for 16 bits gave NaN on Hopper
 ROWS = 16  # tokens at once of the convolution
 CHUNK_FIELDS, SEQUENCE_FIELDS = 3, 4
 

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.pool_sizes import PageUse, pages_of_groups
+from tandem.cache.plan.shard import Shard
 from tandem.workers.models.registry import load_config
+from tandem.workers.models.sharding import shard_config
 from tandem.workers.models.weights import load_decoder
+from tandem.workers.ranks.ranks import ALONE, Ranks
 from tandem.workers.runner.forward_graphs import GraphCapture, Replay
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
@@ -51,19 +54,34 @@ AHEAD = STEPS + WARM_STEPS + 2 * PAGE_SIZE  # positions behind a context that it
 class ModelBench:
     """Of any layout that kv_layout() makes."""
 
-    def __init__(self, fields: Fields, device: str, *, sequences: int, length: int, chunk: int) -> None:
+    def __init__(
+        self,
+        fields: Fields,
+        device: str,
+        *,
+        sequences: int,
+        length: int,
+        chunk: int,
+        positions: int | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """fields: config.json. The cache holds so many sequences of up to `length` positions and AHEAD, and forwards
-        append up to `chunk` of these to one."""
+        append up to `chunk` of these to one.
+
+        positions: of all sequences together; None: `sequences` of them in full length. ranks: the model and the cache
+        are the shard of this rank, and all ranks make the same calls in the same order.
+        """
         self.device = torch.device(device)
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder)
             (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-            self.config = load_config(model, DTYPES[device])
-            decoder = load_decoder(model, self.config, load_format="dummy", device=device)
+            self.config = shard_config(load_config(model, DTYPES[device]), Shard(ranks.rank, ranks.size))
+            decoder = load_decoder(model, self.config, load_format="dummy", device=device, ranks=ranks)
         layout = kv_layout(self.config, PAGE_SIZE)
         longest = -(-(length + AHEAD) // layout.grain) * layout.grain
         use = PageUse(sequences, longest, chunk)
-        counts = pages_of_groups(layout, sequences * longest // PAGE_SIZE, [use])
+        num_pages = -(-(sequences * longest if positions is None else positions) // PAGE_SIZE)
+        counts = pages_of_groups(layout, num_pages, [use])
         pools = [
             random_pool((count, *layout.page_shape(group)), layout.stored_dtype_of(group), device)
             for group, count in enumerate(counts)

@@ -6,9 +6,11 @@ no two pages are neighbours. GB/s are bytes ÷ seconds from the call to its end 
     stream  one plain TCP connection, from one contiguous buffer into another, with a byte back at the end
     push    write_slots + quiet; `issue_us` is how long write_slots alone takes
     post    half of the time from a post until the receiver, which reads its mailbox all the time, has posted back
+    plain   one NIXL write of the same pages by an agent that does nothing else; NIXL alone
     tls     pushes of the longest prompt over mutual TLS, as between hosts; TCP alone
 
-`--transports tcp,nixl` measures both, and `--transports nixl --device cuda` pages of a GPU. Streams, pushes and
+`--transports tcp,nixl` measures both, and `--transports nixl --device cuda` pages of GPUs, of two where there are
+two. Streams, pushes and
 transports take turns, so that what else the machine does meets all of them. A push over TCP has several connections.
 Where the cores are busy with other things it gets a larger share of them than a stream does.
 """
@@ -32,7 +34,8 @@ from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.tcp.memory import bytes_of
 from tandem.transfer.transport import Transport
-from tests.benchmarks.measured import Measured
+from tests.benchmarks import nixl_writes
+from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_least, print_result
 
@@ -42,9 +45,13 @@ TARGETS = {8192: 0.8}  # of the stream
 SENDER, RECEIVER = 0, 1
 WARM_UP, ROUNDS = 1, 7
 POSTS = 50
+PLAIN = "plain"
+NIXL_TARGET = 0.8  # of plain writes
 
 
 def make_transport(name: str, pe: int, num_pages: int, endpoint: Endpoint, device: str) -> Transport:
+    if device == "cuda":
+        torch.cuda.set_device(pe % torch.cuda.device_count())
     config = TransportConfig(pe, 2, LAYOUT, (num_pages,), 8, "bench-push", 1, endpoint, device=device)
     return create_transport(name, config)
 
@@ -63,7 +70,7 @@ def wait_for(transport: Transport, signal: int) -> None:
 
 def receiver(pipe: Connection) -> None:
     """Opens and joins as told. Then it obeys numbers: n > 0 takes a stream of n bytes, n < 0 posts back -n times, 0
-    ends."""
+    ends. PLAIN: plain writes come."""
     name, endpoint, num_pages, device = pipe.recv()
     transport = make_transport(name, RECEIVER, num_pages, endpoint, device)
     pipe.send(transport.open())
@@ -74,6 +81,9 @@ def receiver(pipe: Connection) -> None:
         connection, _ = server.accept()
     with connection:
         while length := pipe.recv():
+            if length == PLAIN:
+                plain_seconds(RECEIVER, transport, pipe, [])
+                continue
             for number in range(1, 1 - length):
                 wait_for(transport, number)
                 transport.post(SENDER, 0, number, number)
@@ -85,6 +95,22 @@ def receiver(pipe: Connection) -> None:
                 view = view[connection.recv_into(view, 0, socket.MSG_WAITALL) :]
             connection.sendall(b"1")
     transport.close()
+
+
+def plain_seconds(
+    pe: int, transport: Transport, pipe: Connection, tables: Sequence[tuple[Int32Array, Int32Array]]
+) -> list[float]:
+    """Of a NIXL write of each table's pages from the sender's pool into the receiver's."""
+
+    def exchange(value: Any) -> list[Any]:
+        pipe.send(value)
+        peers = pipe.recv()
+        return [value, peers] if pe == SENDER else [peers, value]
+
+    pool = transport.pools[0]
+    with nixl_writes.connected(pe, pool.view(pool.shape[0], -1), 1, 0, exchange) as side:
+        pages = [(source[::PAGE] // PAGE, target[::PAGE] // PAGE) for source, target in tables]
+        return [seconds_of(lambda pair=pair: side.write(*pair, b"")) for pair in pages]
 
 
 class Pair:
@@ -116,6 +142,11 @@ class Pair:
         issued = time.perf_counter() - began
         self.transport.quiet(RECEIVER)
         return issued, time.perf_counter() - began
+
+    def plain(self, tables: Sequence[tuple[Int32Array, Int32Array]]) -> list[float]:
+        """Seconds of each write by NIXL alone."""
+        self._pipe.send(PLAIN)
+        return plain_seconds(SENDER, self.transport, self._pipe, tables)
 
     def posts(self) -> list[float]:
         """Seconds of each there and back, halved."""
@@ -151,7 +182,7 @@ def random_tables(length: int, num_pages: int, seed: int) -> tuple[Int32Array, I
 
 def measure(
     names: Sequence[str], length: int, endpoint: Endpoint, budget: Budget, device: str = "cpu"
-) -> dict[str, dict[str, Measured]]:
+) -> dict[str, dict[str, float]]:
     """Of each transport. They take turns."""
     num_pages, num_bytes = length // PAGE + 8, length * LAYOUT.token_bytes
     pairs = {name: Pair(name, num_pages, endpoint, device) for name in names}
@@ -162,12 +193,17 @@ def measure(
             stream = seconds_of(lambda pair=pair: pair.stream(num_bytes))
             rows[name].append((stream, *pair.push(tables)))
     posts = {name: pair.posts() for name, pair in pairs.items()}
+    found = {name: _numbers(num_bytes, rows[name][WARM_UP:], posts[name]) for name in names}
+    if "nixl" in pairs:
+        seconds = pairs["nixl"].plain([random_tables(length, num_pages, number) for number in range(WARM_UP + ROUNDS)])
+        plain = Measured.median([num_bytes / each / 1e9 for each in seconds[WARM_UP:]])
+        found["nixl"] |= {"plain_gb_s": plain, "of_plain": rounded(found["nixl"]["push_gb_s"] / plain)}
     for pair in pairs.values():
         pair.close()
-    return {name: _numbers(num_bytes, rows[name][WARM_UP:], posts[name]) for name in names}
+    return found
 
 
-def _numbers(num_bytes: int, rows: Sequence[tuple[float, float, float]], posts: list[float]) -> dict[str, Measured]:
+def _numbers(num_bytes: int, rows: Sequence[tuple[float, float, float]], posts: list[float]) -> dict[str, float]:
     return {
         "stream_gb_s": Measured.median([num_bytes / stream / 1e9 for stream, _, _ in rows]),
         "push_gb_s": Measured.median([num_bytes / push / 1e9 for _, _, push in rows]),
@@ -186,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
     budget, device = Budget(options.seconds), options.device
     measured = {length: measure(options.transports, length, LOOPBACK, budget, device) for length in options.lengths}
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"targets": []}
     if "tcp" in measured[options.lengths[0]]:
         from tandem.cluster.supervision.authority import Authority  # what it needs may be missing on a GPU host
 
@@ -203,6 +239,10 @@ def main() -> None:
         }
     others = {name: {str(length): measured[length][name] for length in measured} for name in options.transports}
     others.pop("tcp", None)
+    result["targets"] += [
+        at_least(f"push of {length} tokens, of a plain NIXL write", numbers["of_plain"], NIXL_TARGET)
+        for length, numbers in others.get("nixl", {}).items()
+    ]
     print_result(result | others, options)
 
 

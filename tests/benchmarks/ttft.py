@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     add_list(parser, "--models", shape_name, default=list(CASES), choices=list(SHAPES))
     add_list(parser, "--lengths", int, help="of prompts, up to 32768; by default each model has its own")
+    parser.add_argument("--transport", choices=("nvshmem", "nixl"), default="nvshmem", help="nixl: as between hosts")
     add_seconds(parser)
     options = parser.parse_args()
     if torch.cuda.device_count() < 2:
@@ -153,6 +154,7 @@ def main() -> None:
         for model in budget.within(options.models):
             lengths = options.lengths or CASES.get(model, (LONG,))
             overrides = {"model.max_model_len": MAX_LENGTH, "cache.prefix_sharing": False, "scheduler.roles": "split"}
+            overrides["island.transport"] = options.transport
             with running_cluster("gpu-1p1d.yaml", write_shape(model, Path(folder)), overrides) as cluster:
                 address, token = cluster.grpc_address, cluster.worker_token
                 found[model] = measure_model(address, token, lengths, options.rounds, budget)

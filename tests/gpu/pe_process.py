@@ -25,6 +25,9 @@ from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Fence
 
+# Without it, whoever asks whether there are GPUs fixes which ones this process sees, and CUDA_VISIBLE_DEVICES of a PE
+# comes too late.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 NEEDS_NVSHMEM = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
     reason="needs a CUDA device and nvshmem4py",

@@ -37,6 +37,7 @@ def test_tokens_equal_transformers_in_float32(family: str, processes: list[PePro
     make_model(family).save_pretrained(tmp_path)
     due = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
     with running_workers(processes, tmp_path, "float32", settings=SETTINGS) as address:
+        assert len({process.do("gpu") for process in processes}) == min(2, torch.cuda.device_count())
         assert complete_all(address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == due
         assert complete_all(address, PROMPTS[:2], max_tokens=OUTPUT, **GREEDY) == due[:2]
 

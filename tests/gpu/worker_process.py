@@ -52,6 +52,10 @@ class WorkerPe:
         """So long at most its ranks wait for each other, in islands that are yet to form."""
         worker_ranks.WAIT_SECONDS = seconds
 
+    def gpu(self) -> str:
+        """Which one it computes on."""
+        return str(torch.cuda.get_device_properties(self.worker.pools[0].device).uuid)
+
     def lost(self) -> str:
         return self.worker.lost
 

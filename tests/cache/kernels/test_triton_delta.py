@@ -179,7 +179,7 @@ def test_chunks_of_unlike_sequences() -> None:
 
 
 @triton.jit
-def _invert(strict, target, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _invert(strict, target, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
     place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     found = invert_unit_lower(tl.load(strict + place), SIZE, BLOCK, tl.constexpr("ieee"))
     tl.store(target + place, found)

@@ -3,7 +3,6 @@
 import time
 from typing import NamedTuple
 
-from tandem.workers.ranks import device_ranks
 from tandem.workers.ranks.ranks import ALONE
 from tests.benchmarks.compressed_shapes import Fields
 from tests.benchmarks.contexts import Contexts
@@ -66,12 +65,8 @@ class RankBench(RankPe):
     def seconds_of_sums(self, tokens: int) -> float:
         """Of all sums of a forward of so many tokens, by themselves in a CUDA graph."""
         config = self._bench.config
-        num_bytes, product_choice = tokens * config.hidden_size * config.dtype.itemsize, device_ranks.WHOLE_BYTES
-        whole, sums = self._size == 2 or num_bytes <= product_choice, max(1, min(SUMS, SUMS_BYTES // num_bytes))
-        try:
-            return num_sums(config) * self.seconds_each(num_bytes, whole, sums, REPEATS)
-        finally:
-            device_ranks.WHOLE_BYTES = product_choice
+        num_bytes = tokens * config.hidden_size * config.dtype.itemsize
+        return num_sums(config) * self.seconds_each(num_bytes, max(1, min(SUMS, SUMS_BYTES // num_bytes)), REPEATS)
 
     def step_kernels(self, rows: int, context: int) -> list[str]:
         """The kernels of a step, the slowest first."""

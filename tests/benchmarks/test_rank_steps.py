@@ -109,7 +109,7 @@ class ThreadRankBench(rank_bench.RankBench):
     def __init__(self, rank: ThreadRank) -> None:
         self.ranks, self._size = rank, rank.size  # type: ignore[assignment]
 
-    def seconds_each(self, num_bytes: int, whole: bool, count: int, repeats: int) -> float:
+    def seconds_each(self, num_bytes: int, count: int, repeats: int) -> float:
         assert whole == (self._size == 2)
         return 1e-4
 

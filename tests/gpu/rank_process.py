@@ -20,6 +20,9 @@ from tests.gpu.pe_process import PeProcess, finish_all, gpu_of, together
 from tests.transfer.layouts import two_groups
 
 RING, ROWS = 4096, 4
+NEVER = 1 << 40
+# WHOLE_BYTES and STREAM_BYTES of device_ranks.py that choose an algorithm. By parts each rank needs a packet at least.
+ALGORITHMS = {"at once": (NEVER, NEVER), "by parts": (64, NEVER), "streamed": (NEVER, 0)}
 Shape = tuple[int, int]
 
 
@@ -54,9 +57,13 @@ class RankPe:
         self.ranks.detach()
         self.transport.close()
 
-    def sums(self, shapes: Sequence[Shape], dtype: torch.dtype, whole_bytes: int) -> list[np.ndarray]:
-        """Of parts of these shapes, by one number of bytes up to which they are sent whole."""
-        device_ranks.WHOLE_BYTES = whole_bytes
+    def choose(self, algorithm: str, stream_blocks: int = device_ranks.STREAM_BLOCKS) -> None:
+        """One of ALGORITHMS for all sums from now on."""
+        device_ranks.WHOLE_BYTES, device_ranks.STREAM_BYTES = ALGORITHMS[algorithm]
+        device_ranks.STREAM_BLOCKS = stream_blocks
+
+    def sums(self, shapes: Sequence[Shape], dtype: torch.dtype) -> list[np.ndarray]:
+        """Of parts of these shapes."""
         parts = [part(self.pe, seed, shape, dtype).cuda() for seed, shape in enumerate(shapes)]
         return [bits(one) for one in [self.ranks.sum(one) for one in parts]]
 
@@ -103,9 +110,8 @@ class RankPe:
             raised = str(error)
         return reported, self.memory.why_failed(self.pe), raised, seconds
 
-    def seconds_each(self, num_bytes: int, whole: bool, count: int, repeats: int) -> float:
+    def seconds_each(self, num_bytes: int, count: int, repeats: int) -> float:
         """The median of a sum in a CUDA graph of so many, of bfloat16."""
-        device_ranks.WHOLE_BYTES = 1 << 40 if whole else 0
         x = torch.zeros(1, num_bytes // 2, dtype=torch.bfloat16, device="cuda")
 
         def compute() -> None:

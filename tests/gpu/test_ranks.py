@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, together
-from tests.gpu.rank_process import RankPe, Shape, bits, columns_of, meeting, sum_of
+from tests.gpu.rank_process import ALGORITHMS, RankPe, Shape, bits, columns_of, meeting, sum_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), NEEDS_NVSHMEM]
 
 SLOT = 64 << 10  # bytes, so that the largest take several launches
 SHAPES: list[Shape] = [(1, 1), (3, 7), (1, 4096), (64, 2048), (5, 333), (700, 1024), (2, 5)]
-WHOLE = {"at-once": 1 << 40, "by-parts": 8 << 10}
+FEW_BLOCKS = 16  # of streamed sums, so that the largest take several rounds
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +28,21 @@ def ranks(request: pytest.FixtureRequest, processes: list[PeProcess]) -> Iterato
         yield processes[: request.param]
 
 
-@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_sums_are_in_float32_in_the_order_of_ranks(ranks: list[PeProcess], dtype: torch.dtype, how: str) -> None:
-    found = together(ranks, "sums", SHAPES, dtype, WHOLE[how])
-    for seed, shape in enumerate(SHAPES):
+def test_sums_are_in_float32_in_the_order_of_ranks(ranks: list[PeProcess], dtype: torch.dtype, algorithm: str) -> None:
+    together(ranks, "choose", algorithm, FEW_BLOCKS)
+    check_sums(ranks, SHAPES, dtype)
+
+
+def test_large_sums_are_streamed_by_all_blocks(ranks: list[PeProcess]) -> None:
+    together(ranks, "choose", "streamed")
+    check_sums(ranks, [(2048, 4096), (2049, 4096), (8, 4096)], torch.bfloat16)
+
+
+def check_sums(ranks: list[PeProcess], shapes: list[Shape], dtype: torch.dtype) -> None:
+    found = together(ranks, "sums", shapes, dtype)
+    for seed, shape in enumerate(shapes):
         due = bits(sum_of(len(ranks), seed, shape, dtype))
         for one in found:
             np.testing.assert_array_equal(one[seed], due)
@@ -47,16 +57,19 @@ def test_columns_of_unlike_numbers_are_gathered(ranks: list[PeProcess], dtype: t
             np.testing.assert_array_equal(one[seed], bits(due))
 
 
-def test_a_graph_is_replayed_with_other_numbers(ranks: list[PeProcess]) -> None:
-    shape = (5, 1023)
+@pytest.mark.parametrize(("algorithm", "shape"), [("at once", (5, 1023)), ("streamed", (512, 1024))])
+def test_a_graph_is_replayed_with_other_numbers(ranks: list[PeProcess], algorithm: str, shape: Shape) -> None:
+    together(ranks, "choose", algorithm, FEW_BLOCKS)
     for one in together(ranks, "replays", shape, torch.bfloat16, 20):
         for seed, found in enumerate(one):
             np.testing.assert_array_equal(found, bits(sum_of(len(ranks), seed, shape, torch.bfloat16)))
 
 
-def test_a_rank_that_never_comes_ends_the_waits_of_all() -> None:
+@pytest.mark.parametrize("algorithm", ["at once", "streamed"])
+def test_a_rank_that_never_comes_ends_the_waits_of_all(algorithm: str) -> None:
     with pe_processes(3, RankPe) as processes, meeting(processes, SLOT, [60.0, 2.0, 60.0]):
         waiting = processes[:2]
+        together(waiting, "choose", algorithm)
         (told, late) = together(waiting, "sum_in_vain")
         for process in processes:
             process._process.kill()  # a device that has failed takes its process along

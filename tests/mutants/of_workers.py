@@ -179,11 +179,19 @@ WORKERS = (
     ),
     Mutant(
         name="kernel-told-to-stop",
-        file="workers/ranks/exchange.cu",
+        file="workers/ranks/ranks.cuh",
         find="        if (load_word(ranks.abort)) give_up(ranks, ABORTED);\n",
         replace="",
         reason="A kernel that waits for a rank ends when it is told to, or the others find out much later.",
         tests=("tests/workers/ranks/test_exchange.py::test_a_rank_that_waits_is_told_to_stop",),
+    ),
+    Mutant(
+        name="buffers-of-streamed-sums",
+        file="workers/ranks/streams.cuh",
+        find="constexpr int BUFFERS = 2 * AHEAD + 1;",
+        replace="constexpr int BUFFERS = 2 * AHEAD;",
+        reason="A rank that is ahead writes over a chunk that a slower one has not read.",
+        tests=("tests/workers/ranks/test_exchange.py::test_streamed_sums_have_the_same_bits",),
     ),
     Mutant(
         name="calls-behind-a-followers-thread",

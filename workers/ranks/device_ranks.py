@@ -23,10 +23,16 @@ from tandem.workers.ranks.shared_ranks import ABORTED, LATE, failure_word, why_f
 SOURCE = Path(__file__).with_name("exchange.cu")
 OLDEST = (9, 0)  # of GPUs that these kernels have run on
 MOST_RANKS = 8
+MOST_BLOCKS = 256  # of a launch
 PACKET_BYTES, PACKET_DATA_BYTES = 16, 8
-HEADER_BYTES = 256
+VECTOR_BYTES = 16  # that a thread loads and stores as one
+HEADER_BYTES = 8 * (2 + MOST_BLOCKS * (1 + MOST_RANKS))
 SLOT_BYTES = 1 << 20  # of data
 WHOLE_BYTES = 400 << 10  # up to which more than two ranks send all to all; two always do
+STREAM_BYTES = 1 << 20  # from which sums are streamed
+STREAM_BLOCKS = 256  # on any GPU, since each talks to that of its number on the others; two share a multiprocessor
+AHEAD = 1  # rounds by which a block sends ahead of what it waits for, see streams.cuh
+LINE_VECTORS = 8  # of 128 bytes
 WAIT_SECONDS = 40.0  # for a rank that is slow: less than a step's tokens are waited for
 THREADS = 256
 LOOKS = 1 << 14  # at a packet, between two at the clock and the abort word
@@ -36,14 +42,26 @@ NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bf
 
 
 def area_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Of each rank's memory that the others map, where so many meet."""
-    return HEADER_BYTES + 2 * 2 * size * slot_bytes // PACKET_DATA_BYTES * PACKET_BYTES
+    """Of each rank's memory that the others map, where so many meet: 28 MiB for 2, 68 for 4, 106 for 8."""
+    packets = 2 * 2 * size * slot_bytes // PACKET_DATA_BYTES
+    buffers = STREAM_BLOCKS * (1 if size == 2 else 2) * (size - 1) * (2 * AHEAD + 1)
+    return HEADER_BYTES + packets * PACKET_BYTES + buffers * buffer_vectors(size) * VECTOR_BYTES
+
+
+def kernel_size(size: int) -> int:
+    """The most ranks of the kernel by which so many stream sums."""
+    return next(most for most in (2, 4, MOST_RANKS) if size <= most)
+
+
+def buffer_vectors(size: int) -> int:
+    """Of what a block sends to one rank in a round: 16 KiB, and with more ranks less, for it sends to each of them."""
+    return THREADS * MOST_RANKS // kernel_size(size)
 
 
 def exchange_defines() -> tuple[str, ...]:
     """Options for the compiler, which exchange.cu explains."""
-    constants = {"THREADS": THREADS, "LOOKS": LOOKS, "ABORTED": ABORTED, "LATE": LATE}
-    return defines(MOST_RANKS=MOST_RANKS, HEADER=HEADER_BYTES, **constants)
+    constants = {"THREADS": THREADS, "LOOKS": LOOKS, "ABORTED": ABORTED, "LATE": LATE, "AHEAD": AHEAD}
+    return defines(MOST_RANKS=MOST_RANKS, MOST_BLOCKS=MOST_BLOCKS, HEADER=HEADER_BYTES, **constants)
 
 
 def exchange_cubin(capability: tuple[int, int]) -> Cubin | None:
@@ -59,6 +77,7 @@ class RanksArgument(ctypes.Structure):
         ("abort", ctypes.c_void_p),
         ("failure", ctypes.c_void_p),
         ("slot_packets", ctypes.c_int64),
+        ("buffer_vectors", ctypes.c_int64),
         ("patience", ctypes.c_uint64),
         ("rank", ctypes.c_int32),
         ("size", ctypes.c_int32),
@@ -80,6 +99,23 @@ def parts_of(num_packets: int, size: int, slot_packets: int, whole_packets: int)
     count = -(-num_packets // (slot_packets if whole else slot_packets * size))
     bounds = [num_packets * part // count for part in range(count + 1)]
     return [Part(first, last, whole) for first, last in pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How a tensor is streamed: by so many blocks, each with at least one piece, in chunks of `length` vectors."""
+
+    blocks: int
+    length: int
+
+
+def stream_of(num_vectors: int, size: int, most_vectors: int, most_blocks: int | None = None) -> Stream:
+    """Chunks of at most most_vectors, and as short as the number of rounds allows: so blocks have about as much to do.
+    most_blocks: STREAM_BLOCKS unless given."""
+    most_blocks, chunks = most_blocks or STREAM_BLOCKS, 1 if size == 2 else size  # of a piece
+    rounds = -(-num_vectors // (most_blocks * chunks * most_vectors))
+    length = -(-num_vectors // (most_blocks * chunks * rounds * LINE_VECTORS)) * LINE_VECTORS
+    return Stream(min(most_blocks, -(-num_vectors // (chunks * length))), length)
 
 
 class DeviceRanks:
@@ -118,6 +154,7 @@ class DeviceRanks:
             abort=host,
             failure=host + 8 * failure_word(self.rank),
             slot_packets=self._slot_packets,
+            buffer_vectors=buffer_vectors(self.size),
             patience=int(seconds * 1e9),
             rank=self.rank,
             size=self.size,
@@ -139,6 +176,9 @@ class DeviceRanks:
             return x.clone()  # takes as much memory as a sum does
         x = _aligned(x)
         out, numbers = torch.empty_like(x), PACKET_DATA_BYTES // x.element_size()
+        if x.nbytes >= STREAM_BYTES and x.nbytes % VECTOR_BYTES == 0:
+            kernels.stream(self._argument, x, out)
+            return out
         packets, whole = -(-x.numel() // numbers), WHOLE_BYTES // PACKET_DATA_BYTES
         for part in parts_of(packets, self.size, self._slot_packets, whole):
             kernels.sum(self._argument, x, out, part)
@@ -177,7 +217,8 @@ class ExchangeKernels:
                 f"or later; this one is {device.name}, of {device.major}.{device.minor}"
             )
         self._module, self._most_blocks = Module(cubin), device.multi_processor_count
-        sums = [f"{how}_{name}" for how in ("sum_at_once", "sum_by_parts") for name in NAMES.values()]
+        streamed = [f"sum_streamed_{most}" for most in (2, 4, MOST_RANKS)]
+        sums = [f"{how}_{name}" for how in ("sum_at_once", "sum_by_parts", *streamed) for name in NAMES.values()]
         self._functions = {
             name: Function(self._module, name, threads=THREADS, shared_bytes=0)
             for name in (*sums, "gather_2", "gather_4")
@@ -187,16 +228,23 @@ class ExchangeKernels:
         name = f"{'sum_at_once' if part.whole else 'sum_by_parts'}_{NAMES[x.dtype]}"
         packets = part.last - part.first if part.whole else -(-(part.last - part.first) // ranks.size)
         numbers = (ctypes.c_int64(number) for number in (x.numel(), part.first, part.last))
-        self._launch(name, packets, ranks, ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), *numbers)
+        self._launch(name, packets, ranks, *_pointers(x, out), *numbers)
+
+    def stream(self, ranks: RanksArgument, x: Tensor, out: Tensor) -> None:
+        """x, out: of whole vectors, and aligned to them."""
+        vectors = x.nbytes // VECTOR_BYTES
+        stream = stream_of(vectors, ranks.size, ranks.buffer_vectors)
+        numbers = ctypes.c_int64(vectors), ctypes.c_int32(stream.length)
+        name = f"sum_streamed_{kernel_size(ranks.size)}_{NAMES[x.dtype]}"
+        self._functions[name].launch(stream.blocks, (ranks, *_pointers(x, out), *numbers))
 
     def gather(self, ranks: RanksArgument, x: Tensor, out: Tensor, parts: int) -> None:
         """parts: launches, each for a part of all rows' elements."""
         (rows, columns), size = out.shape, x.element_size()
         packets = -(-x.numel() * size // PACKET_DATA_BYTES // parts)
-        pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
         for part in range(parts):
             numbers = (ctypes.c_int32(number) for number in (rows, columns, part, parts))
-            self._launch(f"gather_{size}", packets, ranks, *pointers, *numbers)
+            self._launch(f"gather_{size}", packets, ranks, *_pointers(x, out), *numbers)
 
     def _launch(self, name: str, packets: int, *arguments: ctypes.Structure | ctypes._SimpleCData) -> None:
         self._functions[name].launch(max(1, min(-(-packets // THREADS), self._most_blocks)), arguments)
@@ -215,4 +263,8 @@ class ExchangeKernels:
 
 def _aligned(x: Tensor) -> Tensor:
     x = x.contiguous()
-    return x if x.data_ptr() % PACKET_DATA_BYTES == 0 else x.clone()
+    return x if x.data_ptr() % VECTOR_BYTES == 0 else x.clone()
+
+
+def _pointers(x: Tensor, out: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    return ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())

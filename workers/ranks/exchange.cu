@@ -1,74 +1,11 @@
 // Sums and gatherings of what the ranks of a worker have, each on a GPU of its own, in memory that all of them map.
 // device_ranks.py launches them and is the home of the constants.
 //
-// An area, one of each rank, zeroed before the first exchange:
-//
-//   0        epoch: the last exchange that is done; 8: blocks of the exchange under way that are
-//   HEADER   slots [2 of even and odd epochs][2 phases][size] of slot_packets: what each rank has sent to this one
-//
-// A packet is 16 bytes that are stored and loaded as one: 8 bytes of data, then the epoch in which they were sent. So a
-// reader that finds its epoch has the data, and nothing is ever cleared. A slot is filled again two epochs later. By then
-// its reader has sent a packet of the epoch between, and so has ended this one. The host repeats exchanges in CUDA
-// graphs, so the device counts them.
-//
-// Whoever waits for a packet looks at the clock and at an abort word in the host's memory now and then. It gives up by a
-// word there, which says why, and a trap: nothing behind it on the device runs, and the host's next call fails.
-#ifdef EMULATED_DEVICE
-#include EMULATED_DEVICE
-#else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-struct Packet {
-    unsigned long long data, epoch;
-};
-
-__device__ inline void store_packet(Packet* target, Packet packet) {
-    asm volatile("{ .reg .b128 both; mov.b128 both, {%1, %2}; st.relaxed.sys.global.b128 [%0], both; }" ::"l"(target),
-                 "l"(packet.data), "l"(packet.epoch)
-                 : "memory");
-}
-__device__ inline Packet load_packet(const Packet* source) {
-    Packet packet;
-    asm volatile("{ .reg .b128 both; ld.relaxed.sys.global.b128 both, [%2]; mov.b128 {%0, %1}, both; }"
-                 : "=l"(packet.data), "=l"(packet.epoch)
-                 : "l"(source)
-                 : "memory");
-    return packet;
-}
-__device__ inline long long load_word(const long long* source) {
-    long long word;
-    asm volatile("ld.relaxed.sys.global.s64 %0, [%1];" : "=l"(word) : "l"(source) : "memory");
-    return word;
-}
-__device__ inline void store_word(long long* target, long long word) {
-    asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(target), "l"(word) : "memory");
-}
-__device__ inline unsigned long long nanoseconds() {
-    unsigned long long time;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
-    return time;
-}
-__device__ inline void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ inline float widen(float number) { return number; }
-__device__ inline float widen(__half number) { return __half2float(number); }
-__device__ inline float widen(__nv_bfloat16 number) { return __bfloat162float(number); }
-__device__ inline void narrow(float& number, float wide) { number = wide; }
-__device__ inline void narrow(__half& number, float wide) { number = __float2half_rn(wide); }
-__device__ inline void narrow(__nv_bfloat16& number, float wide) { number = __float2bfloat16_rn(wide); }
-#endif
-
-struct Ranks {
-    char* areas[MOST_RANKS];
-    long long* abort;    // in the host's memory, of all ranks
-    long long* failure;  // the same, of this rank
-    long long slot_packets;
-    unsigned long long patience;  // nanoseconds
-    int rank, size;
-};
-
-using Data = unsigned long long;
+// An exchange stores packets into the other ranks' slots, and waits for theirs. A packet is 16 bytes that are stored and
+// loaded as one: 8 bytes of data, then the epoch, which counts exchanges. So a reader that finds its epoch has the data,
+// and nothing is ever cleared. A slot is filled again two epochs later. By then its reader has sent a packet of the epoch
+// between, and so has ended this one. Large tensors are summed by streams.cuh.
+#include "streams.cuh"
 
 template <class T>
 constexpr int EACH = sizeof(Data) / sizeof(T);  // numbers of a packet
@@ -77,28 +14,6 @@ __device__ inline Packet* slot(const Ranks& ranks, int of, int phase, int from, 
     long long number = ((long long)(epoch & 1) * 2 + phase) * ranks.size + from;
     return reinterpret_cast<Packet*>(ranks.areas[of] + HEADER) + number * ranks.slot_packets;
 }
-
-__device__ inline void give_up(const Ranks& ranks, long long why) {
-    if (load_word(ranks.failure) == 0) store_word(ranks.failure, why);
-    __threadfence_system();
-    store_word(ranks.abort, 1);
-    __threadfence_system();
-    __trap();
-}
-
-// One thread's waits in one exchange.
-struct Patience {
-    unsigned looks = 0;
-    Data began = 0;
-
-    __device__ inline void look(const Ranks& ranks) {
-        if (++looks % LOOKS) return;
-        if (load_word(ranks.abort)) give_up(ranks, ABORTED);
-        Data now = nanoseconds();
-        if (began == 0) began = now;
-        if (now - began > ranks.patience) give_up(ranks, LATE);
-    }
-};
 
 __device__ inline Data receive(const Ranks& ranks, const Packet* source, Data epoch, Patience& patience) {
     for (;;) {
@@ -122,23 +37,10 @@ __device__ inline Data add_up(const Ranks& ranks, long long index, Data own, Dat
             if ((missing >> from & 1) && packets[from].epoch == epoch) missing &= ~(1u << from);
         if (missing) patience.look(ranks);
     }
-    float acc[EACH<T>];
+    Data found[MOST_RANKS];
 #pragma unroll
-    for (int from = 0; from < MOST_RANKS; from++) {
-        if (from >= ranks.size) break;
-        Data data = from == ranks.rank ? own : packets[from].data;
-        T numbers[EACH<T>];
-        memcpy(numbers, &data, sizeof data);
-#pragma unroll
-        for (int each = 0; each < EACH<T>; each++)
-            acc[each] = from ? acc[each] + widen(numbers[each]) : widen(numbers[each]);
-    }
-    T numbers[EACH<T>];
-#pragma unroll
-    for (int each = 0; each < EACH<T>; each++) narrow(numbers[each], acc[each]);
-    Data data;
-    memcpy(&data, numbers, sizeof data);
-    return data;
+    for (int from = 0; from < MOST_RANKS; from++) found[from] = from == ranks.rank ? own : packets[from].data;
+    return add_in_order<T>(found, ranks.size);
 }
 
 // The numbers of a packet of x [count]; the last packet may have fewer.
@@ -170,17 +72,17 @@ __device__ inline void put_numbers(T* out, long long packet, long long count, Da
 
 __device__ inline Data begin_exchange(const Ranks& ranks) {
     await_earlier_kernels();
-    return *reinterpret_cast<volatile Data*>(ranks.areas[ranks.rank]) + 1;
+    return *static_cast<volatile Data*>(&header(ranks, ranks.rank)->epoch) + 1;
 }
 
 // The last block that is done counts the epoch, which all have read by then.
 __device__ inline void end_exchange(const Ranks& ranks, Data epoch) {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    auto* words = reinterpret_cast<Data*>(ranks.areas[ranks.rank]);
-    if (atomicAdd(words + 1, Data(1)) != gridDim.x - 1) return;
-    words[1] = 0;
-    words[0] = epoch;
+    Header* own = header(ranks, ranks.rank);
+    if (atomicAdd(&own->done, Data(1)) != gridDim.x - 1) return;
+    own->done = 0;
+    own->epoch = epoch;
 }
 
 // This thread's share of packets begin … end - 1.
@@ -293,6 +195,20 @@ SUM(sum_at_once, bfloat16, __nv_bfloat16)
 SUM(sum_by_parts, float32, float)
 SUM(sum_by_parts, float16, __half)
 SUM(sum_by_parts, bfloat16, __nv_bfloat16)
+
+#define SUM_STREAMED(most, name, type)                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                       \
+        sum_streamed_##most##_##name(const __grid_constant__ Ranks ranks, const Vector* x, Vector* out,            \
+                                     long long count, int length) {                                                \
+        sum_streamed<type, most>(ranks, {x, out, count, length});                                                  \
+    }
+#define SUMS_STREAMED(most)                     \
+    SUM_STREAMED(most, float32, float)          \
+    SUM_STREAMED(most, float16, __half)         \
+    SUM_STREAMED(most, bfloat16, __nv_bfloat16)
+SUMS_STREAMED(2)
+SUMS_STREAMED(4)
+SUMS_STREAMED(8)
 
 #define GATHER(bytes, type)                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                          \

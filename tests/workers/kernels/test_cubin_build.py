@@ -28,10 +28,14 @@ from tandem.workers.kernels.skinny_gemm.resident import SOURCE as RESIDENT
 from tandem.workers.kernels.skinny_gemm.resident import ResidentArguments, ResidentShape
 from tandem.workers.kernels.skinny_gemm.streamed import SOURCE as STREAMED
 from tandem.workers.kernels.skinny_gemm.streamed import TILINGS, streamed_defines
+from tandem.workers.ranks.device_ranks import MOST_RANKS, NAMES, exchange_defines
+from tandem.workers.ranks.device_ranks import SOURCE as EXCHANGE
 
 QWEN3 = MegakernelShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16, torch.bfloat16, stored=torch.bfloat16)
 BLOCKS = 132
 RESIDENT_DEFINES = ResidentShape(1024, 3072, 2048, 4096, torch.bfloat16).defines(BLOCKS)
+SUMS = ("sum_at_once", "sum_by_parts", "sum_streamed_2", "sum_streamed_4", f"sum_streamed_{MOST_RANKS}")
+EXCHANGE_KERNELS = [f"{how}_{name}" for how in SUMS for name in NAMES.values()]
 RESIDENT_KERNELS = [f"{name}_{tiles}" for name in ("qkv", "o", "gate_up", "down") for tiles in (1, 2)]
 # Its arguments end with `-o FILE`.
 NVCC = """#!/bin/sh
@@ -77,10 +81,11 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
         (SOURCE, replace(QWEN3, weights=FP8).defines(BLOCKS, WARPS, 4), "90", ["decode_megakernel"]),
         (STREAMED, streamed_defines(torch.float16), "90a", [tiling.kernel for tiling in TILINGS]),
         (RESIDENT, RESIDENT_DEFINES, "90", RESIDENT_KERNELS),
+        (EXCHANGE, exchange_defines(), "90", EXCHANGE_KERNELS),
     ],
     ids=[
         *("one-row-bfloat16", "rows-bfloat16", "rows-8-bits", "one-row-weights", "rows-weights"),
-        *("streamed-float16", "resident-bfloat16"),
+        *("streamed-float16", "resident-bfloat16", "exchange"),
     ],
 )
 def test_a_compiler_takes_them(

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <thread>
 
 #define __device__
 #define __global__
@@ -24,6 +25,29 @@ inline Packet load_packet(const Packet* source) {
     Data epoch = __atomic_load_n(&source->epoch, __ATOMIC_ACQUIRE);
     sched_yield();
     return {__atomic_load_n(&source->data, __ATOMIC_RELAXED), epoch};
+}
+// A thread that is given a seed stops now and then, so that ranks differ in speed from one place to another.
+static thread_local unsigned noise = 0;
+extern "C" void be_uneven(unsigned seed) { noise = seed; }
+inline void stumble(unsigned one_in) {
+    if (noise == 0) return;
+    noise = noise * 1664525u + 1013904223u;
+    if ((noise >> 16) % one_in == 0) std::this_thread::sleep_for(std::chrono::microseconds(noise >> 26));
+}
+
+struct alignas(16) Vector { Data low, high; };
+inline Vector load_vector(const Vector* source) {
+    stumble(64);
+    return *source;
+}
+inline void release_flag(Data* flag, Data value) {
+    stumble(4);
+    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+}
+inline Data acquire_flag(const Data* flag) {
+    Data value = __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+    sched_yield();
+    return value;
 }
 inline long long load_word(const long long* source) { return __atomic_load_n(source, __ATOMIC_ACQUIRE); }
 inline void store_word(long long* target, long long word) { __atomic_store_n(target, word, __ATOMIC_RELEASE); }
@@ -78,6 +102,21 @@ RUN_SUM(sum_at_once_bfloat16, __nv_bfloat16)
 RUN_SUM(sum_by_parts_float32, float)
 RUN_SUM(sum_by_parts_float16, __half)
 RUN_SUM(sum_by_parts_bfloat16, __nv_bfloat16)
+
+#define RUN_STREAMED(kernel)                                                                                          \
+    extern "C" bool run_##kernel(unsigned blocks, const Ranks* ranks, const Vector* x, Vector* out, long long count, \
+                                 int length) {                                                                       \
+        return run(kernel, blocks, *ranks, x, out, count, length);                                                   \
+    }
+RUN_STREAMED(sum_streamed_2_float32)
+RUN_STREAMED(sum_streamed_2_float16)
+RUN_STREAMED(sum_streamed_2_bfloat16)
+RUN_STREAMED(sum_streamed_4_float32)
+RUN_STREAMED(sum_streamed_4_float16)
+RUN_STREAMED(sum_streamed_4_bfloat16)
+RUN_STREAMED(sum_streamed_8_float32)
+RUN_STREAMED(sum_streamed_8_float16)
+RUN_STREAMED(sum_streamed_8_bfloat16)
 
 #define RUN_GATHER(kernel, type)                                                                                      \
     extern "C" bool run_##kernel(unsigned blocks, const Ranks* ranks, const type* x, type* out, int rows,             \

@@ -17,10 +17,14 @@ from tandem.workers.ranks.device_ranks import (
     NAMES,
     PACKET_DATA_BYTES,
     SOURCE,
+    STREAM_BLOCKS,
+    VECTOR_BYTES,
     RanksArgument,
     area_bytes,
     exchange_defines,
+    kernel_size,
     parts_of,
+    stream_of,
 )
 from tandem.workers.ranks.shared_ranks import end_waits, failure_word, sums_bytes, why_failed
 from tests.support.thread_ranks import on_all
@@ -30,6 +34,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 EMULATED = Path(__file__).with_name("exchange.cpp")
 SLOT = 256  # bytes of data: large tensors take several launches
 BLOCKS = 3
+BUFFER = 16  # vectors: a chunk of a streamed sum
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +48,19 @@ class World:
 
     def __init__(self, library: ctypes.CDLL, size: int, seconds: float = 60.0) -> None:
         self.library, self.size = library, size
-        self.areas = [torch.zeros(area_bytes(size, SLOT) // 16 + 1, 2, dtype=torch.int64) for _ in range(size)]
+        self.areas = [np.zeros(area_bytes(size, SLOT) // 8 + 2, np.int64) for _ in range(size)]
         self.words = np.zeros(sums_bytes(size, SLOT) // 8, np.int64)
-        starts = [-(-area.data_ptr() // 16) * 16 for area in self.areas]
-        areas = (ctypes.c_void_p * MOST_RANKS)(*starts)
-        words = self.words.ctypes.data
+        areas, words = [-(-area.ctypes.data // 16) * 16 for area in self.areas], self.words.ctypes.data
         self.arguments = [
             RanksArgument(
-                areas, words, words + 8 * failure_word(rank), SLOT // PACKET_DATA_BYTES, int(seconds * 1e9), rank, size
+                areas=(ctypes.c_void_p * MOST_RANKS)(*areas),
+                abort=words,
+                failure=words + 8 * failure_word(rank),
+                slot_packets=SLOT // PACKET_DATA_BYTES,
+                buffer_vectors=BUFFER,
+                patience=int(seconds * 1e9),
+                rank=rank,
+                size=size,
             )
             for rank in range(size)
         ]
@@ -60,21 +70,29 @@ class World:
         out, packets = torch.empty_like(x), -(-x.numel() * x.element_size() // PACKET_DATA_BYTES)
         for part in parts_of(packets, self.size, SLOT // PACKET_DATA_BYTES, whole_packets):
             name = f"run_{'sum_at_once' if part.whole else 'sum_by_parts'}_{NAMES[x.dtype]}"
-            if not self._run(name, rank, x, out, *map(ctypes.c_int64, (x.numel(), part.first, part.last))):
+            if not self._run(name, BLOCKS, rank, x, out, *map(ctypes.c_int64, (x.numel(), part.first, part.last))):
                 return None
         return out
+
+    def stream(self, rank: int, x: Tensor) -> Tensor | None:
+        """The same of a tensor of whole vectors."""
+        out, vectors = torch.empty_like(x), x.nbytes // VECTOR_BYTES
+        stream = stream_of(vectors, self.size, BUFFER, BLOCKS)
+        name = f"run_sum_streamed_{kernel_size(self.size)}_{NAMES[x.dtype]}"
+        numbers = ctypes.c_int64(vectors), ctypes.c_int32(stream.length)
+        return out if self._run(name, stream.blocks, rank, x, out, *numbers) else None
 
     def gather(self, rank: int, x: Tensor, columns: int, parts: int) -> Tensor:
         out = x.new_empty(x.shape[0], columns)
         for part in range(parts):
-            assert self._run(f"run_gather_{x.element_size()}", rank, x, out, x.shape[0], columns, part, parts)
+            assert self._run(f"run_gather_{x.element_size()}", BLOCKS, rank, x, out, x.shape[0], columns, part, parts)
         return out
 
-    def _run(self, name: str, rank: int, x: Tensor, out: Tensor, *numbers: Any) -> bool:
+    def _run(self, name: str, blocks: int, rank: int, x: Tensor, out: Tensor, *numbers: Any) -> bool:
         run = getattr(self.library, name)
         run.restype = ctypes.c_bool
         pointers = map(ctypes.c_void_p, (x.data_ptr(), out.data_ptr()))
-        return run(BLOCKS, ctypes.byref(self.arguments[rank]), *pointers, *numbers)
+        return run(blocks, ctypes.byref(self.arguments[rank]), *pointers, *numbers)
 
 
 def on_ranks(size: int, call: Callable[[int], Any]) -> list[Any]:
@@ -83,6 +101,14 @@ def on_ranks(size: int, call: Callable[[int], Any]) -> list[Any]:
 
 def part(rank: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+def sum_of(size: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Of all ranks' part(), in float32 in the order of ranks."""
+    total = part(0, seed, shape, dtype).float()
+    for rank in range(1, size):
+        total = total + part(rank, seed, shape, dtype).float()
+    return total.to(dtype)
 
 
 def shapes() -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -104,11 +130,65 @@ def test_sums_are_in_float32_in_the_order_of_ranks(
 
     found = on_ranks(size, body)
     for seed, shape in shapes():
-        due = part(0, seed, shape, dtype).float()
-        for rank in range(1, size):
-            due = due + part(rank, seed, shape, dtype).float()
-        for one in found:
-            assert torch.equal(one[seed], due.to(dtype))
+        due = sum_of(size, seed, shape, dtype)
+        assert all(torch.equal(one[seed], due) for one in found)
+
+
+@pytest.mark.gate("2-torch.bfloat16", "2-torch.float32", "3-torch.bfloat16", "4-torch.float16")
+@pytest.mark.parametrize("dtype", list(NAMES), ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_streamed_sums_have_the_same_bits(library: ctypes.CDLL, size: int, dtype: torch.dtype) -> None:
+    """Launch after launch, by ranks that are each slow at other places. Sums of packets stand between them."""
+    world, vectors = World(library, size), VECTOR_BYTES // dtype.itemsize
+    chunks = BLOCKS * (1 if size == 2 else size)  # of one round of all blocks
+    counts = [1, 7, 8, 9, BUFFER, BUFFER + 1, chunks * BUFFER - 1, chunks * BUFFER, chunks * BUFFER + 1]
+    counts += [2 * chunks * BUFFER + 5, 7 * chunks * BUFFER, 3, 4 * chunks * BUFFER + BUFFER, chunks * 8 + 1]
+    cases = list(enumerate([(count, vectors) for count in counts * 2]))
+
+    def body(rank: int) -> list[tuple[Tensor | None, ...]]:
+        library.be_uneven(rank + 1)
+        parts = [part(rank, seed, shape, dtype) for seed, shape in cases]
+        return [(world.stream(rank, one), world.sum(rank, one[:4], 1 << 20)) for one in parts]
+
+    for one in on_ranks(size, body):
+        for (seed, shape), (streamed, sent) in zip(cases, one, strict=True):
+            due = sum_of(size, seed, shape, dtype)
+            assert torch.equal(streamed, due)
+            assert torch.equal(sent, due[:4])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_streamed_sum_ends_when_a_rank_does(library: ctypes.CDLL, size: int) -> None:
+    world, x = World(library, size, seconds=0.2), torch.ones(4 * BLOCKS * size * BUFFER, 4)
+
+    def body(rank: int) -> list[bool]:
+        return [world.stream(rank, x) is not None for _ in range(2 if rank == size - 1 else 3)]
+
+    assert on_ranks(size, body) == [[True, True, False]] * (size - 1) + [[True, True]]
+    reasons = [why_failed(world.words, rank) for rank in range(size)]
+    assert any("in vain" in one for one in reasons)
+    assert all(reasons[:-1])
+    assert reasons[-1] == ""
+
+
+def test_a_rank_that_waits_in_a_streamed_sum_is_told_to_stop(library: ctypes.CDLL) -> None:
+    world = World(library, 2)
+    threading.Timer(0.1, end_waits, (world.words,)).start()
+    assert world.stream(0, torch.ones(BUFFER, 4)) is None
+    assert why_failed(world.words, 0) == "rank 0 was told to stop waiting for the others"
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_all_blocks_have_about_as_many_rounds(size: int) -> None:
+    chunks, most = 1 if size == 2 else size, 512
+    for vectors in (1, 100, 65_536, 65_537, 524_288, 999_999, 4_194_304):
+        stream = stream_of(vectors, size, most)
+        pieces = -(-vectors // (chunks * stream.length))
+        assert stream.blocks == min(STREAM_BLOCKS, pieces)
+        assert 0 < stream.length <= most
+        assert stream.length % 8 == 0
+        assert -(-pieces // STREAM_BLOCKS) == -(-vectors // (STREAM_BLOCKS * chunks * most))
+    assert stream_of(65_536, 2, 1024).length == 256  # 1 MiB: each block has some of it
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

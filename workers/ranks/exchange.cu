@@ -70,7 +70,9 @@ __device__ inline void put_numbers(T* out, long long packet, long long count, Da
         if (first + each < count) out[first + each] = numbers[each];
 }
 
+// The next kernel may start at once: all blocks of this one have started, and it waits for them before it reads.
 __device__ inline Data begin_exchange(const Ranks& ranks) {
+    launch_dependents();
     await_earlier_kernels();
     return *static_cast<volatile Data*>(&header(ranks, ranks.rank)->epoch) + 1;
 }

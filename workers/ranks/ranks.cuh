@@ -67,6 +67,7 @@ __device__ inline unsigned long long nanoseconds() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
     return time;
 }
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ inline void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ inline float widen(float number) { return number; }

@@ -1,10 +1,11 @@
-// exchange.cu for a CPU: a rank is a thread, and computes the blocks of a launch in order, each of one thread.
+// exchange.cu for a CPU: a rank runs the blocks of a launch in order, each by a few threads.
 #include <sched.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #define __device__
 #define __global__
@@ -14,7 +15,27 @@
 using Data = unsigned long long;
 struct Index { unsigned x; };
 static thread_local Index blockIdx{0}, gridDim{1}, threadIdx{0}, blockDim{1};
+constexpr unsigned FEW_THREADS = 3;  // of a block
 struct Trap {};
+
+// The threads of one rank. One that traps ends the others' waits.
+struct Team {
+    std::atomic<unsigned> arrived{0}, passed{0};
+    std::atomic<bool> trapped{false};
+
+    void wait() {
+        unsigned barrier = passed;
+        if (++arrived == FEW_THREADS) {
+            arrived = 0;
+            passed++;
+        }
+        while (passed == barrier) {
+            if (trapped) throw Trap();
+            sched_yield();
+        }
+    }
+};
+static thread_local Team* team;
 
 struct alignas(16) Packet { Data data, epoch; };
 inline void store_packet(Packet* target, Packet packet) {
@@ -54,7 +75,7 @@ inline void store_word(long long* target, long long word) { __atomic_store_n(tar
 inline Data nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void launch_dependents() {}
 inline void await_earlier_kernels() {}
-inline void __syncthreads() {}
+inline void __syncthreads() { team->wait(); }
 inline void __threadfence_system() {}
 inline void __trap() { throw Trap(); }
 inline Data atomicAdd(Data* place, Data by) { return __atomic_fetch_add(place, by, __ATOMIC_ACQ_REL); }
@@ -83,13 +104,23 @@ inline void narrow(__nv_bfloat16& number, float wide) {  // to the nearest, else
 // Whether the kernel came to its end.
 template <class Kernel, class... Arguments>
 static bool run(Kernel kernel, unsigned blocks, Arguments... arguments) {
-    gridDim.x = blocks;
-    try {
-        for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) kernel(arguments...);
-    } catch (Trap) {
-        return false;
-    }
-    return true;
+    Team own;
+    unsigned seed = noise;
+    auto body = [&](unsigned thread) {
+        team = &own;
+        threadIdx.x = thread, blockDim.x = FEW_THREADS, gridDim.x = blocks;
+        if (seed) noise = seed + thread;
+        try {
+            for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) kernel(arguments...);
+        } catch (Trap) {
+            own.trapped = true;
+        }
+    };
+    std::vector<std::thread> others;
+    for (unsigned thread = 1; thread < FEW_THREADS; thread++) others.emplace_back(body, thread);
+    body(0);
+    for (std::thread& other : others) other.join();
+    return !own.trapped;
 }
 
 #define RUN_SUM(kernel, type)                                                                                         \

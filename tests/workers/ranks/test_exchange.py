@@ -1,4 +1,4 @@
-"""exchange.cu on a CPU, a thread a rank: sums bit for bit in the order of ranks, gatherings, and waits that end."""
+"""exchange.cu on a CPU, threads for each rank: sums bit for bit in the order of ranks, gatherings, waits that end."""
 
 import ctypes
 import threading

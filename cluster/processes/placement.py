@@ -62,19 +62,19 @@ def nodes_with_room(nodes: Sequence[Node], need: Resources, groups: Counter[str]
 
 
 def spread_over(nodes: Sequence[Node], bundles: Sequence[Resources], groups: Counter[str]) -> list[Node]:
-    """A node with room for each bundle: of the fewest bundles, else the best one. Empty without room for all."""
-    free = {node.address: dict(node.free) for node in nodes}
-    chosen: list[Node] = []
-    for need in bundles:
-        left = [replace(node, free=free[node.address]) for node in nodes]
-        taken = Counter(node.address for node in chosen)
-        fitting = sorted(nodes_with_room(left, need, groups), key=lambda node: taken[node.address])
+    """A node with room for each bundle: of the fewest bundles, else the best one. Empty without room for all.
+
+    The largest bundles come first: a small one that took the largest node would leave no room for them.
+    """
+    left = {node.address: node for node in nodes}
+    chosen: dict[int, Node] = {}
+    for number, need in sorted(enumerate(bundles), key=lambda one: size_of(one[1]), reverse=True):
+        taken = Counter(node.address for node in chosen.values())
+        fitting = sorted(nodes_with_room([*left.values()], need, groups), key=lambda node: taken[node.address])
         if not fitting:
             return []
-        chosen.append(fitting[0])
-        left_there = free[fitting[0].address]
-        left_there |= {name: left_there.get(name, 0) - amount for name, amount in need.items()}
-    return chosen
+        chosen[number] = left[fitting[0].address] = _without(fitting[0], need)
+    return [chosen[number] for number in range(len(bundles))]
 
 
 def could_have_room(nodes: Sequence[Node], need: Resources) -> bool:
@@ -89,6 +89,14 @@ def places(nodes: Sequence[Node], need: Resources) -> int:
     )
 
 
+def spread_places(nodes: Sequence[Node], bundles: Sequence[Resources], most: int) -> int:
+    """How often there is room for all bundles, which go to several nodes; `most` at most."""
+    found = 0
+    while found < most and spread_over(nodes, [*bundles] * (found + 1), Counter()):
+        found += 1
+    return found
+
+
 def in_words(nodes: Sequence[Node]) -> str:
     """What is free on each node."""
     return "; ".join(
@@ -96,6 +104,16 @@ def in_words(nodes: Sequence[Node]) -> str:
             f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}s" for name in ("CPU", "GPU")
         ) + " free" for node in nodes
     )  # fmt: skip
+
+
+def size_of(need: Resources) -> tuple[float, float]:
+    """By which one bundle is larger than another."""
+    return need.get("GPU", 0), need.get("CPU", 0)
+
+
+def _without(node: Node, need: Resources) -> Node:
+    """The node with so much less that is free."""
+    return replace(node, free={**node.free, **{name: node.free.get(name, 0) - need[name] for name in need}})
 
 
 def _has(there: Resources, need: Resources) -> bool:

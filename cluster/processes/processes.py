@@ -128,14 +128,14 @@ class Processes(ABC):
         """After start(): of what places the processes; empty where nothing else can use it."""
         return ""
 
-    def free_places(self, most: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> int:
-        """How many groups of so many processes, `most` at most, hosts have room for now. It may be gone a moment later.
-        Raises StartFailed where there is no host any more."""
+    def free_places(self, most: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> int:
+        """How many groups, `most` at most, hosts have room for now. It may be gone a moment later. places: how many
+        processes each place of a group has. Raises StartFailed where there is no host any more."""
         return most
 
-    def ask_for_places(self, groups: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> None:
+    def ask_for_places(self, groups: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> None:
         """Asks for hosts that have room for so many groups in all, those that run included; 0 takes the wish back.
-        Hosts come later, or never."""
+        places: as for free_places(). Hosts come later, or never."""
         return None
 
     @abstractmethod

@@ -23,7 +23,7 @@ from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.placement import CPU_FRACTION
 from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost, check_niceness
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, ProcessGroup, by_place, cluster_of
-from tandem.cluster.processes.ray_nodes import PLACEMENT_SECONDS, on_node, own_address, place, sum_of
+from tandem.cluster.processes.ray_nodes import PLACEMENT_SECONDS, bundles_of, on_node, own_address, place
 
 ChooseHosts = Callable[..., list[str]]
 """choose_nodes() by bundles and deadline."""
@@ -99,7 +99,7 @@ class RayGroup(ProcessGroup):
         return started
 
     def _needs(self, together: Sequence[Sequence[ActorSpec]]) -> list[dict[str, float]]:
-        return [sum_of([self._resources] * len(run)) for run in together]
+        return bundles_of(self._resources, [len(run) for run in together])
 
     def shrink(self, members: Sequence[ActorProcess]) -> None:
         gone = [member for member in self._placed if member in members]

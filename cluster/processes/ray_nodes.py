@@ -25,7 +25,9 @@ from tandem.cluster.processes.placement import (
     in_words,
     nodes_with_room,
     places,
+    size_of,
     spread_over,
+    spread_places,
 )
 
 NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
@@ -140,7 +142,8 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
             raise NoRoom(f"Ray has no node with {where}; its nodes: {in_words(nodes)}")
         if where.spread:
             if not spread_over([replace(node, free=node.total) for node in fitting], bundles, groups):
-                raise NoRoom(f"{text} are needed; {in_words(fitting)}")
+                most = words_of(sum_of([max(bundles, key=size_of)]))
+                raise NoRoom(f"{text} are needed, {most} of them on one node; {in_words(fitting)}")
             chosen = spread_over([node for node in fitting if node.address not in silent], bundles, groups)
         else:
             if not could_have_room(fitting, needed):
@@ -169,20 +172,22 @@ def _answers(node: Node) -> bool:
     return True
 
 
-def free_places(need: dict[str, float], where: Where) -> int:
-    """How many groups that need so much on one node could be placed now."""
+def free_places(most: int, bundles: Sequence[dict[str, float]], where: Where) -> int:
+    """How many groups of these bundles, `most` at most, could be placed now."""
     here = own_address()
-    return places([node for node in alive_nodes() if where.fits(node, here)], need)
+    fitting = [node for node in alive_nodes() if where.fits(node, here)]
+    return spread_places(fitting, bundles, most) if where.spread else min(most, places(fitting, sum_of(bundles)))
 
 
-def request_nodes(groups: int, need: dict[str, float], where: Where) -> None:
+def request_nodes(groups: int, bundles: Sequence[dict[str, float]], where: Where) -> None:
     """Tells Ray's autoscaler, and so KubeRay's, that so many groups should fit, those that run included. It holds until
     it is called again: 0 groups take the request back. Without an autoscaler nothing comes of it."""
     from ray.autoscaler.sdk import request_resources
 
     marks = {name: min(amount, NODE_FRACTION) for name, amount in where.resources.items()}  # nodes that have them
-    bundle = {name: amount for name, amount in need.items() if amount} | marks
-    request_resources(bundles=[bundle] * groups, bundle_label_selectors=[dict(where.labels)] * groups)
+    apart = bundles if where.spread else [sum_of(bundles)]  # one bundle is on one node
+    wanted = [{name: amount for name, amount in need.items() if amount} | marks for need in apart] * groups
+    request_resources(bundles=wanted, bundle_label_selectors=[dict(where.labels)] * len(wanted))
 
 
 def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: float) -> list[PlacementGroup]:
@@ -200,6 +205,11 @@ def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: fl
             remove_placement_group(group)
         raise NoRoom(f"Ray has no node with {words_of(sum_of(bundles))} free: {in_words(alive_nodes())}")
     return placed
+
+
+def bundles_of(resources: dict[str, float], places: Sequence[int]) -> list[dict[str, float]]:
+    """One for each place, of as many processes as that has. resources: of each process."""
+    return [sum_of([resources] * processes) for processes in places]
 
 
 def sum_of(bundles: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from tandem.cluster.processes.ray_group import RayGroup, Ties
 from tandem.cluster.processes.ray_nodes import (
     PLACEMENT_SECONDS,
     alive_nodes,
+    bundles_of,
     check_there,
     choose_nodes,
     free_places,
@@ -35,7 +36,6 @@ from tandem.cluster.processes.ray_nodes import (
     own_cluster,
     process_resources,
     request_nodes,
-    sum_of,
 )
 from tandem.cluster.processes.ray_watch import RayWatch
 
@@ -131,20 +131,20 @@ class RayProcesses(Processes):
     def check_room(self, processes: int, *, gpus: int) -> None:
         check_there([process_resources(gpus)] * processes)
 
-    def free_places(self, most: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> int:
+    def free_places(self, most: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> int:
         self._loss.check()
-        return min(most, free_places(sum_of([process_resources(gpus)] * processes), where))
+        return free_places(most, bundles_of(process_resources(gpus), places), where)
 
-    def ask_for_places(self, groups: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> None:
+    def ask_for_places(self, groups: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> None:
         self._loss.check()
-        request_nodes(groups, sum_of([process_resources(gpus)] * processes), where)
+        request_nodes(groups, bundles_of(process_resources(gpus), places), where)
 
     def start_group(
         self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE
     ) -> "RayGroup":
         self._loss.check()
-        resources, together = process_resources(gpus), by_place(specs)
-        bundles = [sum_of([resources] * len(run)) for run in together]
+        resources = process_resources(gpus)
+        bundles = bundles_of(resources, [len(run) for run in by_place(specs)])
         with self._placing:  # islands that start at once must not count on the same room
             self._groups = [group for group in self._groups if group.members]
             deadline = time.monotonic() + PLACEMENT_SECONDS

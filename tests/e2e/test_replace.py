@@ -54,8 +54,8 @@ class Crowded(LocalProcesses):
         self._room, self._barred = room, barred
         room.clusters.append(self)
 
-    def free_places(self, most: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> int:
-        return min(most, self._room.free // processes)
+    def free_places(self, most: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> int:
+        return min(most, self._room.free // sum(places))
 
     def start_group(
         self, specs: Sequence[ActorSpec], *, gpus: int, threads: int, where: Where = ANYWHERE

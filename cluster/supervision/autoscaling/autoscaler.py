@@ -45,16 +45,12 @@ class IslandRoom:
 
     def free(self, most: int) -> int:
         """For how many more there is room now, `most` at most."""
-        return self.processes.free_places(most, self._workers, gpus=self._gpus, where=self.where)
+        return self.processes.free_places(most, self.config.island.ranks, gpus=self._gpus, where=self.where)
 
     def ask(self, islands: int) -> None:
         """Asks for hosts with room for so many in all. Islands that must be on this host get none by it."""
         if not self.where.here:
-            self.processes.ask_for_places(islands, self._workers, gpus=self._gpus, where=self.where)
-
-    @property
-    def _workers(self) -> int:
-        return self.config.island.ranks.processes
+            self.processes.ask_for_places(islands, self.config.island.ranks, gpus=self._gpus, where=self.where)
 
     @property
     def _gpus(self) -> int:

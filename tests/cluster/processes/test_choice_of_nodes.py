@@ -10,7 +10,7 @@ import pytest
 from tandem.cluster.errors import NoRoom
 from tandem.cluster.processes import ray_nodes
 from tandem.cluster.processes.placement import ANYWHERE, Node, Where
-from tandem.cluster.processes.ray_nodes import choose_nodes
+from tandem.cluster.processes.ray_nodes import choose_nodes, free_places
 
 CPUS = {"CPU": 4.0}
 NEED = [{"CPU": 1.0}]
@@ -37,6 +37,17 @@ def test_a_node_that_must_be_chosen_and_does_not_answer_is_not_waited_for() -> N
     with pytest.raises(NoRoom, match=r"no answer from 127\.0\.0\.2"):
         choose_nodes(NEED, Where(address="127.0.0.2"), Counter(), time.monotonic() + 3600)
     assert choose_nodes(NEED, Where(address="127.0.0.3"), Counter(), time.monotonic() + 60) == ["127.0.0.3"]
+
+
+def test_it_says_how_much_of_a_group_must_be_on_one_node() -> None:
+    needed = "6.0 CPUs are needed, 5.0 CPUs of them on one node; "
+    with pytest.raises(NoRoom, match=needed):
+        choose_nodes([{"CPU": 1.0}, {"CPU": 5.0}], Where(spread=True), Counter(), time.monotonic())
+
+
+@pytest.mark.parametrize(("where", "found"), [(ANYWHERE, 0), (Where(spread=True), 1)])
+def test_islands_that_span_hosts_need_no_host_with_room_for_all(where: Where, found: int) -> None:
+    assert free_places(9, [{"CPU": 3.0}, {"CPU": 2.0}], where) == found
 
 
 @pytest.mark.parametrize("where", [ANYWHERE, Where(spread=True)])

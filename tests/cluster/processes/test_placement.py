@@ -13,6 +13,7 @@ from tandem.cluster.processes.placement import (
     nodes_with_room,
     places,
     spread_over,
+    spread_places,
 )
 
 NODES = [
@@ -43,6 +44,8 @@ def test_the_node_of_the_fewest_groups_comes_first_and_then_the_freest() -> None
         ([{"CPU": 1.0, "GPU": 1}] * 5, {}, "cbcbc"),
         ([{"CPU": 2.0}] * 7, {}, "cbacaaa"),
         ([{"CPU": 2.0}] * 8, {}, ""),
+        ([{"CPU": 0.1, "GPU": 1}, {"CPU": 0.4, "GPU": 4}], {}, "bc"),
+        ([{"CPU": 0.3, "GPU": 3}, {"CPU": 0.3, "GPU": 3}], {}, ""),
     ],
 )
 def test_members_of_a_group_are_spread_as_far_as_there_is_room(
@@ -67,6 +70,14 @@ def test_rounding_of_fractions_costs_no_room() -> None:
 )
 def test_places_are_counted_node_by_node(need: dict[str, float], found: int) -> None:
     assert places(NODES, need) == found
+
+
+@pytest.mark.parametrize(("bundles", "most", "found"), [((1, 1), 9, 3), ((2, 4), 9, 1), ((3, 3), 9, 0), ((1,), 2, 2)])
+def test_places_of_groups_over_hosts_are_counted_worker_by_worker(
+    bundles: tuple[int, ...], most: int, found: int
+) -> None:
+    """No host has room for all of a group; each worker is on one."""
+    assert spread_places(NODES, [{"CPU": 0.1, "GPU": gpus} for gpus in bundles], most) == found
 
 
 def test_room_of_two_nodes_is_not_one_nodes() -> None:

@@ -1,6 +1,7 @@
 """The scaling policy at work: on counts as the gateway keeps them, with islands and hosts that the test makes."""
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,13 +39,13 @@ class Hosts(FakeProcesses):
     lost: bool = False
     asked: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def free_places(self, most: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> int:
+    def free_places(self, most: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> int:
         if self.lost:
             raise StartFailed("Ray has no node any more")
         return min(most, self.free)
 
-    def ask_for_places(self, groups: int, processes: int, *, gpus: int, where: Where = ANYWHERE) -> None:
-        self.asked.append((groups, processes, gpus))
+    def ask_for_places(self, groups: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> None:
+        self.asked.append((groups, sum(places), gpus))
 
 
 class IslandsByHand:

@@ -1,5 +1,10 @@
 """The processes of an island: each worker has some, its ranks, of which the first leads."""
 
+MAX_RANKS = 64
+"""Of a worker; a word of a signal has room for their number."""
+MAX_GPU_RANKS = 8
+"""Of a worker on GPUs; an argument of kernels has room for their addresses."""
+
 
 class IslandRanks(tuple[int, ...]):
     """How many ranks each worker has, in the order of PEs. Processes are numbered by worker, then by rank."""

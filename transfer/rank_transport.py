@@ -20,13 +20,13 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.completion import TOKEN_BITS
-from tandem.transfer.island_ranks import IslandRanks
+from tandem.transfer.island_ranks import MAX_RANKS, IslandRanks
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.regions import Regions, regions_between
 from tandem.transfer.transport import Fence, Transport
 
-COUNT_BITS = 6  # of 64 ranks at most
+COUNT_BITS = (MAX_RANKS - 1).bit_length()
 COUNT_SHIFT = TOKEN_BITS - COUNT_BITS  # 2³⁴ tokens are enough
 COUNT_MASK = ((1 << COUNT_BITS) - 1) << COUNT_SHIFT
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from tandem.cache.kernels.build.native_build import COMPILERS
 from tandem.cluster.config.cluster_config import ClusterConfig
-from tandem.cluster.config.island import MAX_GPU_RANKS
 from tandem.cluster.processes.placement import CPU_FRACTION
+from tandem.transfer.island_ranks import MAX_GPU_RANKS
 
 
 def cpu_shapes(*, compiler: bool) -> str:

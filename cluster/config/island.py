@@ -6,10 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from tandem.cluster.config.units import AnyWorkers, Ranks, Requests, Seconds, Section, Threads, Workers
 from tandem.transfer.factory import TRANSPORTS
-from tandem.transfer.island_ranks import IslandRanks
-
-MAX_RANKS = 64
-MAX_GPU_RANKS = 8  # that a kernel's argument has room for
+from tandem.transfer.island_ranks import MAX_GPU_RANKS, MAX_RANKS, IslandRanks
 
 
 class IslandSection(Section):

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.shard import Shard
-from tandem.cluster.config.island import MAX_RANKS, IslandSection
+from tandem.cluster.config.island import IslandSection
 from tandem.cluster.errors import ConfigError
+from tandem.transfer.island_ranks import MAX_RANKS
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.sharding import shard_config
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array, address_of
 from tandem.cache.plan.shard import Shard
+from tandem.transfer.island_ranks import MAX_GPU_RANKS
 from tandem.workers.errors import NoRanks, RankLost
 from tandem.workers.kernels.cuda.cubin_build import Cubin, defines, load_cubin
 from tandem.workers.kernels.cuda.driver import Function, Module
@@ -22,11 +23,10 @@ from tandem.workers.ranks.shared_ranks import ABORTED, LATE, failure_word, why_f
 
 SOURCE = Path(__file__).with_name("exchange.cu")
 OLDEST = (9, 0)  # of GPUs that these kernels have run on
-MOST_RANKS = 8
 MOST_BLOCKS = 256  # of a launch
 PACKET_BYTES, PACKET_DATA_BYTES = 16, 8
 VECTOR_BYTES = 16  # that a thread loads and stores as one
-HEADER_BYTES = 8 * (2 + MOST_BLOCKS * (1 + MOST_RANKS))
+HEADER_BYTES = 8 * (2 + MOST_BLOCKS * (1 + MAX_GPU_RANKS))
 SLOT_BYTES = 1 << 20  # of data
 WHOLE_BYTES = 400 << 10  # up to which more than two ranks send all to all; two always do
 STREAM_BYTES = 1 << 20  # from which sums are streamed
@@ -50,18 +50,18 @@ def area_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
 
 def kernel_size(size: int) -> int:
     """The most ranks of the kernel by which so many stream sums."""
-    return next(most for most in (2, 4, MOST_RANKS) if size <= most)
+    return next(most for most in (2, 4, MAX_GPU_RANKS) if size <= most)
 
 
 def buffer_vectors(size: int) -> int:
     """Of what a block sends to one rank in a round: 16 KiB, and with more ranks less, for it sends to each of them."""
-    return THREADS * MOST_RANKS // kernel_size(size)
+    return THREADS * MAX_GPU_RANKS // kernel_size(size)
 
 
 def exchange_defines() -> tuple[str, ...]:
     """Options for the compiler, which exchange.cu explains."""
     constants = {"THREADS": THREADS, "LOOKS": LOOKS, "ABORTED": ABORTED, "LATE": LATE, "AHEAD": AHEAD}
-    return defines(MOST_RANKS=MOST_RANKS, MOST_BLOCKS=MOST_BLOCKS, HEADER=HEADER_BYTES, **constants)
+    return defines(MAX_GPU_RANKS=MAX_GPU_RANKS, MOST_BLOCKS=MOST_BLOCKS, HEADER=HEADER_BYTES, **constants)
 
 
 def exchange_cubin(capability: tuple[int, int]) -> Cubin | None:
@@ -73,7 +73,7 @@ class RanksArgument(ctypes.Structure):
     """The first argument of each kernel."""
 
     _fields_ = (
-        ("areas", ctypes.c_void_p * MOST_RANKS),
+        ("areas", ctypes.c_void_p * MAX_GPU_RANKS),
         ("abort", ctypes.c_void_p),
         ("failure", ctypes.c_void_p),
         ("slot_packets", ctypes.c_int64),
@@ -127,8 +127,8 @@ class DeviceRanks:
 
     def __init__(self, shard: Shard) -> None:
         """NoRanks for more of them than kernels serve."""
-        if shard.size > MOST_RANKS:
-            raise NoRanks(f"a worker has {shard.size} ranks; on GPUs at most {MOST_RANKS} are accepted")
+        if shard.size > MAX_GPU_RANKS:
+            raise NoRanks(f"a worker has {shard.size} ranks; on GPUs at most {MAX_GPU_RANKS} are accepted")
         self.rank, self.size = shard.rank, shard.size
         self._words: Int64Array | None = None
         self._kernels: ExchangeKernels | None = None
@@ -150,7 +150,7 @@ class DeviceRanks:
         host = kernels.register(words)
         self._slot_packets = slot_bytes // PACKET_DATA_BYTES
         self._argument = RanksArgument(
-            areas=(ctypes.c_void_p * MOST_RANKS)(*areas),
+            areas=(ctypes.c_void_p * MAX_GPU_RANKS)(*areas),
             abort=host,
             failure=host + 8 * failure_word(self.rank),
             slot_packets=self._slot_packets,
@@ -217,7 +217,7 @@ class ExchangeKernels:
                 f"or later; this one is {device.name}, of {device.major}.{device.minor}"
             )
         self._module, self._most_blocks = Module(cubin), device.multi_processor_count
-        streamed = [f"sum_streamed_{most}" for most in (2, 4, MOST_RANKS)]
+        streamed = [f"sum_streamed_{most}" for most in (2, 4, MAX_GPU_RANKS)]
         sums = [f"{how}_{name}" for how in ("sum_at_once", "sum_by_parts", *streamed) for name in NAMES.values()]
         self._functions = {
             name: Function(self._module, name, threads=THREADS, shared_bytes=0)

@@ -26,20 +26,20 @@ __device__ inline Data receive(const Ranks& ranks, const Packet* source, Data ep
 // The sum of all ranks' numbers, in the order of ranks, of which this rank has `own`. All loads are under way at once.
 template <class T>
 __device__ inline Data add_up(const Ranks& ranks, long long index, Data own, Data epoch, Patience& patience) {
-    Packet packets[MOST_RANKS];
+    Packet packets[MAX_GPU_RANKS];
     unsigned missing = ((1u << ranks.size) - 1) & ~(1u << ranks.rank);
     while (missing) {
 #pragma unroll
-        for (int from = 0; from < MOST_RANKS; from++)
+        for (int from = 0; from < MAX_GPU_RANKS; from++)
             if (missing >> from & 1) packets[from] = load_packet(slot(ranks, ranks.rank, 0, from, epoch) + index);
 #pragma unroll
-        for (int from = 0; from < MOST_RANKS; from++)
+        for (int from = 0; from < MAX_GPU_RANKS; from++)
             if ((missing >> from & 1) && packets[from].epoch == epoch) missing &= ~(1u << from);
         if (missing) patience.look(ranks);
     }
-    Data found[MOST_RANKS];
+    Data found[MAX_GPU_RANKS];
 #pragma unroll
-    for (int from = 0; from < MOST_RANKS; from++) found[from] = from == ranks.rank ? own : packets[from].data;
+    for (int from = 0; from < MAX_GPU_RANKS; from++) found[from] = from == ranks.rank ? own : packets[from].data;
     return add_in_order<T>(found, ranks.size);
 }
 

@@ -84,12 +84,12 @@ using Data = unsigned long long;
 struct Header {
     Data epoch, done;                     // exchanges of packets that are done; blocks of the one under way that are
     Data rounds[MOST_BLOCKS];             // of each block: rounds of streamed sums that are done
-    Data flags[MOST_BLOCKS][MOST_RANKS];  // rounds that each rank's block of that number has signaled
+    Data flags[MOST_BLOCKS][MAX_GPU_RANKS];  // rounds that each rank's block of that number has signaled
 };
 static_assert(sizeof(Header) == HEADER, "device_ranks.py has its size");
 
 struct Ranks {
-    char* areas[MOST_RANKS];
+    char* areas[MAX_GPU_RANKS];
     long long* abort;    // in the host's memory, of all ranks
     long long* failure;  // the same, of this rank
     long long slot_packets, buffer_vectors;

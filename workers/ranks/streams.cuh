@@ -62,7 +62,7 @@ struct Copy {
 // Makes copy_of(peer), of at most `length` vectors, for each other rank. The loads of a batch are in flight together.
 template <int MOST, class CopyOf>
 __device__ inline void copy_for_peers(const Ranks& ranks, int length, CopyOf copy_of) {
-    constexpr int BATCH = MOST_RANKS / MOST;
+    constexpr int BATCH = MAX_GPU_RANKS / MOST;
     Copy copies[MOST];
 #pragma unroll
     for (int step = 1; step < MOST; step++) {
@@ -87,7 +87,7 @@ __device__ inline void copy_for_peers(const Ranks& ranks, int length, CopyOf cop
 // all of them in this round.
 template <class T, int MOST>
 __device__ inline void add_chunk(const Ranks& ranks, const Tensors& tensors, long long first, Data ready, Data round) {
-    constexpr int BATCH = MOST_RANKS / MOST;
+    constexpr int BATCH = MAX_GPU_RANKS / MOST;
     int rank = ranks.rank, size = ranks.size;
     int count = tensors.count_at(first);
     EACH_BATCH(at, count) {

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from tandem.cache.plan.shard import Shard
+from tandem.transfer.island_ranks import MAX_GPU_RANKS
 from tandem.transfer.rank_transport import RankTransport
 from tandem.transfer.transport import Transport
 from tandem.workers.config import Role, WorkerConfig
@@ -15,7 +16,7 @@ from tandem.workers.errors import NoRanks
 from tandem.workers.following.follower import Follower
 from tandem.workers.following.leader import Leader
 from tandem.workers.following.worker_ranks import WorkerRanks
-from tandem.workers.ranks.device_ranks import MOST_RANKS, DeviceRanks
+from tandem.workers.ranks.device_ranks import DeviceRanks
 from tandem.workers.ranks.shared_ranks import SharedRanks
 from tests.workers.following.test_leader import ROWS, FakeEngine, FakeTransport
 
@@ -41,7 +42,7 @@ def test_the_device_decides_how_ranks_meet() -> None:
     assert isinstance(ranks_of(device="cuda").ranks, DeviceRanks)
     assert isinstance(ranks_of(device="cpu").ranks, SharedRanks)
     with pytest.raises(NoRanks, match="has 9 ranks; on GPUs at most 8 are accepted"):
-        DeviceRanks(Shard(0, MOST_RANKS + 1))
+        DeviceRanks(Shard(0, MAX_GPU_RANKS + 1))
 
 
 def test_memory_is_budgeted_for_the_shard_with_the_largest_pages() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tandem.cache.plan.kv_scales import FP8
+from tandem.transfer.island_ranks import MAX_GPU_RANKS
 from tandem.workers.kernels.base import Linear, ScaledLinear
 from tandem.workers.kernels.cuda.cubin_build import Cubin, build_cubin, find_cubin, load_cubin
 from tandem.workers.kernels.decode_megakernel.megakernel import (
@@ -28,13 +29,13 @@ from tandem.workers.kernels.skinny_gemm.resident import SOURCE as RESIDENT
 from tandem.workers.kernels.skinny_gemm.resident import ResidentArguments, ResidentShape
 from tandem.workers.kernels.skinny_gemm.streamed import SOURCE as STREAMED
 from tandem.workers.kernels.skinny_gemm.streamed import TILINGS, streamed_defines
-from tandem.workers.ranks.device_ranks import MOST_RANKS, NAMES, exchange_defines
+from tandem.workers.ranks.device_ranks import NAMES, exchange_defines
 from tandem.workers.ranks.device_ranks import SOURCE as EXCHANGE
 
 QWEN3 = MegakernelShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16, torch.bfloat16, stored=torch.bfloat16)
 BLOCKS = 132
 RESIDENT_DEFINES = ResidentShape(1024, 3072, 2048, 4096, torch.bfloat16).defines(BLOCKS)
-SUMS = ("sum_at_once", "sum_by_parts", "sum_streamed_2", "sum_streamed_4", f"sum_streamed_{MOST_RANKS}")
+SUMS = ("sum_at_once", "sum_by_parts", "sum_streamed_2", "sum_streamed_4", f"sum_streamed_{MAX_GPU_RANKS}")
 EXCHANGE_KERNELS = [f"{how}_{name}" for how in SUMS for name in NAMES.values()]
 RESIDENT_KERNELS = [f"{name}_{tiles}" for name in ("qkv", "o", "gate_up", "down") for tiles in (1, 2)]
 # Its arguments end with `-o FILE`.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.cache.plan.shard import Shard
+from tandem.transfer.island_ranks import MAX_GPU_RANKS
 from tandem.workers.ranks.device_ranks import (
-    MOST_RANKS,
     NAMES,
     PACKET_DATA_BYTES,
     SOURCE,
@@ -53,7 +53,7 @@ class World:
         areas, words = [-(-area.ctypes.data // 16) * 16 for area in self.areas], self.words.ctypes.data
         self.arguments = [
             RanksArgument(
-                areas=(ctypes.c_void_p * MOST_RANKS)(*areas),
+                areas=(ctypes.c_void_p * MAX_GPU_RANKS)(*areas),
                 abort=words,
                 failure=words + 8 * failure_word(rank),
                 slot_packets=SLOT // PACKET_DATA_BYTES,

@@ -313,9 +313,6 @@ class Worker:
         recorder = self._recorder = begin_record(config, self._num_pages, self._layout.fingerprint, vocab_size)
         engine = self.assemble(None if recorder is None else recorder.watch, recorder)
         if self._ranks.follower is not None:
-            self._step_thread = StepThread(self._ranks.follower, "step")
-            self._step_thread.start()
-            self._step_thread.call(lambda: None)  # it begins to look for calls behind the first command
             await asyncio.to_thread(self._ranks.wait_for_captures, SERVE_SECONDS)
             return FOLLOWS
         loop = self._loop = self._make_loop(engine)
@@ -347,8 +344,8 @@ class Worker:
         return address
 
     def assemble(self, watch: Watch | None = None, recorder: Recorder | None = None) -> Engine:
-        """Between join() and leave(): the engine, over a new cache. watch: gives what the cache writes through.
-        recorder: writes down what the engine does."""
+        """Between join() and leave(): the engine, over a new cache. A rank that follows begins to follow. watch: gives
+        what the cache writes through. recorder: writes down what the engine does."""
         cache = self._cache = make_cache(
             self.model_config,
             self._layout,
@@ -360,7 +357,11 @@ class Worker:
             snapshots=snapshot_rule(self.config, self.largest_layout, self._num_pages),
         )
         parts = cache, ModelRunner(self._model, cache), self._transport
-        with_ranks = self._ranks.engine(*parts)
+        with_ranks = self._ranks.engine(*parts, recorder)
+        if self._ranks.follower is not None:
+            self._step_thread = StepThread(self._ranks.follower, "step")
+            self._step_thread.start()
+            self._step_thread.call(lambda: None)  # it begins to look for calls behind the first command
         if with_ranks is not None:
             return with_ranks
         return Engine(*parts) if recorder is None else WatchedEngine(*parts, recorder)

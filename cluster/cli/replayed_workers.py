@@ -13,7 +13,10 @@ from tandem.transfer.errors import TransferError
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
+from tandem.workers.config import WorkerConfig
 from tandem.workers.engine.engine import Engine
+from tandem.workers.errors import NoRanks
+from tandem.workers.following.worker_ranks import WorkerRanks
 from tandem.workers.pool_pages import pool_pages
 from tandem.workers.replay.errors import NoReplay
 from tandem.workers.replay.player import Playback, Show, Summary, replay
@@ -23,6 +26,7 @@ from tandem.workers.replay.value_types import schema
 from tandem.workers.worker import Worker
 
 TRANSPORT = "shared_memory"  # all PEs are in this process
+Ranks = list[Worker]  # of one recorded worker, the leader first
 
 
 def replay_files(
@@ -40,8 +44,8 @@ def replay_files(
         try:
             workers = [_loaded(header, model, stack) for header in headers]
             _join(workers, headers, missing, stack)
-            engines = [_engine(worker) for worker in workers]
-        except (CacheError, TransferError, MemoryError, OSError) as error:  # more than this host has or takes
+            engines = [_engine(ranks) for ranks in workers]
+        except (CacheError, TransferError, NoRanks, MemoryError, OSError) as error:  # more than this host has or takes
             raise NoReplay(f"workers of the header's configuration cannot be made here: {error!s:.200}") from error
         whole = not missing
         playbacks = [Playback(one, *parts, summary, whole=whole) for one, parts in zip(readers, engines, strict=True)]
@@ -55,7 +59,7 @@ def _check(headers: Sequence[Header]) -> None:
     for header in headers:
         one, other = header.config, first.config
         mine, first_one = (
-            (of.run, of.config.island, of.config.epoch, of.config.num_pes, of.num_pages, of.host)
+            (of.run, of.config.island, of.config.epoch, of.config.num_pes, of.config.ranks, of.num_pages, of.host)
             for of in (header, first)
         )
         if mine != first_one:
@@ -74,50 +78,63 @@ def _check(headers: Sequence[Header]) -> None:
         raise UsageError(f"the files are of PEs {', '.join(map(str, pes))}; one file of each is accepted")
 
 
-def _loaded(header: Header, model: str | None, stack: ExitStack) -> Worker:
+def _loaded(header: Header, model: str | None, stack: ExitStack) -> Ranks:
     config = replace(header.config, transport=TRANSPORT, model_path=model or header.config.model_path)
     folder = Path(config.model_path)
     if not (folder / "config.json").is_file():
         raise NoReplay(f"model is {config.model_path!r}, which has no config.json; give --model the folder")
     if model_digest(folder) != header.model:
         raise NoReplay(f"model is {config.model_path!r}, whose config.json is not the one that was recorded")
-    worker = Worker(config)
-    stack.callback(worker.stop)
-    worker.load()
-    return worker
+    made: Ranks = []
+    for rank in reversed(range(config.island_ranks[config.pe])):  # the leader stops first, and tells the others
+        worker = Worker(replace(config, rank=rank))
+        stack.callback(worker.stop)
+        worker.load()
+        made.insert(0, worker)
+    return made
 
 
-def _join(workers: Sequence[Worker], headers: Sequence[Header], missing: Sequence[int], stack: ExitStack) -> None:
-    """Opens the memory of all PEs, of those without a record, too: peers write there."""
-    handles = {worker.config.pe: worker.open(headers[0].num_pages) for worker in workers}
-    for header, worker in zip(headers, workers, strict=True):
-        if worker.layout.fingerprint != header.layout:
+def _join(workers: Sequence[Ranks], headers: Sequence[Header], missing: Sequence[int], stack: ExitStack) -> None:
+    """Opens the memory of all ranks, also of workers without a record: peers write there."""
+    num_pages = headers[0].num_pages
+    handles = {(one.config.pe, one.config.rank): one.open(num_pages) for ranks in workers for one in ranks}
+    for header, (leader, *_) in zip(headers, workers, strict=True):
+        if leader.layout.fingerprint != header.layout:
             raise NoReplay(f"the cache of PE {header.config.pe} has another layout here than was recorded")
-    one, layout = workers[0].config, workers[0].layout
+    one = workers[0][0].config
     for pe in missing:
-        config = TransportConfig(
-            pe=pe,
-            num_pes=one.num_pes,
-            layout=layout,
-            num_pages=pool_pages(one, workers[0].largest_layout, headers[0].num_pages),
-            num_signals=mailbox_rows(one.num_signals, one.num_pes),
-            island=one.island,
-            epoch=one.epoch,
-        )
-        transport = create_transport(TRANSPORT, config)
-        stack.callback(transport.close)
-        handles[pe] = transport.open()
-    for worker in workers:
-        worker.join([handles[pe] for pe in range(one.num_pes)])
+        for rank in range(one.island_ranks[pe]):
+            config = replace(one, pe=pe, rank=rank)
+            handles[pe, rank] = _open_missing(WorkerRanks(config), config, num_pages, stack)
+    for ranks in workers:
+        for worker in ranks:
+            worker.join([handles[process] for process in sorted(handles)])
 
 
-def _engine(worker: Worker) -> tuple[Engine, PushLog]:
-    """As it was when the worker began to serve."""
+def _open_missing(ranks: WorkerRanks, config: WorkerConfig, num_pages: int, stack: ExitStack) -> bytes:
+    """The handle of the memory of a rank whose worker has no record here."""
+    member = TransportConfig(
+        pe=config.pe,
+        num_pes=config.num_pes,
+        layout=ranks.layout,
+        num_pages=pool_pages(config, ranks.largest_layout, num_pages),
+        num_signals=mailbox_rows(config.num_signals, config.num_pes),
+        island=config.island,
+        epoch=config.epoch,
+    )
+    transport = ranks.transport(create_transport, member)
+    stack.callback(transport.close)
+    stack.callback(ranks.leave)
+    return ranks.opened(transport.open())
+
+
+def _engine(ranks: Ranks) -> tuple[Engine, list[PushLog]]:
+    """The leader's engine, as it was when the worker began to serve, and what each rank pushes."""
     logs: list[PushLog] = []
 
     def watch(writer: PageWriter) -> PageWriter:
         logs.append(PushLog(writer))
-        return logs[0]
+        return logs[-1]
 
-    engine = worker.assemble(watch)
-    return engine, logs[0]
+    engine, *_ = [worker.assemble(watch) for worker in ranks]
+    return engine, logs

@@ -188,15 +188,6 @@ class ClusterConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _replays_one_rank(self) -> Self:
-        if self.record.folder is not None and self.island.ranks.has_several:
-            raise ValueError(
-                f"record.folder is {self.record.folder}; it must be null where island.prefill_ranks or "
-                "island.decode_ranks is above 1: `tandem replay` runs workers with one rank"
-            )
-        return self
-
 
 def load_config(
     path: Path | str | None,

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,9 +27,12 @@ from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.following.follower import Follower
+from tandem.workers.ranks.shared_ranks import SharedRanks
 from tandem.workers.replay.errors import RecordError
+from tandem.workers.replay.pushes import PushLog
 from tandem.workers.replay.record_file import FRAME, RecordReader
-from tandem.workers.replay.value_types import TokensEntry, schema
+from tandem.workers.replay.value_types import RANK_LOST, TokensEntry, schema
 from tests.e2e.test_adaptive import in_graphs
 from tests.support.island import running_island
 from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
@@ -175,6 +179,73 @@ def test_other_storms_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytes
     assert storm.moves if kind == "draft_model" else summary.pushes
 
 
+@pytest.fixture(scope="module")
+def files_of_leaders(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of a prefill worker with two ranks and of a decode worker with one."""
+    settings = {"island.prefill_ranks": 2, "island.num_decode": 1, "cache.num_pages": 40}
+    return record_storm(small_model, tmp_path_factory.mktemp("leaders"), settings, 20)[1]
+
+
+def test_a_storm_over_workers_of_several_ranks_is_replayed(files_of_leaders: list[Path]) -> None:
+    assert len(files_of_leaders) == 2, "only a leader has a record"
+    summary = replay_files(files_of_leaders)
+    assert summary.difference is None
+    assert summary.tokens > 100
+    assert summary.tokens_left == 0
+    assert summary.pushes
+    assert summary.prefix_hits
+    for file, missing in zip(files_of_leaders, ([1], [0]), strict=True):
+        summary = replay_files([file])
+        assert (summary.difference, summary.missing) == (None, missing)
+
+
+def test_what_one_rank_computes_otherwise_is_found(
+    files_of_leaders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_up = SharedRanks.sum
+    monkeypatch.setattr(SharedRanks, "sum", lambda self, x: add_up(self, -x if self.rank == 1 else x))
+    found = replay_files(files_of_leaders).difference
+    assert found is not None
+    assert found.what == "tokens"
+
+
+def test_what_a_following_rank_pushes_elsewhere_is_found(
+    files_of_leaders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = PushLog._note
+
+    def note_more(self: PushLog, pe: int, written: bytes, positions: int) -> None:
+        note(self, pe, written, positions + threading.current_thread().name.startswith("step"))
+
+    monkeypatch.setattr(PushLog, "_note", note_more)
+    found = replay_files(files_of_leaders).difference
+    assert found is not None
+    assert found.what == "pushes of rank 1[0][2]"
+
+
+def test_a_rank_that_cannot_follow_is_the_first_difference(
+    files_of_leaders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Follower, "_settle", lambda self, _: self.give_up("it is lost"))
+    found = replay_files(files_of_leaders[:1]).difference
+    assert found is not None
+    assert (found.what, found.replayed) == ("ranks", "a rank cannot go on; its log says why")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 2), (2, 4)])
+def test_storms_over_workers_of_any_ranks_are_replayed(
+    prefill: int, decode: int, small_model: Path, tmp_path: Path
+) -> None:
+    ranks = {"island.prefill_ranks": prefill, "island.decode_ranks": decode}
+    _, files = record_storm(small_model, tmp_path, ranks | {"speculation.method": "ngram", "cache.num_pages": 40}, 40)
+    summary = replay_files(files)
+    assert summary.difference is None
+    assert summary.tokens > 100
+    assert summary.pushes
+    assert summary.by_name["take_back"]
+
+
 @pytest.mark.usefixtures("in_graphs")
 def test_steps_that_overlap_are_replayed(small_model: Path, tmp_path: Path) -> None:
     """Steps are launched before the tokens before are read, beside prompts, foreseen, and without masks at first."""
@@ -187,8 +258,14 @@ def test_steps_that_overlap_are_replayed(small_model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_what_a_killed_worker_has_recorded_is_replayed(small_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "killed"), [(1, "decode (PE 1)"), (2, "decode (PE 1, rank 0)"), (2, "decode (PE 1, rank 1)")]
+)
+def test_what_a_killed_worker_has_recorded_is_replayed(
+    ranks: int, killed: str, small_model: Path, tmp_path: Path
+) -> None:
     settings = {"model.path": str(small_model), "island.threads_per_worker": 1, "gateway.processes": 1}
+    settings |= {"island.decode_ranks": ranks}
     settings |= {"gateway.port": 0, "cache.num_pages": 128, "record.folder": str(tmp_path), "record.prompts": True}
     processes = LocalProcesses()
     cluster = Cluster(load_config(None, settings), processes)
@@ -197,14 +274,14 @@ def test_what_a_killed_worker_has_recorded_is_replayed(small_model: Path, tmp_pa
         with ThreadPoolExecutor(1) as aside:
             storm = aside.submit(Storm(address, KINDS[:-1]).run, 60)  # sliding requests are not placed again
             until(lambda: sum(path.stat().st_size for path in tmp_path.iterdir()) > 100_000)
-            os.kill(next(pid for name, pid in processes.pids.items() if "decode" in name), signal.SIGKILL)
+            os.kill(next(pid for name, pid in processes.pids.items() if killed in name), signal.SIGKILL)
             storm.result()
     finally:
         cluster.stop()
     summary = replay_files(sorted(tmp_path.glob("*-epoch1-*.tandemrec")))
     assert summary.difference is None
     assert summary.tokens
-    assert "its process ended" in summary.ends.values()
+    assert {"its process ended", RANK_LOST}.intersection(summary.ends.values())
 
 
 def test_a_changed_token_is_the_first_difference(files: list[Path], tmp_path: Path) -> None:
@@ -279,6 +356,10 @@ def test_a_record_without_prompts_has_none_and_replays_its_pages(small_model: Pa
         ("config.decode_workers", 0, "island.num_decode is 0; it must be greater than or equal to 1"),
         ("config.max_sequences", 1 << 40, "scheduler.max_sequences is 1099511627776; it must be less than or equal to"),
         ("config.max_model_len", 0, "model.max_model_len is 0; it must be greater than or equal to 1"),
+        ("config.rank", 1, "rank 1; 0 is accepted"),
+        ("config.ranks", [1, 2], "ranks (1, 2); none are accepted, or a number of 1 to 64 for each of 3 PEs"),
+        ("config.ranks", [1, 65, 1], "ranks (1, 65, 1); none are accepted, or a number of 1 to 64"),
+        ("config.ranks", [3, 3, 3], "num_heads is 4; it must be a multiple of the 3 ranks"),
         ("config.page_size", 7, "cache.page_size is 7; it must be 8, 16, 32, 64 or 128"),
         ("config.speculation.tokens", 99, "speculation.tokens is 99; it must be less than or equal to 16"),
         ("num_pages", 10**12, "cache.num_pages is 1000000000000; it must be less than or equal to 16777216"),

@@ -159,6 +159,14 @@ WORKERS = (
         tests=("tests/workers/replay/test_record_file.py::test_only_its_owner_may_read_it_and_it_has_no_secret",),
     ),
     Mutant(
+        name="replay-ahead-of-its-ranks",
+        file="workers/replay/player.py",
+        find="            self._engine.wait_for_ranks()\n",
+        replace="            pass\n",
+        reason="All ranks have pushed before a replay goes on, or a peer reads what is not there yet.",
+        tests=("tests/e2e/test_record.py::test_a_rank_that_cannot_follow_is_the_first_difference",),
+    ),
+    Mutant(
         name="experts-of-other-ranks",
         file="workers/models/experts.py",
         find="(y if self._alone else y.where((experts < held)[:, :, None], 0)).sum(1)",

@@ -343,6 +343,9 @@ class Engine:
         """Of the worker's processes, the leader first; none where it is one. From any thread."""
         return []
 
+    def wait_for_ranks(self) -> None:
+        """Returns once all ranks of this worker have done the actions before. Raises RankLost."""
+
     @property
     def silent_seconds(self) -> float:
         """See Transport.silent_seconds."""

@@ -20,6 +20,17 @@ class Watcher(Protocol):
         ...
 
 
+class Nested:
+    """Two watchers of one engine. The outer one sees what the inner one makes of an action."""
+
+    def __init__(self, outer: Watcher, inner: Watcher) -> None:
+        self._outer, self._inner = outer, inner
+
+    def act(self, engine: Engine, name: str, arguments: tuple[Any, ...], action: Callable[..., Any]) -> Any:
+        """See Watcher."""
+        return self._outer.act(engine, name, arguments, lambda one, *given: self._inner.act(one, name, given, action))
+
+
 class WatchedEngine(Engine):
     """Questions and polls are as they were."""
 

@@ -15,7 +15,7 @@ from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.rank_progress import RankProgress
-from tandem.workers.engine.watched_engine import WatchedEngine
+from tandem.workers.engine.watched_engine import Nested, WatchedEngine, Watcher
 from tandem.workers.errors import RankLost
 from tandem.workers.following.calls import (
     AGREE_SECONDS,
@@ -135,9 +135,10 @@ class LeadingEngine(WatchedEngine):
         leader: Leader,
         shared: Ranks,
         token_bytes: int,
+        watcher: Watcher | None = None,
     ) -> None:
-        """token_bytes: of a token's entries in the whole model."""
-        super().__init__(cache, runner, transport, leader, shared)
+        """token_bytes: of a token's entries in the whole model. watcher: sees the actions that are led."""
+        super().__init__(cache, runner, transport, Nested(watcher, leader) if watcher else leader, shared)
         self._leader = leader
         self._token_bytes = token_bytes
         self._followers = leader.memory.states[1:]
@@ -147,8 +148,11 @@ class LeadingEngine(WatchedEngine):
     def expect(self, sequence: int, num_tokens: int) -> PositionMap:
         """A peer writes there as soon as it knows. So each rank has let go of these pages before."""
         found = super().expect(sequence, num_tokens)
-        self._leader.wait_for_all()
+        self.wait_for_ranks()
         return found
+
+    def wait_for_ranks(self) -> None:
+        self._leader.wait_for_all()
 
     def sequence(self, sequence: int) -> SequenceState:
         """With what all ranks have sent of it."""

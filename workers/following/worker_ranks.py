@@ -14,6 +14,7 @@ from tandem.transfer.rank_transport import RankTransport, config_below
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.watched_engine import Watcher
 from tandem.workers.errors import NoRanks, RankLost
 from tandem.workers.following.follower import Follower
 from tandem.workers.following.leader import Leader, LeadingEngine
@@ -109,8 +110,10 @@ class WorkerRanks:
         with_memory = {self._sizes.process(pe) for pe, size in enumerate(self._sizes) if size > 1}
         return [one.partition(b"\n")[2] if process in with_memory else one for process, one in enumerate(handles)]
 
-    def engine(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport) -> Engine | None:
-        """None for one rank by itself. Raises NoRanks."""
+    def engine(
+        self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, watcher: Watcher | None
+    ) -> Engine | None:
+        """None for one rank by itself. watcher: sees the actions of a leader. Raises NoRanks."""
         if self._memory is None:
             return None
         if isinstance(self._shared, DeviceRanks) and self._joining is not None:
@@ -118,7 +121,7 @@ class WorkerRanks:
         if not self.follows:
             self.leader = Leader(self._memory)
             token_bytes = self._parts(WHOLE)[2].token_bytes
-            return LeadingEngine(cache, runner, transport, self.leader, self.ranks, token_bytes)
+            return LeadingEngine(cache, runner, transport, self.leader, self.ranks, token_bytes, watcher)
         engine = Engine(cache, runner, transport, self.ranks)
         self.follower = Follower(engine, transport, self._memory, self.shard.rank)
         return engine

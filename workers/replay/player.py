@@ -10,11 +10,13 @@ import numpy as np
 
 from tandem.workers.engine.engine import ACTIONS, Engine
 from tandem.workers.engine.watched_engine import PARAMETERS
+from tandem.workers.errors import RankLost
 from tandem.workers.replay.codec import Decoder, Known
 from tandem.workers.replay.errors import BadRecord
 from tandem.workers.replay.pushes import PushLog
 from tandem.workers.replay.record_file import RecordReader
 from tandem.workers.replay.value_types import (
+    RANK_LOST,
     SECRET_RESULTS,
     ActionEntry,
     EndEntry,
@@ -25,7 +27,8 @@ from tandem.workers.replay.value_types import (
     value_types,
 )
 
-WHOLE_ENDS = frozenset({"the worker left its island", "its process ended"})  # all that the worker wrote is replayed
+WHOLE_ENDS = frozenset({"the worker left its island", "its process ended", RANK_LOST})
+"""Of records with all that the worker wrote."""
 MOST_SHOWN = 400  # characters of a value
 
 Show = Callable[[int, "Playback", ActionEntry], None]
@@ -83,8 +86,10 @@ class Played(NamedTuple):
 class Playback:
     """One record, and the engine that it is replayed on."""
 
-    def __init__(self, reader: RecordReader, engine: Engine, pushes: PushLog, summary: Summary, *, whole: bool) -> None:
-        """whole: whether all that peers wrote is replayed, too."""
+    def __init__(
+        self, reader: RecordReader, engine: Engine, pushes: Sequence[PushLog], summary: Summary, *, whole: bool
+    ) -> None:
+        """pushes: of each rank of the worker. whole: whether all that peers wrote is replayed, too."""
         self.name = reader.path.name
         self._reader = reader
         self._engine = engine
@@ -127,7 +132,7 @@ class Playback:
             result = getattr(self._engine, action.name)(**named)
         except Exception as error:
             raised = type(error).__name__
-        pushed = self._pushes.take()
+        pushed = self._pushed()
         self._follow(action)
         for note in decoded:
             if isinstance(note, ResultEntry):
@@ -145,18 +150,27 @@ class Playback:
     def _end(self, end: EndEntry) -> None:
         self._summary.ends[self.name] = end.reason
 
-    def _settle(self, note: ResultEntry, result: Any, raised: str, pushed: tuple[Pushed, ...]) -> None:
+    def _pushed(self) -> list[tuple[Pushed, ...]]:
+        """What each rank pushed in the last action. Waits until all have done it: a peer may read that in the next."""
+        try:
+            self._engine.wait_for_ranks()
+        except RankLost as error:
+            raise Found("ranks", "all did it", error) from error
+        return [log.take() for log in self._pushes]
+
+    def _settle(self, note: ResultEntry, result: Any, raised: str, pushed: Sequence[tuple[Pushed, ...]]) -> None:
         """Compares what the action returned and wrote."""
         summary = self._summary
         if raised != note.raised:
             raise Found("exception", note.raised or "none", raised or "none")
         if self._tells or self.action.name not in SECRET_RESULTS:
             self._compare("result", note.value, result)
-        self._compare("pushes", note.pushed, pushed)
+        for rank, own in enumerate(pushed):
+            self._compare(f"pushes of rank {rank}" if rank else "pushes", note.pushed, own)
         self._compare("pages", note.pages, self._engine.pages)
         summary.raised += bool(raised)
-        summary.pushes += sum(one.writes for one in pushed)
-        summary.pushed_positions += sum(one.positions for one in pushed)
+        summary.pushes += sum(one.writes for one in note.pushed)
+        summary.pushed_positions += sum(one.positions for one in note.pushed)
         if self.action.name == "admit" and note.value:
             summary.prefix_hits += 1
         if self.action.name == "free" and not raised:

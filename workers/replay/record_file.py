@@ -22,6 +22,7 @@ from typing import Any, get_args, get_type_hints
 from zlib import crc32
 
 from tandem import __version__
+from tandem.transfer.island_ranks import MAX_RANKS
 from tandem.workers.config import Role, SpeculationSettings, WorkerConfig
 from tandem.workers.logs import LogSettings
 from tandem.workers.replay.errors import BadRecord, RecordError
@@ -83,15 +84,14 @@ class Header:
             given = values.pop("config")
             speculation, role = SpeculationSettings(**given.pop("speculation")), Role(given.pop("role"))
             del given["logging"], given["record"]
-            given |= {name: () for name in ("ranks", "epochs") if given[name] == []}
+            given |= {name: tuple(given[name]) for name in ("ranks", "epochs") if isinstance(given[name], list)}
             header = cls(config=WorkerConfig(role=role, speculation=speculation, **given), **values)
             config = header.config
             for part in (header, config, speculation):
                 _check_values(part)
             if config.pe >= config.num_pes or config.num_pes > MAX_PES:
                 raise BadRecord(f"its header has PE {config.pe} of {config.num_pes}; at most {MAX_PES} are accepted")
-            if config.rank or config.ranks != ():
-                raise BadRecord(f"its header has rank {config.rank} of {config.ranks!r:.40}; one rank is accepted")
+            _check_ranks(config)
             if config.epochs != ():
                 raise BadRecord(f"its header has epochs {config.epochs!r:.40}; none are accepted")
             return header
@@ -99,6 +99,19 @@ class Header:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise BadRecord(f"its header cannot be read: {error!r:.200}") from error
+
+
+def _check_ranks(config: WorkerConfig) -> None:
+    """BadRecord unless it leads, and each worker of the island has some ranks."""
+    ranks: object = config.ranks
+    numbers = isinstance(ranks, tuple) and all(type(one) is int and 1 <= one <= MAX_RANKS for one in ranks)
+    if not numbers or len(config.ranks) not in (0, config.num_pes) or config.island_ranks.processes > MAX_PES:
+        raise BadRecord(
+            f"its header has ranks {ranks!r:.40}; none are accepted, or a number of 1 to {MAX_RANKS} for each of "
+            f"{config.num_pes} PEs, {MAX_PES} at most together"
+        )
+    if config.rank:
+        raise BadRecord(f"its header has rank {config.rank}; 0 is accepted, which leads the others")
 
 
 def _check_values(part: Header | WorkerConfig | SpeculationSettings) -> None:

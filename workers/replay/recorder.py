@@ -10,6 +10,7 @@ from tandem.cache.plan.page_writer import PageWriter
 from tandem.workers.config import WorkerConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.watched_engine import PARAMETERS
+from tandem.workers.errors import RankLost
 from tandem.workers.replay.codec import Encoder
 from tandem.workers.replay.errors import NotAValue, RecordError
 from tandem.workers.replay.pseudonyms import Pseudonyms
@@ -17,6 +18,7 @@ from tandem.workers.replay.pushes import PushLog
 from tandem.workers.replay.record_file import Header, RecordWriter
 from tandem.workers.replay.value_types import (
     HANDLES,
+    RANK_LOST,
     SECRET_RESULTS,
     UNNOTED,
     ActionEntry,
@@ -62,6 +64,9 @@ class Recorder:
             self._begin(name, arguments)
             try:
                 result = action(engine, *arguments)
+            except RankLost:
+                self.close(RANK_LOST, logging.WARNING)
+                raise
             except BaseException as error:
                 self._write(ResultEntry(None, type(error).__name__, self._pushed(), engine.pages), name)
                 raise
@@ -142,9 +147,9 @@ class Recorder:
 
 def begin_record(config: WorkerConfig, num_pages: int, layout: int, vocab_size: int) -> Recorder | None:
     """The record of a worker that begins to serve, if its configuration asks for one. num_pages, layout: see Header.
-    Raises RecordError where the file cannot be made."""
+    Raises RecordError where the file cannot be made. A rank that follows has none: its leader's says what it does."""
     settings = config.record
-    if settings is None:
+    if settings is None or config.rank:
         return None
     header = Header.of(config, num_pages, layout, schema())
     name = f"{config.island}-{header.run[:8]}-epoch{config.epoch}-pe{config.pe}"

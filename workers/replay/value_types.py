@@ -74,6 +74,8 @@ class Unnoted(NamedTuple):
 
 
 ENTRIES = (ActionEntry, ResultEntry, TokensEntry, EndEntry)
+RANK_LOST = "a rank of the worker was lost"
+"""Why a record ends within an action: that has no result, because a replay loses no rank."""
 HANDLES = (PromptLogits,)
 """Results that name what the engine keeps."""
 UNNOTED = (PackedLogprobs,)

@@ -6,7 +6,7 @@ from tandem.workers.engine.engine import ACTIONS, Engine
 from tandem.workers.engine.watched_engine import PARAMETERS, WatchedEngine
 
 QUESTIONS = {"takes", "room", "sequence", "digest", "prefix_changes"}
-POLLS = {"mark", "fence", "mailbox", "recalls_answered", "recalls_asked", "loss"}
+POLLS = {"mark", "fence", "mailbox", "recalls_answered", "recalls_asked", "loss", "wait_for_ranks"}
 OF_PEERS = {"part", "welcome"}  # who they are is no part of a record
 
 

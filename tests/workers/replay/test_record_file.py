@@ -13,11 +13,12 @@ import pytest
 
 from tandem.cache.operations.holdings import PageCounts
 from tandem.workers.config import RecordSettings, Role, SpeculationSettings, WorkerConfig
+from tandem.workers.errors import RankLost
 from tandem.workers.replay.codec import Decoder
 from tandem.workers.replay.errors import BadRecord, RecordError
 from tandem.workers.replay.record_file import FRAME, Header, RecordReader, RecordWriter
 from tandem.workers.replay.recorder import END_BYTES, Recorder, begin_record
-from tandem.workers.replay.value_types import schema, value_types
+from tandem.workers.replay.value_types import RANK_LOST, schema, value_types
 
 ENGINE: Any = SimpleNamespace(pages=PageCounts(9, 8, 1, 0))
 ENTRIES = [b"one", b"two" * 10, b"three" * 100]
@@ -169,6 +170,27 @@ def test_what_cannot_be_written_ends_the_record_and_not_the_worker(
     assert recorder.act(ENGINE, "free", (object(),), lambda *_: 5) == 5
     assert recorder.act(ENGINE, "free", (1,), lambda *_: 6) == 6
     assert "ends: free: ActionEntry.arguments is a object; it must be" in caplog.text
+
+
+def test_a_record_ends_within_the_action_in_which_a_rank_is_lost(config: WorkerConfig) -> None:
+    """In a replay no rank is lost there."""
+    recorder = begin_record(config, 40, 7, 512)
+    assert recorder is not None
+
+    def fails(*_: object) -> None:
+        raise RankLost("it was killed")
+
+    with pytest.raises(RankLost):
+        recorder.act(ENGINE, "free", (1,), fails)
+    (path,) = Path(config.record.folder).iterdir()  # type: ignore[union-attr]
+    decoder = Decoder(value_types())
+    entries = [decoder.decode(entry) for _, entry in RecordReader(path).entries()]
+    assert [type(entry).__name__ for entry in entries] == ["ActionEntry", "EndEntry"]
+    assert entries[1].reason == RANK_LOST
+
+
+def test_a_rank_that_follows_writes_no_record(config: WorkerConfig) -> None:
+    assert begin_record(replace(config, rank=1, ranks=(2, 2)), 40, 7, 512) is None
 
 
 def test_an_error_of_an_action_is_noted_and_raised(config: WorkerConfig) -> None:

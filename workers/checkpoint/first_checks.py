@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from tandem.workers.checkpoint.architectures import read_architecture
-from tandem.workers.checkpoint.errors import InvalidWeights, ModelError, UnsupportedFeature
+from tandem.workers.checkpoint.errors import InvalidWeights, ModelError
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.checkpoint.least_bytes import read_headers
-from tandem.workers.checkpoint.quantizations import ACCEPTED, METHODS
+from tandem.workers.checkpoint.quantizations import read_method
 
 EMBEDDING = "model.embed_tokens.weight"
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -21,31 +21,13 @@ def first_checks(folder: Path, *, has_weights: bool) -> int | None:
     """
     fields = Fields.from_file(folder / "config.json")
     read_architecture(fields)
-    _check_quantization(fields)
+    if "quantization_config" in fields:
+        read_method(fields.section("quantization_config"))
     if any(isinstance(fields.raw(part), dict) for part in ("text_config", "encoder", "decoder")):
         return None
     if has_weights and "quantization_config" not in fields:
         _check_headers(folder, fields)
     return _max_length(fields)
-
-
-def _check_quantization(fields: Fields) -> None:
-    if "quantization_config" not in fields:
-        return
-    section = fields.section("quantization_config")
-    method = section.raw("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
-        raise UnsupportedFeature(
-            f"{section.source}: quant_method is {SHOWN.repr(method)}; it must be "
-            f"{' or '.join(map(repr, METHODS))}: take another checkpoint, or one without quantization"
-        )
-    for name, value in ACCEPTED.get(method, {}).items():
-        found = section.raw(name)
-        if type(found) is not type(value) or found != value:
-            raise UnsupportedFeature(
-                f"{section.source}: {name} is {SHOWN.repr(found)}; it must be {value!r} where quant_method is "
-                f"{method!r}"
-            )
 
 
 def _check_headers(folder: Path, fields: Fields) -> None:

@@ -87,7 +87,7 @@ def test_refused_quantizations_are_those_that_loading_refuses(tmp_path: Path, se
         first_checks(tmp_path, has_weights=True)
     with pytest.raises(ModelError) as late:
         load_config(tmp_path)
-    assert str(early.value).partition("; it must be")[0] == str(late.value).partition("; it must be")[0]
+    assert str(early.value) == str(late.value)
 
 
 @pytest.mark.parametrize("section", [{"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.stored import Plain
-from tandem.workers.weights.formats.format import Format, Method, Quantization, accept, read_modules
+from tandem.workers.weights.formats.format import Format, Method, Quantization, read_modules
 from tandem.workers.weights.formats.int4 import (
     WORD,
     Int4Weight,
@@ -57,9 +57,7 @@ class AwqWeight(Int4Weight):
         return numbers[:, :, POSITIONS].flatten(1)[:, rows.start : rows.stop].T
 
 
-def _read(section: Fields, served: str) -> Quantization:
-    for name, accepted in (("bits", 4), ("zero_point", True), ("version", "gemm")):
-        accept(section, name, (accepted,), served)
+def _read(section: Fields, _served: str) -> Quantization:
     return Quantization(
         "awq",
         read_group(section, "group_size"),

@@ -62,7 +62,6 @@ class Gptq2Weight(GptqWeight):
 
 
 def _read(section: Fields, served: str) -> Quantization:
-    accept(section, "bits", (4,), served)
     accept(section, "sym", (True, False), served)
     accept(section, "checkpoint_format", tuple(VERSIONS), served)
     accept(section, "dynamic", (None,), "one format for all modules")

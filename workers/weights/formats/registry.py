@@ -5,12 +5,12 @@ from importlib import import_module
 from typing import Any
 
 from tandem.workers.checkpoint import quantizations
-from tandem.workers.checkpoint.errors import InvalidWeights, UnsupportedFeature
-from tandem.workers.checkpoint.fields import SHOWN, Fields
+from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
 from tandem.workers.checkpoint.stored import Plain, StoredWeight
 from tandem.workers.weights.allocator import DENSE, Form
-from tandem.workers.weights.formats.format import AS_COMPUTED, Format, Method, Quantization, either
+from tandem.workers.weights.formats.format import AS_COMPUTED, Format, Method, Quantization
 
 
 def _named(name: str) -> Any:
@@ -33,13 +33,7 @@ def read_quantization(fields: Fields) -> Quantization:
     section = fields.section("quantization_config")
     *others, last = (one.serves for one in METHODS.values())
     served = f"weights are served in {', '.join(others)} and {last}"
-    method = section.raw("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
-        raise UnsupportedFeature(
-            f"{section.source}: quant_method is {SHOWN.repr(method)}; it must be {either(tuple(METHODS))}, for "
-            f"{served}: take another checkpoint of the model, or one without quantization"
-        )
-    return METHODS[method].read(section, served)
+    return METHODS[quantizations.read_method(section)].read(section, served)
 
 
 def form_of(quantization: Quantization, parts: Sequence[StoredWeight], columns: int) -> Form:

@@ -40,7 +40,7 @@ from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget, largest_body
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.default_sampling import default_sampling
-from tandem.cluster.requests.departures import Departures
+from tandem.cluster.requests.departures import unfinished
 from tandem.cluster.requests.observer import Observe, all_of
 from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
@@ -356,8 +356,8 @@ class Gateway:
         return self._islands.placed_tokens(island)
 
     async def unfinished(self, island: str, pes: frozenset[int], *, move: bool) -> int:
-        """See Departures."""
-        return Departures(self._islands, self._requests).unfinished(island, pes, move=move)
+        """See unfinished()."""
+        return unfinished(self._islands, self._requests, island, pes, move=move)
 
     async def next_order(self) -> ScaleOrder | None:
         """As Admin.next_order."""

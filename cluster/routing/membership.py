@@ -143,6 +143,6 @@ class Membership:
             return [gateway.call("placed_tokens", name) for gateway in self._gateways]
 
     def ask_unfinished(self, name: str, pes: frozenset[int], *, move: bool) -> list[Future[Any]]:
-        """Asks each process how many requests it has at these workers of an island; see Departures."""
+        """Asks each process how many requests it has at these workers of an island; see departures.py."""
         with self._lock:
             return [gateway.call("unfinished", name, pes, move) for gateway in self._gateways]

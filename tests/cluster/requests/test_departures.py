@@ -1,9 +1,11 @@
 """Where requests go whose workers are about to leave."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from tandem.cluster.requests.active_requests import ActiveRequests
-from tandem.cluster.requests.departures import Departures
+from tandem.cluster.requests.departures import unfinished
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.worker_link import WorkerAddress, WorkerLink
 from tandem.workers.config import Role
@@ -22,25 +24,25 @@ class Moves:
         return count
 
 
-async def with_workers(gateway: Gateway, roles: str, leaving: set[int]) -> tuple[Departures, Moves]:
+async def with_workers(gateway: Gateway, roles: str, leaving: set[int]) -> tuple[Callable[..., int], Moves]:
     """Island 0 of these roles."""
     kinds = {"p": Role.PREFILL, "d": Role.DECODE}
     workers = tuple(WorkerAddress(kinds[role], pe, "127.0.0.1:1", "", epoch=1) for pe, role in enumerate(roles))
     for version, pes in ((2, frozenset[int]()), (3, frozenset(leaving))):
         await gateway.islands.update(IslandState("i0", 1, 0, workers, version, 0, leaving=pes))
     moves = Moves()
-    return Departures(gateway.islands, cast(ActiveRequests, moves)), moves
+    return partial(unfinished, gateway.islands, cast(ActiveRequests, moves)), moves
 
 
 def test_requests_are_spread_over_the_decode_workers_that_stay() -> None:
     async def body(gateway: Gateway) -> None:
-        departures, moves = await with_workers(gateway, "pddd", {3})
+        needing, moves = await with_workers(gateway, "pddd", {3})
         _, busy, _, leaver = gateway.islands.workers("i0")
         busy.load, leaver.decoding = 100, 5
         leaver.expect_prompt("a", 10)
-        assert departures.unfinished("i0", {3}, move=False) == 6
+        assert needing("i0", {3}, move=False) == 6
         assert moves.asked == []
-        assert departures.unfinished("i0", {3}, move=True) == 6
+        assert needing("i0", {3}, move=True) == 6
         assert moves.asked == [(3, 2, 3), (3, 1, 3)], "the least loaded one comes first"
 
     with_gateway(body)
@@ -48,11 +50,11 @@ def test_requests_are_spread_over_the_decode_workers_that_stay() -> None:
 
 def test_without_a_decode_worker_that_can_be_reached_any_worker_takes_them() -> None:
     async def body(gateway: Gateway) -> None:
-        departures, moves = await with_workers(gateway, "pdd", {2})
+        needing, moves = await with_workers(gateway, "pdd", {2})
         _, away, leaver = gateway.islands.workers("i0")
         away.avoid()
         leaver.decoding = 1
-        departures.unfinished("i0", {2}, move=True)
+        needing("i0", {2}, move=True)
         assert moves.asked == [(2, 0, 1)]
 
     with_gateway(body)
@@ -60,9 +62,9 @@ def test_without_a_decode_worker_that_can_be_reached_any_worker_takes_them() -> 
 
 def test_another_island_knows_of_nothing() -> None:
     async def body(gateway: Gateway) -> None:
-        departures, moves = await with_workers(gateway, "pd", {1})
+        needing, moves = await with_workers(gateway, "pd", {1})
         arguments: Any = ("i7", {1})
-        assert departures.unfinished(*arguments, move=True) == 0
+        assert needing(*arguments, move=True) == 0
         assert moves.asked == []
 
     with_gateway(body)

@@ -54,7 +54,8 @@ class Island:
         self._config = config
         self._max_model_len = max_model_len
         workers = worker_configs(config, max_model_len, name, epoch, self._network.num_hosts)
-        self._workers = [replace(worker, silent_seconds=self._network.silent_seconds) for worker in workers]
+        silent = self._network.silent_seconds
+        self._workers = self._in_places([replace(worker, silent_seconds=silent) for worker in workers])
         self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
         self._members: list[ActorProcess] = []  # in the order of their PEs and ranks
         self._loads: dict[ActorProcess, Future[Any]] = {}
@@ -249,6 +250,10 @@ class Island:
     @property
     def _threads(self) -> int:
         return self._workers[0].threads or 1
+
+    def _in_places(self, workers: list[WorkerConfig]) -> list[WorkerConfig]:
+        """The workers of a new island, in the places that it has."""
+        return workers
 
     def _spec(self, worker: WorkerConfig) -> ActorSpec:
         name = f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ProcessEnded
-from tandem.cluster.processes.processes import ActorProcess, Processes
+from tandem.cluster.processes.processes import ActorProcess
 from tandem.cluster.scaling import Shape
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.network import Network
@@ -38,20 +38,15 @@ class ElasticIsland(Island):
     Each of them may raise ProcessEnded, when a worker was lost meanwhile. Then part() comes with its place, too.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        config: ClusterConfig,
-        max_model_len: int,
-        name: str,
-        epoch: int,
-        network: Network | None = None,
-    ) -> None:
-        super().__init__(processes, config, max_model_len, name, epoch, network)
-        workers, self._places = len(self._workers), places(config)
-        epochs = (epoch,) * workers + (0,) * (self._places - workers)
-        given = epochs if self._places > workers else ()
-        self._workers = [replace(worker, num_pes=self._places, epochs=given) for worker in self._workers]
+    def _in_places(self, workers: list[WorkerConfig]) -> list[WorkerConfig]:
+        there = places(self._config)
+        vacant = (0,) * (there - len(workers))
+        epochs = (*(worker.epoch for worker in workers), *vacant) if vacant else ()
+        return [replace(worker, num_pes=there, epochs=epochs) for worker in workers]
+
+    @property
+    def _places(self) -> int:
+        return self._workers[0].num_pes
 
     @property
     def roles(self) -> dict[int, Role]:

@@ -84,7 +84,7 @@ def _serve(
         if predecessor is not None:
             lock.rename(config.name, OLD_SECONDS)
         grpc, *others = zip(*((one.grpc, one.http, one.metrics) for one in cluster.addresses), strict=True)
-        logs = str(config.logging.folder or processes.log_folder)
+        logs = processes.log_folder(config.logging.folder)
         lock.publish(",".join(grpc), clock.seconds, logs)
         opened = "".join(
             f" {name}={','.join(there)}" for name, there in zip(("http", "metrics"), others, strict=True) if all(there)

@@ -23,7 +23,7 @@ from tandem.cluster.config.model import download_hint
 from tandem.cluster.config.sections import ModelSection
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError, StartFailed
-from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, own_address
+from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, machine_address
 from tandem.cluster.supervision.shared_ports import check_ports
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.first_checks import first_checks
@@ -72,7 +72,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
 def check_ray(address: str | None) -> None:
     """StartFailed unless a Ray answers there. None and auto: one that is started here, or that Ray finds."""
     if address not in (None, "auto"):
-        check_ray_answers(address, asked_host(address, own_address()))
+        check_ray_answers(address, asked_host(address, machine_address()))
 
 
 def require_model(config: ClusterConfig) -> None:

@@ -76,7 +76,7 @@ class Launch:
             cluster = Cluster(self.config, processes)
             stack.callback(cluster.stop)
             address = cluster.start(None, lambda: prepare_start(self.config, log.info))
-            lock.publish(address, cluster.clock.seconds, str(self.config.logging.folder or processes.log_folder))
+            lock.publish(address, cluster.clock.seconds, processes.log_folder(self.config.logging.folder))
             return address, stack.pop_all().close
 
 

@@ -34,7 +34,7 @@ def asked_host(address: str, known: str) -> str:
     return host
 
 
-def own_address() -> str:
+def machine_address() -> str:
     """This machine's, as others know it: that of the route to them. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("8.8.8.8", 80))

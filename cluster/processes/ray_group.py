@@ -23,7 +23,7 @@ from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.placement import CPU_FRACTION
 from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost, check_niceness
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, ProcessGroup, by_place, cluster_of
-from tandem.cluster.processes.ray_nodes import PLACEMENT_SECONDS, bundles_of, on_node, own_address, place
+from tandem.cluster.processes.ray_nodes import PLACEMENT_SECONDS, bundles_of, on_node, own_node_address, place
 
 ChooseHosts = Callable[..., list[str]]
 """choose_nodes() by bundles and deadline."""
@@ -162,7 +162,7 @@ class RayGroup(ProcessGroup):
             },
         }
         modules = (spec.kind.__module__, *spec.modules)
-        seconds = None if host == own_address() else self._ties.leases.seconds
+        seconds = None if host == own_node_address() else self._ties.leases.seconds
         try:
             start = pack((spec.kind, spec.argument))
             arguments = (modules, spec.name, start, self._ties.lifeline, self._ties.forks, seconds)

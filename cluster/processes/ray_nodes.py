@@ -97,8 +97,8 @@ def log_folder() -> str:
     return _worker.node.get_logs_dir_path()
 
 
-def own_address() -> str:
-    """Of the node that this process is on."""
+def own_node_address() -> str:
+    """The address of the node that this process is on."""
     return _address_of(ray.get_runtime_context().get_node_id())
 
 
@@ -133,7 +133,7 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
     if not bundles:
         return []  # of a group that only shrinks
     needed = sum_of(bundles)
-    text, here = words_of(needed), own_address()
+    text, here = words_of(needed), own_node_address()
     silent: set[str] = set()
     while True:
         nodes = alive_nodes()
@@ -174,7 +174,7 @@ def _answers(node: Node) -> bool:
 
 def free_places(most: int, bundles: Sequence[dict[str, float]], where: Where) -> int:
     """How many groups of these bundles, `most` at most, could be placed now."""
-    here = own_address()
+    here = own_node_address()
     fitting = [node for node in alive_nodes() if where.fits(node, here)]
     return spread_places(fitting, bundles, most) if where.spread else min(most, places(fitting, sum_of(bundles)))
 

@@ -32,8 +32,8 @@ from tandem.cluster.processes.ray_nodes import (
     choose_nodes,
     free_places,
     log_folder,
-    own_address,
     own_cluster,
+    own_node_address,
     process_resources,
     request_nodes,
 )
@@ -113,10 +113,9 @@ class RayProcesses(Processes):
         """This Ray's HOST:PORT, after start(). Other clusters can join it there."""
         return ray.get_runtime_context().gcs_address
 
-    @property
-    def log_folder(self) -> str:
-        """Where this host's processes write their stderr, after start()."""
-        return log_folder()
+    def log_folder(self, asked: str | None) -> str:
+        """Where this host's processes write their logs, after start(): `asked`, or Ray's folder of their stderr."""
+        return asked or log_folder()
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -125,7 +124,7 @@ class RayProcesses(Processes):
 
     def hosts_for(self, where: Where) -> Sequence[str]:
         self._loss.check()
-        here = own_address()
+        here = own_node_address()
         return [node.address for node in alive_nodes() if where.fits(node, here)]
 
     def check_room(self, processes: int, *, gpus: int) -> None:

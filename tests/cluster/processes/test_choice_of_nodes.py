@@ -24,7 +24,7 @@ def _nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gone.close()
         nodes = [Node("127.0.0.2", CPUS, CPUS, port=lost), Node("127.0.0.3", CPUS, {"CPU": 2.0}, port=port)]
         monkeypatch.setattr(ray_nodes, "alive_nodes", lambda: nodes)
-        monkeypatch.setattr(ray_nodes, "own_address", lambda: "127.0.0.1")
+        monkeypatch.setattr(ray_nodes, "own_node_address", lambda: "127.0.0.1")
         yield
 
 

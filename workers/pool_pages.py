@@ -5,7 +5,6 @@ import math
 
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.pool_sizes import (
-    NO_STATES,
     PageUse,
     SnapshotRule,
     StateUse,
@@ -58,9 +57,6 @@ def _uses(config: WorkerConfig) -> tuple[PageUse, ...]:
 
 
 def _states(config: WorkerConfig) -> StateUse:
-    """Kernels of a GPU write no snapshots."""
-    if config.device != "cpu":
-        return NO_STATES
     speculation = config.speculation
     drafted = min(config.max_sequences, speculation.max_step_tokens // 2) if speculation.method != "none" else 0
     return StateUse(config.state_share if config.prefix_sharing and config.state_interval else 0.0, drafted)

@@ -20,6 +20,7 @@ from tandem.cache.kernels.torch.sliding import SlidingRows
 from tandem.cache.pages.sequence_table import SequenceTable, ids_of
 from tandem.cache.plan.arrays import Int64Array, IntArray
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
+from tandem.cache.plan.spans import Span
 from tandem.cache.plan.tables import EntryLayout, PageTables, TokenLayout, lay_out_tokens, look_up_pages
 
 SKIP_SLOT = -1  # append leaves such a token out
@@ -50,27 +51,26 @@ class GraphBuffers:
         self._table = table
         self._page_size, max_pages = table.page_size, table.groups[0].pages.shape[1]
         of_groups = [limits.in_chunks(group.chunk) for group in groups]
-        sizes = _sizes(limits, [group.chunk for group in groups], max_pages)
+        sizes = _sizes(limits, [group.kind.keeps for group in groups], max_pages)
         self._arrays = FixedArrays(staging, sizes)
         self._fetch = partial(staging.fetch, FixedArrays.num_bytes(sizes))
         self._shift_rows = choose_row_shift(self._arrays.tensors[0].device)
         end = 1 + len(limits.inputs)
         self.positions, *self.inputs = self._arrays.tensors[:end]  # int64, those that the caller fills along
-        count = 4 if limits.one_each and not (limits.runs or limits.sliding) else 5
         self._room = [own.num_sequences for own in of_groups]
-        self._tables = [
-            _device_tables(self._arrays.tensors[begin : begin + count], limits)
-            for begin in range(end, len(sizes), count)
-        ]
+        self._tables = list[DeviceTables]()
+        for group in groups:
+            begin, end = end, end + len(_group_sizes(limits, group.kind.keeps, max_pages))
+            self._tables.append(_device_tables(self._arrays.tensors[begin:end], limits, group.kind.keeps))
         self._buffers = [
             group.backend.buffers(own if group.shares_in_graphs else own.without_sharing(), tables)
             for tables, group, own in zip(self._tables, groups, of_groups, strict=True)
         ]
 
     @staticmethod
-    def num_bytes(limits: Limits, chunks: Sequence[int | None], max_pages: int) -> int:
-        """chunks: Span.chunk of each layer group."""
-        return FixedArrays.num_bytes(_sizes(limits, chunks, max_pages))
+    def num_bytes(limits: Limits, spans: Sequence[Span], max_pages: int) -> int:
+        """spans: of each layer group."""
+        return FixedArrays.num_bytes(_sizes(limits, spans, max_pages))
 
     @property
     def size(self) -> int:
@@ -183,7 +183,7 @@ class GraphBuffers:
         if missing or not limits.one_each:
             widths = limits.num_tokens, *limits.inputs
             arrays = [pad(one, width - one.size, 0) for one, width in zip(arrays, widths, strict=True)]
-        for layout, one in zip(layouts, tables, strict=True):
+        for group, layout, one in zip(self._groups, layouts, tables, strict=True):
             tokens = layouts[0] if isinstance(layout, EntryLayout) else layout  # rows, which entries are not
             arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
             if limits.runs:
@@ -193,6 +193,10 @@ class GraphBuffers:
                 arrays.append(ways.packed(limits.num_sequences))
             elif not limits.one_each:
                 arrays.append(tokens.qo_indptr)
+            if group.whole:
+                kept = np.full(limits.num_sequences, SKIP_SLOT, np.int32)
+                kept[one.writes.sequences] = one.writes.pages
+                arrays.append(kept)
         self._arrays.prepare(arrays)
 
     def send(self, inputs: Sequence[Int64Array] = ()) -> None:
@@ -219,8 +223,8 @@ def make_graph_buffers(
     )
     if not fit:
         return []
-    chunks = [group.chunk for group in groups]
-    num_bytes = max(GraphBuffers.num_bytes(one, chunks, max_pages) for one in fit)
+    spans = [group.kind.keeps for group in groups]
+    num_bytes = max(GraphBuffers.num_bytes(one, spans, max_pages) for one in fit)
     staging = (FetchedStaging if fit[0].one_each else CopiedStaging)(num_bytes, rotations.device)
     return [GraphBuffers(one, groups, rotations, layers, table, staging) for one in fit]
 
@@ -260,6 +264,7 @@ def pad_tables(tables: PageTables, tokens: int, sequences: int, pages: int) -> P
         kv_last_page_len=pad(tables.kv_last_page_len, sequences, 1),
         kv_lens=pad(tables.kv_lens, sequences, 1),
         shared=tables.shared,
+        writes=tables.writes,
     )
 
 
@@ -268,27 +273,34 @@ def pad(array: IntArray, count: int, value: int) -> IntArray:
     return np.concatenate((array, np.full(count, value, array.dtype))) if count else array
 
 
-def _sizes(limits: Limits, chunks: Sequence[int | None], max_pages: int) -> list[ArraySize]:
-    """Positions and inputs; for each group slots, kv_indptr, kv_last_page_len and kv_indices, then qo_indptr unless it
-    is known, or `preceding` of a verify step, or `sliding` of a step in which sequences may."""
-    tokens = limits.num_tokens
-    sizes: list[ArraySize] = [(count, torch.int64) for count in (tokens, *limits.inputs)]
-    for chunk in chunks:
-        sequences = limits.in_chunks(chunk).num_sequences
-        of_group = [tokens, sequences + 1, sequences, sequences * max_pages]
-        if limits.runs:
-            of_group.append(sequences)
-        elif limits.sliding:
-            of_group.append(6 * sequences)
-        elif not limits.one_each:
-            of_group.append(sequences + 1)
-        sizes += [(count, torch.int32) for count in of_group]
+def _sizes(limits: Limits, spans: Sequence[Span], max_pages: int) -> list[ArraySize]:
+    """Positions and inputs, then the tables of each group."""
+    sizes: list[ArraySize] = [(count, torch.int64) for count in (limits.num_tokens, *limits.inputs)]
+    for span in spans:
+        sizes += [(count, torch.int32) for count in _group_sizes(limits, span, max_pages)]
     return sizes
 
 
-def _device_tables(arrays: Sequence[Tensor], limits: Limits) -> DeviceTables:
-    """Of one group, in the order of _sizes()."""
-    four, fifth = arrays[:4], arrays[4] if len(arrays) > 4 else None
+def _group_sizes(limits: Limits, span: Span, max_pages: int) -> list[int]:
+    """Slots, kv_indptr, kv_last_page_len and kv_indices; then qo_indptr unless it is known, or `preceding` of a verify
+    step, or `sliding` of a step in which sequences may; then `kept` of states."""
+    sequences = limits.in_chunks(span.chunk).num_sequences
+    sizes = [limits.num_tokens, sequences + 1, sequences, sequences * (1 if span.last else max_pages)]
+    if limits.runs:
+        sizes.append(sequences)
+    elif limits.sliding:
+        sizes.append(6 * sequences)
+    elif not limits.one_each:
+        sizes.append(sequences + 1)
+    return [*sizes, sequences] if span.last else sizes
+
+
+def _device_tables(arrays: Sequence[Tensor], limits: Limits, span: Span) -> DeviceTables:
+    """Of one group, in the order of _group_sizes()."""
+    kept, rest = (arrays[-1], arrays[:-1]) if span.last else (None, arrays)
+    four, fifth = rest[:4], rest[4] if len(rest) > 4 else None
     if limits.sliding:
-        return DeviceTables(*four, sliding=fifth)
-    return DeviceTables(*four, preceding=fifth) if limits.runs else DeviceTables(*four, qo_indptr=fifth)
+        return DeviceTables(*four, sliding=fifth, kept=kept)
+    if limits.runs:
+        return DeviceTables(*four, preceding=fifth, kept=kept)
+    return DeviceTables(*four, qo_indptr=fifth, kept=kept)

@@ -98,6 +98,8 @@ class DeviceTables:
     preceding: int32 [B], of a verify step: how many of the rows right before a row are earlier new tokens of the same
     sequence. None: each row is of another sequence.
     sliding: int32 [6 · B], of a step in which sequences may slide: the fields of SlidingRows one behind the other.
+    kept: int32 [B], of a group that keeps states: the page that gets a snapshot of the state behind a row, negative for
+    none.
     """
 
     slots: Tensor
@@ -107,6 +109,7 @@ class DeviceTables:
     qo_indptr: Tensor | None = None
     preceding: Tensor | None = None
     sliding: Tensor | None = None
+    kept: Tensor | None = None
 
 
 EMPTY = np.empty(0, np.int32)

@@ -1,6 +1,7 @@
 """The forward face of a cache: what a forward needs, from its batch to what it sent."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from tandem.cache.attention.begun_forward import Forward
@@ -14,7 +15,7 @@ from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, integers
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.tables import TokenLayout
+from tandem.cache.plan.tables import StateWrites, TokenLayout
 
 
 class ForwardCalls(Parts):
@@ -34,22 +35,11 @@ class ForwardCalls(Parts):
             return self._begin_encoder(sequences, push=batch.push)
         appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)
         if buffers is not None:
-            self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
-            rows, tokens = self._growth.grow(sequences, appends, in_flight=batch.scratch + buffers.limits.one_each)
-            if buffers.limits.runs:
-                self._prepare(buffers, rows[tokens.owners], tokens.apart(), inputs)
-            elif buffers.limits.in_chain:
-                self._prepare(buffers, rows, tokens.lasts(), inputs)
-            else:
-                self._prepare(buffers, rows, tokens, inputs)
-            buffers.send()
-            standing = None if buffers.limits.one_each else self._table.standing(rows)
-            return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
+            return self._begin_in_buffers(sequences, appends, batch, buffers, inputs)
         lengths = None if batch.rope_lengths is None else integers("rope_lengths", batch.rope_lengths)
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
-        if self.layout.recurs and not batch.without_states:
-            self._pages.check_states(sequences, self._table.rows(sequences), appends, drafted=batch.drafted)
+        self._check_states(sequences, appends, batch)
         rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents, in_flight=batch.scratch)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
@@ -71,6 +61,36 @@ class ForwardCalls(Parts):
             self._groups, plans, self._layers, standing, locate, compressed=compressed, by_token=by_token
         )
         return Forward(sequences, tokens, attention, sent, standing)
+
+    def _begin_in_buffers(
+        self,
+        sequences: tuple[int, ...],
+        appends: Int64Array,
+        batch: Batch,
+        buffers: GraphBuffers,
+        inputs: Sequence[Int64Array],
+    ) -> Forward:
+        limits = buffers.limits
+        self._check_buffers(limits, sequences, appends, batch, inputs)
+        self._check_states(sequences, appends, batch)
+        rows, tokens = self._growth.grow(sequences, appends, in_flight=batch.scratch + limits.one_each)
+        kept: tuple[StateWrites, ...] = ()
+        if self.layout.recurs:
+            kept = self._pages.keep_states(rows, tokens, drafted=batch.drafted, without=batch.without_states)
+        if limits.runs:
+            kept = tuple(writes.apart(tokens) for writes in kept)
+            self._prepare(buffers, rows[tokens.owners], tokens.apart(), inputs, kept)
+        elif limits.in_chain:
+            self._prepare(buffers, rows, tokens.lasts(), inputs)
+        else:
+            self._prepare(buffers, rows, tokens, inputs, kept)
+        buffers.send()
+        standing = None if limits.one_each else self._table.standing(rows)
+        return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
+
+    def _check_states(self, sequences: tuple[int, ...], appends: Int64Array, batch: Batch) -> None:
+        if self.layout.recurs and not batch.without_states:
+            self._pages.check_states(sequences, self._table.rows(sequences), appends, drafted=batch.drafted)
 
     def _begin_encoder(self, sequences: tuple[int, ...], *, push: bool) -> Forward:
         if not self.layout.has_encoder:
@@ -126,17 +146,26 @@ class ForwardCalls(Parts):
         slides = self._table.sliding.count > 0 and bool(self._table.sliding.windows[rows].any())
         if tokens is None or self.layout.drops_past or buffers.limits.sharing or slides:
             return None
+        if self.layout.recurs and not (tokens.seq_lens % self.layout.page_size).all():
+            return None  # the step leaves a snapshot, which gets its page with the step itself
         self._prepare(buffers, rows, tokens, inputs)
         is_next = partial(self._growth.is_foreseen, rows)
         return Forward(sequences, tokens, NO_ATTENTION, None, None, buffers, is_next)
 
     def _prepare(
-        self, buffers: GraphBuffers, rows: Int64Array, tokens: TokenLayout, inputs: Sequence[Int64Array]
+        self,
+        buffers: GraphBuffers,
+        rows: Int64Array,
+        tokens: TokenLayout,
+        inputs: Sequence[Int64Array],
+        kept: Sequence[StateWrites] = (),
     ) -> None:
+        """kept: of each layer group the snapshots that the forward leaves; none where it is empty."""
         sharing = buffers.limits.sharing
         look_ups = [group.look_up_apart if sharing else group.look_up for group in self._groups]
         parts = [group.split(rows, tokens) for group in self._groups]
         tables = [look_up(*part) for look_up, part in zip(look_ups, parts, strict=True)]
+        tables = [replace(one, writes=writes) for one, writes in zip(tables, kept, strict=True)] if kept else tables
         ways = self._sliding.rows(rows) if buffers.limits.sliding else None
         buffers.prepare([layout for _, layout in parts], tables, inputs, ways)
 

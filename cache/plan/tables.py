@@ -109,6 +109,10 @@ class StateWrites(NamedTuple):
     tokens: Int64Array
     pages: Int64Array
 
+    def apart(self, tokens: TokenLayout) -> "StateWrites":
+        """Of each token as a sequence of its own: see TokenLayout.apart, of these tokens."""
+        return StateWrites(tokens.qo_indptr[self.sequences] + self.tokens - 1, np.ones_like(self.tokens), self.pages)
+
 
 NO_WRITES = StateWrites(*(np.empty(0, np.int64) for _ in range(3)))
 

@@ -16,7 +16,7 @@ from tandem.cluster.supervision.process_settings import worker_configs
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, together
 from tests.gpu.worker_pair import each, form
 from tests.gpu.worker_process import WorkerPe
-from tests.support.checkpoints import COMMON, ON_GPUS, make_model, sizes_on_gpu
+from tests.support.checkpoints import COMMON, KEEP_STATES, ON_GPUS, make_model, sizes_on_gpu
 from tests.support.client_requests import GREEDY, complete_all, complete_all_updates, tokens_of
 from tests.support.island import running_gateway
 from tests.support.oracle import greedy_all, in_its_precision, load_oracle, random_prompt
@@ -86,6 +86,25 @@ def test_tokens_equal_transformers_in_float32(family: str, processes: list[PePro
     expected = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
     with running_workers(processes, tmp_path, "float32") as address:
         assert complete_all(address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == expected
+
+
+@pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])
+def test_prompts_go_on_from_snapshots_of_states(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
+    """Each 32 positions, and at the last full page of a prompt."""
+    make_model(family).save_pretrained(tmp_path)
+    oracle, prompt = load_oracle(tmp_path, device="cuda"), random_prompt(150, 1)
+    (output,) = greedy_all(oracle, [prompt], OUTPUT)
+    turn = prompt + output + PROMPTS[1]
+    asked = [(prompt, 0), (prompt, 144), (prompt[:100] + PROMPTS[3], 96), (turn, 144), (turn, 208)]
+    expected = greedy_all(oracle, [one for one, _ in asked], OUTPUT)
+    settings = {"cache.state_interval": 32, "cache.state_share": 1.0}
+    with running_workers(processes, tmp_path, "float32", settings=settings) as address:
+        for (one, cached), wanted in zip(asked, expected, strict=True):
+            (updates,) = complete_all_updates(address, [one], max_tokens=OUTPUT, **GREEDY)
+            assert tokens_of(updates) == wanted
+            usage = updates[-1].usage
+            assert usage is not None
+            assert usage.cached_tokens == cached
 
 
 @pytest.mark.parametrize("family", ON_GPUS)

@@ -1,8 +1,10 @@
 """States of recurrent layers on a GPU: kernels in Qwen3-Next's sizes, in a CUDA graph, and models cut at borders of
 chunks. Workers with such models are among those of test_families."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from tandem.cache.kernels.delta.kernels import DeltaSteps, TritonDeltaKernels
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tandem.cache.plan.pool_sizes import SnapshotRule
+from tandem.cache.plan.tables import PageTables, StateWrites, TokenLayout, lay_out_tokens, look_up_pages
 from tests.gpu.test_steps import DRAWN, FLOAT16_LOGPROB, GREEDY, PROGRAM, assert_graphs_go_on
 from tests.support.cached_model import CachedModel
 from tests.support.checkpoints import KEEP_STATES, ON_GPUS, make_model, sizes_on_gpu
@@ -38,6 +41,8 @@ FORWARDS: list[dict[int, int]] = [
     {0: 1, 1: 1, 2: 1, 3: 1},
     {2: 700, 3: 1},
 ]
+# Of some forwards the sequences that leave snapshots, and behind which of their new tokens.
+SNAPSHOTS: list[dict[int, int]] = [{2: 130}, {0: 1, 1: 2, 3: 65}, {3: 64, 1: 1}, {1: 1}, {2: 512}]
 CUT_AT = (1, 63, 64, 65)
 
 
@@ -50,12 +55,20 @@ class Both:
         self.reference, self.kernels = TorchStateKernels(pool, shape), TritonDeltaKernels(pool.cuda(), shape)
         self.pages = np.random.default_rng(0).permutation(PAGES)[:, None].astype(np.int32)
         self.lengths = np.zeros(PAGES, np.int64)
+        self.kept = set[int]()  # pages of snapshots, which are those of the last rows
 
-    def lay_out(self, counts: dict[int, int]) -> tuple[TokenLayout, PageTables]:
+    def lay_out(
+        self, counts: dict[int, int], snapshots: Mapping[int, int] = MappingProxyType({})
+    ) -> tuple[TokenLayout, PageTables]:
+        """snapshots: of which sequences one stands behind so many of the new tokens."""
         rows = np.array(list(counts))
         tokens = lay_out_tokens(self.lengths[rows], np.array(list(counts.values())))
         self.lengths[rows] += list(counts.values())
-        return tokens, look_up_states(self._look_up, rows, tokens)
+        places = np.array([list(counts).index(row) for row in snapshots], np.int64)
+        pages = self.pages[ROWS : ROWS + len(snapshots), 0].astype(np.int64)
+        self.kept.update(pages.tolist())
+        writes = StateWrites(places, np.array(list(snapshots.values()), np.int64), pages)
+        return tokens, replace(look_up_states(self._look_up, rows, tokens), writes=writes)
 
     def _look_up(self, rows: Int64Array, entries: TokenLayout) -> PageTables:
         return look_up_pages(self.pages, rows, entries, 1)
@@ -81,7 +94,7 @@ class Both:
 
     def check_states(self) -> None:
         ours, theirs = self.kernels._pool.flatten(2), self.reference._entries
-        written = self.pages[self.lengths > 0, 0].tolist()
+        written = [*self.pages[self.lengths > 0, 0].tolist(), *sorted(self.kept)]
         assert torch.isnan(ours[:, 1 - LAYER]).all()
         assert torch.isnan(ours[[page for page in range(PAGES) if page not in written]]).all()
         self.check(ours[written, LAYER], theirs[written, LAYER])
@@ -92,8 +105,8 @@ class Both:
 @torch.inference_mode()
 def test_forwards_equal_the_reference(shape: DeltaShape, dtype: torch.dtype) -> None:
     both = Both(shape, dtype)
-    for seed, counts in enumerate(FORWARDS):
-        tokens, tables = both.lay_out(counts)
+    for seed, (counts, snapshots) in enumerate(zip(FORWARDS, SNAPSHOTS, strict=True)):
+        tokens, tables = both.lay_out(counts, snapshots)
         x = both.draw(int(tokens.qo_indptr[-1]), seed)
         expected = both.expected(tokens, tables, x)
         both.check(both.kernels.run(GroupPlan(both.kernels.plan(tokens, tables), None), LAYER, x), expected)
@@ -104,15 +117,16 @@ def test_forwards_equal_the_reference(shape: DeltaShape, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @torch.inference_mode()
 def test_a_graph_computes_steps_of_any_rows(shape: DeltaShape, dtype: torch.dtype) -> None:
-    """Captured once, with rows of padding in most steps. The graph computes three steps one behind the other, so that a
-    kernel may begin while the step before still runs."""
+    """Captured once, with rows of padding in most steps, and with rows that leave snapshots. The graph computes three
+    steps one behind the other, so that a kernel may begin while the step before still runs."""
     both = Both(shape, dtype)
     tokens, tables = both.lay_out({row: 3 + row for row in range(ROWS)})
     x = both.draw(int(tokens.qo_indptr[-1]), 99)
     both.expected(tokens, tables, x)
     both.kernels.run(GroupPlan(both.kernels.plan(tokens, tables), None), LAYER, x)
     empty = torch.zeros(ROWS + 1, dtype=torch.int32, device="cuda")
-    static = DeviceTables(torch.full_like(empty[:-1], -1), empty, torch.ones_like(empty[:-1]), empty)
+    slots, kept = (torch.full_like(empty[:-1], -1) for _ in range(2))
+    static = DeviceTables(slots, empty, torch.ones_like(slots), empty, kept=kept)
     places = [both.draw(ROWS, 0) for _ in range(STEPS)]
     own = both.kernels.buffers(Limits.of_step(ROWS, 4, 1), static)
     graph, outputs = capture(own, places)
@@ -123,11 +137,13 @@ def test_a_graph_computes_steps_of_any_rows(shape: DeltaShape, dtype: torch.dtyp
             for target, source in zip(place[:4], numbers[:4], strict=True):
                 target.copy_(source)
             first = numbers.of(slice(len(rows)))
-            tokens, tables = both.lay_out(dict.fromkeys(rows, 1))
+            tokens, tables = both.lay_out(dict.fromkeys(rows, 1), dict.fromkeys(rows[: seed % 4], 1))
             wanted.append(both.expected(tokens, tables, first))
         assert tables is not None
-        static.slots.fill_(-1)
-        static.slots[: len(rows)] = torch.from_numpy(tables.slot_mapping).cuda()
+        for table in (slots, kept):
+            table.fill_(-1)
+        slots[: len(rows)] = torch.from_numpy(tables.slot_mapping).cuda()
+        kept[: seed % 4] = torch.from_numpy(tables.writes.pages).cuda()
         graph.replay()
         for ours, theirs in zip(outputs, wanted, strict=True):
             both.check(ours[: len(rows)], theirs)
@@ -164,6 +180,28 @@ def test_float32_tokens_equal_transformers_wherever_prompts_are_cut(family: str,
         for tokens, token in zip(made, model.sample(model.step(step)), strict=True):
             tokens.append(token)
     assert made == expected
+
+
+@pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])
+def test_float32_tokens_equal_transformers_from_snapshots(family: str, tmp_path: Path) -> None:
+    """Behind prefixes, a fork and a pop that end at one: within a prompt, and behind a step."""
+    make_model(family).save_pretrained(tmp_path)
+    prompt, other = random_prompt(150, 1), random_prompt(40, 2)
+    texts = [prompt, prompt[:100] + other, prompt[:32] + other]
+    expected = greedy_all(load_oracle(tmp_path, device="cuda"), texts, 12)
+    model = CachedModel(tmp_path, "float32", "cuda", SnapshotRule(32, 20))
+    model.cache.add_sequence(0)
+    made = model.generate(0, model.feed(0, prompt, [70]), 12)
+    assert made == expected[0]
+    model.cache.publish_prefix(0, np.array(prompt + made[:-1]))
+    for sequence, (text, found) in enumerate(zip(texts, (128, 96, 32), strict=True), 1):
+        model.cache.add_sequence(sequence)
+        assert model.cache.match_prefix(sequence, np.array(text)) == found
+        assert model.generate(sequence, model.feed(sequence, text, []), 12) == expected[sequence - 1]
+    model.cache.fork_sequence(0, 4, 160)
+    assert model.generate(4, model.step({4: made[10:11]}), 1) == made[11:]
+    model.cache.pop(0, model.cache.num_tokens(0) - 96)
+    assert model.generate(0, model.feed(0, texts[1], []), 12) == expected[1]
 
 
 @pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])

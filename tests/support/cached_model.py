@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.runner.model_cache import kv_layout, make_cache
@@ -20,14 +21,16 @@ from tests.support.tvm_cache import TvmCache
 class CachedModel:
     """step() feeds some tokens of some sequences, which the cache must have."""
 
-    def __init__(self, folder: Path, dtype: str, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, dtype: str, device: str = "cpu", snapshots: SnapshotRule = NO_SNAPSHOTS) -> None:
         config = load_config(folder, dtype)
         layout = kv_layout(config, 16)
         pools = [
             torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype_of(group), device=device)
             for group in range(len(layout.groups))
         ]
-        self.cache = TvmCache.of(make_cache(config, layout, pools, max_sequences=8, max_length=256))
+        self.cache = TvmCache.of(
+            make_cache(config, layout, pools, max_sequences=8, max_length=256, snapshots=snapshots)
+        )
         self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
 
     def step(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.runner.batch_buckets import MOST_PROMPTS
@@ -50,6 +51,7 @@ class PromptRunner:
         dtype: str = "float32",
         device: str = "cpu",
         scales: KVScales | None = None,
+        snapshots: SnapshotRule = NO_SNAPSHOTS,
     ) -> None:
         """capture: None: all forwards are plain."""
         config = load_config(folder, dtype)
@@ -60,7 +62,15 @@ class PromptRunner:
             for group in groups
         ]
         self.cache: TvmCache = TvmCache.of(
-            make_cache(config, layout, self.pools, max_sequences=24, max_length=LONGEST, kernels=kernels)
+            make_cache(
+                config,
+                layout,
+                self.pools,
+                max_sequences=24,
+                max_length=LONGEST,
+                kernels=kernels,
+                snapshots=snapshots,
+            )
         )
         self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
         self.replays = 0

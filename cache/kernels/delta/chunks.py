@@ -7,6 +7,8 @@ matrix.
     _conv_chunks    q, k, v of all tokens; q and k get unit length     a program: a chunk and a head
     _solve_chunks   w, u, and scores within the chunk; new tails       a program: a chunk and a value head
     _scan_chunks    o, and S from chunk to chunk                       a program: a sequence and columns of a state
+
+A snapshot may stand behind any token: a chunk ends there. The first kernel writes its tail, the last one its S.
 """
 
 from typing import Any, NamedTuple
@@ -23,12 +25,13 @@ from tandem.cache.kernels.delta.steps import silu_rounded
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.delta_rule import CHUNK, UNIT_EPS
 from tandem.cache.kernels.triton.dependent_launch import launch_options
-from tandem.cache.plan.arrays import Int32Array, IntArray, ragged_range
+from tandem.cache.plan.arrays import Int32Array, Int64Array, IntArray, ragged_range
 
 BLOCK = 16  # rows of the diagonal blocks that are inverted row by row
 LEAST = 32  # of each side of a product: with 16 columns, Triton 3.6's for 16 bits gave NaN on Hopper
 ROWS = 16  # tokens at once of the convolution
-CHUNK_FIELDS, SEQUENCE_FIELDS = 3, 4
+CHUNK_FIELDS, SEQUENCE_FIELDS, PIECE_FIELDS = 4, 6, 3
+NO_PAGE = -1
 
 
 class Tiling(NamedTuple):
@@ -48,21 +51,44 @@ FLOATS = Tiling("ieee", 32, 16, 16, 1)
 
 class ChunkRows(NamedTuple):
     """int32 on the device. sequences [n, SEQUENCE_FIELDS]: page, whether anything is behind the sequence, its first
-    token, and the one behind its last. chunks [m, CHUNK_FIELDS]: the sequence, its first token, and the one behind its
-    last."""
+    token, and the one behind its last; its first piece, and the one behind its last. pieces [p, PIECE_FIELDS]: the
+    first token, the one behind the last, and the page of the snapshot there, or NO_PAGE. chunks [m, CHUNK_FIELDS]: the
+    sequence, then as of pieces."""
 
     sequences: Tensor
+    pieces: Tensor
     chunks: Tensor
 
 
-def lay_out_chunks(pages: IntArray, behind: IntArray, begins: IntArray, ends: IntArray) -> tuple[Int32Array, ...]:
+class Cuts(NamedTuple):
+    """Snapshots within the new tokens of n sequences, int64 [c] each: of sequences[i] the state before token tokens[i]
+    of the forward goes to pages[i]."""
+
+    sequences: Int64Array
+    tokens: Int64Array
+    pages: Int64Array
+
+
+def lay_out_chunks(
+    pages: IntArray, behind: IntArray, begins: IntArray, ends: IntArray, cuts: Cuts
+) -> tuple[Int32Array, ...]:
     """Arrays of ChunkRows, of n sequences, [n] each: see there."""
-    sequences = np.stack((pages, behind, begins, ends), 1).astype(np.int32)
-    counts = -(-(ends - begins) // CHUNK)
-    owners = np.repeat(np.arange(counts.size), counts)
-    firsts = begins[owners] + ragged_range(np.zeros_like(counts), counts) * CHUNK
-    chunks = np.stack((owners, firsts, np.minimum(firsts + CHUNK, ends[owners])), 1)
-    return sequences, chunks.astype(np.int32)
+    owners = np.concatenate((np.arange(begins.size), cuts.sequences))
+    stops, kept = np.concatenate((ends, cuts.tokens)), np.concatenate((np.full(begins.size, NO_PAGE), cuts.pages))
+    order = np.lexsort((-kept, stops, owners))
+    owners, stops, kept = owners[order], stops[order], kept[order]
+    is_first = np.diff(owners, prepend=-1) > 0
+    starts = np.where(is_first, begins[owners], np.roll(stops, 1))
+    there = starts < stops  # a snapshot behind the last token leaves no piece after it
+    owners, starts, stops, kept = owners[there], starts[there], stops[there], kept[there]
+    borders = np.searchsorted(owners, np.arange(begins.size + 1))
+    sequences = np.stack((pages, behind, begins, ends, borders[:-1], borders[1:]), 1)
+    counts = -(-(stops - starts) // CHUNK)
+    pieces = np.repeat(np.arange(counts.size), counts)
+    firsts = starts[pieces] + ragged_range(np.zeros_like(counts), counts) * CHUNK
+    lasts = np.minimum(firsts + CHUNK, stops[pieces])
+    chunks = np.stack((owners[pieces], firsts, lasts, np.where(lasts == stops[pieces], kept[pieces], NO_PAGE)), 1)
+    return tuple(of.astype(np.int32) for of in (sequences, np.stack((starts, stops, kept), 1), chunks))
 
 
 def advance_states(
@@ -99,8 +125,8 @@ def advance_states(
     block = min(tiling.values, values)
     kernel = _scan_chunks[(rows.sequences.shape[0], value_heads, triton.cdiv(value_dim, block))]
     kernel(
-        *(mixed, w, u, scores, totals, output, pool, rows.sequences, *place, key_dim**-0.5),
-        *(tail * shape.channels, *sizes, keys, block, SEQUENCE_FIELDS, tiling.precision),
+        *(mixed, w, u, scores, totals, output, pool, rows.sequences, rows.pieces, *place, key_dim**-0.5),
+        *(tail * shape.channels, *sizes, keys, block, SEQUENCE_FIELDS, PIECE_FIELDS, tiling.precision),
         **tiled,
     )
 
@@ -112,7 +138,8 @@ def _conv_chunks(
     TAIL: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Heads of q come first, then those of k and of v. Tails stay as they are: other chunks read them, too."""
+    """Heads of q come first, then those of k and of v. Tails stay as they are: other chunks read them, too. That of a
+    snapshot behind the chunk is written."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -123,8 +150,9 @@ def _conv_chunks(
     page, behind, first = tl.load(sequence).to(tl.int64), tl.load(sequence + 1), tl.load(sequence + 2)
     head, column = tl.program_id(1), tl.arange(0, WIDTH)
     of_keys = head < 2 * KEY_HEADS
-    channel = tl.where(of_keys, head * KEY_DIM, 2 * KEY_HEADS * (KEY_DIM - VALUE_DIM) + head * VALUE_DIM) + column
-    there = column < tl.where(of_keys, KEY_DIM, VALUE_DIM)
+    lead = tl.where(of_keys, head * KEY_DIM, 2 * KEY_HEADS * (KEY_DIM - VALUE_DIM) + head * VALUE_DIM)
+    width = tl.where(of_keys, KEY_DIM, VALUE_DIM)
+    channel, there = lead + column, column < width
     tail = pool + page * page_elements + layer_elements + channel[None, :]
     held_before = tl.where(behind > 0, first, first - TAIL)  # no source is before that
     dtype: tl.constexpr = output.dtype.element_ty
@@ -144,6 +172,11 @@ def _conv_chunks(
         length = tl.where(of_keys, 1.0 / tl.sqrt(tl.sum(active * active, 1) + eps), 1.0)
         places = output + token.to(tl.int64)[:, None] * channels + channel[None, :]
         tl.store(places, (active * length[:, None]).to(dtype), mask=inside)
+    kept = tl.load(chunk + 3)
+    if kept >= 0:
+        last, own = mixed + end.to(tl.int64) * mixed_token, pool + page * page_elements + layer_elements
+        target = pool + kept.to(tl.int64) * page_elements + layer_elements
+        _move_tail(last, mixed_token, own, target, lead, width, end - first, behind > 0, channels, TAIL, WIDTH)
 
 
 @triton.jit
@@ -202,21 +235,22 @@ def _solve_chunks(
         tail = pool + tl.load(sequence).to(tl.int64) * page_elements + layer_elements
         count, behind = end - tl.load(sequence + 2), tl.load(sequence + 1) > 0
         last = raw + end.to(tl.int64) * raw_token
-        _move_tail(last, raw_token, tail, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, VALUE_DIM, count, behind,
+        _move_tail(last, raw_token, tail, tail, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, VALUE_DIM, count, behind,
                    channels, TAIL, VALUES)  # fmt: skip
         if head % (VALUE_HEADS // KEY_HEADS) == 0:
             own = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
-            _move_tail(last, raw_token, tail, own, KEY_DIM, count, behind, channels, TAIL, KEYS)
-            _move_tail(last, raw_token, tail, KEY_HEADS * KEY_DIM + own, KEY_DIM, count, behind, channels, TAIL, KEYS)
+            _move_tail(last, raw_token, tail, tail, own, KEY_DIM, count, behind, channels, TAIL, KEYS)
+            own += KEY_HEADS * KEY_DIM
+            _move_tail(last, raw_token, tail, tail, own, KEY_DIM, count, behind, channels, TAIL, KEYS)
 
 
 @triton.jit
 def _move_tail(
-    last, raw_token, tail, channel, width, count, behind,
+    last, raw_token, tail, target, channel, width, count, behind,
     CHANNELS: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the channels channel … channel + width - 1 of a sequence with `count` new tokens; `last`: behind the last of
-    these."""
+    """Of the channels channel … channel + width - 1 of a sequence whose tail `count` new tokens make `target`, which
+    may be the same; `last`: behind the last of these."""
     column = tl.arange(0, BLOCK)
     for place in tl.static_range(TAIL):  # pyright: ignore[reportGeneralTypeIssues]
         back = TAIL - place
@@ -225,7 +259,7 @@ def _move_tail(
         from_tail = tail + (count + place) * CHANNELS + channel + column
         old = tl.load(from_tail, mask=column < tl.where((count < back) & behind, width, 0), other=0.0)
         tl.debug_barrier()  # another thread may have loaded what this one writes over
-        tl.store(tail + place * CHANNELS + channel + column, new + old, mask=column < width)
+        tl.store(target + place * CHANNELS + channel + column, new + old, mask=column < width)
 
 
 @triton.jit
@@ -258,42 +292,53 @@ def invert_unit_lower(strict, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION
 
 @triton.jit
 def _scan_chunks(
-    mixed, w, u, scores, totals, output, pool, sequences, page_elements, layer_elements, scale,
+    mixed, w, u, scores, totals, output, pool, sequences, pieces, page_elements, layer_elements, scale,
     STATE: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    SEQUENCE_FIELDS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SEQUENCE_FIELDS: tl.constexpr, PIECE_FIELDS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The state, which begins at STATE in an entry, stays in registers from a sequence's first chunk to its last."""
+    """The state, which begins at STATE in an entry, stays in registers from a sequence's first chunk to its last. It is
+    written behind each piece that ends with a snapshot, and behind the last."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     sequence, head = sequences + tl.program_id(0) * SEQUENCE_FIELDS, tl.program_id(1)
-    begin, end = tl.load(sequence + 2), tl.load(sequence + 3)
     row, key, value = tl.arange(0, CHUNK), tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    entry = pool + tl.load(sequence).to(tl.int64) * page_elements + layer_elements + STATE
-    places = entry + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    entries = pool + layer_elements + STATE
+    place = head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    places = entries + tl.load(sequence).to(tl.int64) * page_elements + place
     seen = key < tl.where(tl.load(sequence + 1) > 0, KEY_DIM, 0)
     state = tl.load(places, mask=seen[:, None] & (value < VALUE_DIM)[None, :], other=0.0)
     dtype: tl.constexpr = mixed.dtype.element_ty
     of_head = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
-    for first in range(begin, end, CHUNK):
-        token, inside = (first + row).to(tl.int64), first + row < end
-        in_key, in_value = inside[:, None] & (key < KEY_DIM)[None, :], inside[:, None] & (value < VALUE_DIM)[None, :]
-        line = token * VALUE_HEADS + head
-        total = tl.load(totals + line, mask=inside, other=0.0)
-        whole = tl.sum(tl.where(row == tl.minimum(end - first, CHUNK) - 1, total, 0.0), 0)
-        before = state.to(dtype)
-        own = tl.load(w + line[:, None] * KEY_DIM + key[None, :], mask=in_key, other=0.0)
-        added = tl.load(u + line[:, None] * VALUE_DIM + value[None, :], mask=in_value, other=0.0).to(tl.float32)
-        added = (added - tl.dot(own, before, input_precision=PRECISION)).to(dtype)
-        q = mixed + token[:, None] * channels + of_head + key[None, :]
-        queries = tl.load(q, mask=in_key, other=0.0)
-        found = tl.dot(queries, before, input_precision=PRECISION) * (tl.exp(total) * scale)[:, None]
-        within = tl.load(scores + line[:, None] * CHUNK + row[None, :], mask=inside[:, None], other=0.0)
-        found += tl.dot(within, added, input_precision=PRECISION)
-        tl.store(output + line[:, None] * VALUE_DIM + value[None, :], found.to(dtype), mask=in_value)
-        keys = tl.load(q + KEY_HEADS * KEY_DIM, mask=in_key, other=0.0).to(tl.float32)
-        until_end = (keys * tl.exp(whole - total)[:, None]).to(dtype)
-        state = state * tl.exp(whole) + tl.dot(tl.trans(until_end), added, input_precision=PRECISION)
+    for which in range(tl.load(sequence + 4), tl.load(sequence + 5)):
+        piece = pieces + which * PIECE_FIELDS
+        end = tl.load(piece + 1)
+        for first in range(tl.load(piece), end, CHUNK):
+            token, inside = (first + row).to(tl.int64), first + row < end
+            in_key, in_value = (
+                inside[:, None] & (key < KEY_DIM)[None, :],
+                inside[:, None] & (value < VALUE_DIM)[None, :],
+            )
+            line = token * VALUE_HEADS + head
+            total = tl.load(totals + line, mask=inside, other=0.0)
+            whole = tl.sum(tl.where(row == tl.minimum(end - first, CHUNK) - 1, total, 0.0), 0)
+            before = state.to(dtype)
+            own = tl.load(w + line[:, None] * KEY_DIM + key[None, :], mask=in_key, other=0.0)
+            added = tl.load(u + line[:, None] * VALUE_DIM + value[None, :], mask=in_value, other=0.0).to(tl.float32)
+            added = (added - tl.dot(own, before, input_precision=PRECISION)).to(dtype)
+            q = mixed + token[:, None] * channels + of_head + key[None, :]
+            queries = tl.load(q, mask=in_key, other=0.0)
+            found = tl.dot(queries, before, input_precision=PRECISION) * (tl.exp(total) * scale)[:, None]
+            within = tl.load(scores + line[:, None] * CHUNK + row[None, :], mask=inside[:, None], other=0.0)
+            found += tl.dot(within, added, input_precision=PRECISION)
+            tl.store(output + line[:, None] * VALUE_DIM + value[None, :], found.to(dtype), mask=in_value)
+            keys = tl.load(q + KEY_HEADS * KEY_DIM, mask=in_key, other=0.0).to(tl.float32)
+            until_end = (keys * tl.exp(whole - total)[:, None]).to(dtype)
+            state = state * tl.exp(whole) + tl.dot(tl.trans(until_end), added, input_precision=PRECISION)
+        kept = tl.load(piece + 2)
+        snapshot = entries + tl.maximum(kept, 0).to(tl.int64) * page_elements + place
+        saved = (key < tl.where(kept >= 0, KEY_DIM, 0))[:, None] & (value < VALUE_DIM)[None, :]
+        tl.store(snapshot, state, mask=saved)
     tl.store(places, state, mask=(key < KEY_DIM)[:, None] & (value < VALUE_DIM)[None, :])

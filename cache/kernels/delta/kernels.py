@@ -15,7 +15,7 @@ from tandem.cache.kernels.base import (
     GroupPlan,
     Limits,
 )
-from tandem.cache.kernels.delta.chunks import ChunkRows, advance_states, lay_out_chunks
+from tandem.cache.kernels.delta.chunks import NO_PAGE, ChunkRows, Cuts, advance_states, lay_out_chunks
 from tandem.cache.kernels.delta.steps import StepRows, step_states
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.upload import upload
@@ -46,15 +46,23 @@ class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
     def plan(self, tokens: TokenLayout, tables: PageTables) -> DeltaPlan:
         begins, ends = tokens.qo_indptr[:-1], tokens.qo_indptr[1:]
         pages, behind, single = tables.kv_indices, tables.kv_last_page_len, ends - begins == 1
-        of_rows = [array[single] for array in (pages, behind, begins)]
-        of_chunks = lay_out_chunks(*(array[~single] for array in (pages, behind, begins, ends)))
+        others = ~single
+        owners, counts, kept = tables.writes
+        of_row = single[owners]
+        snapshots = np.full(begins.size, NO_PAGE, np.int32)
+        snapshots[owners[of_row]] = kept[of_row]
+        of_rows = [array[single] for array in (pages, behind, snapshots, begins)]
+        places, within = np.cumsum(others) - 1, owners[~of_row]
+        cuts = Cuts(places[within], begins[within] + counts[~of_row], kept[~of_row])
+        of_chunks = lay_out_chunks(pages[others], behind[others], begins[others], ends[others], cuts)
         uploaded = upload([*of_rows, *of_chunks], self._pool.device)
         return DeltaPlan(
-            StepRows(*uploaded[:3]) if single.any() else None, ChunkRows(*uploaded[3:]) if not single.all() else None
+            StepRows(*uploaded[:4]) if single.any() else None, ChunkRows(*uploaded[4:]) if not single.all() else None
         )
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> "DeltaSteps":
-        return DeltaSteps(self, StepRows(tables.slots, tables.kv_last_page_len))
+        assert tables.kept is not None, "the tables are of states"
+        return DeltaSteps(self, StepRows(tables.slots, tables.kv_last_page_len, tables.kept))
 
     def run(self, plan: GroupPlan, layer: int, x: RecurrentInputs, appended: Appended | None = None) -> Tensor:
         own: DeltaPlan = plan.own

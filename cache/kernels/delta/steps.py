@@ -21,10 +21,12 @@ CHANNELS, VALUES = 512, 32  # of a program: of the convolution, and columns of a
 
 class StepRows(NamedTuple):
     """Of n rows, all int32 [n]: the page of each, negative for padding; 0 in `behind` where nothing is behind the row's
-    sequence yet, so that its page means nothing; and each row's token. tokens None: row i has token i."""
+    sequence yet, so that its page means nothing; the page of the snapshot behind the row's token, negative for none;
+    and each row's token. tokens None: row i has token i."""
 
     pages: Tensor
     behind: Tensor
+    kept: Tensor
     tokens: Tensor | None = None
 
 
@@ -32,7 +34,7 @@ def step_states(
     pool: Tensor, layer: int, x: RecurrentInputs, shape: DeltaShape, rows: StepRows, output: Tensor
 ) -> None:
     """output [T, value_heads, value_dim], contiguous, in the dtype of x.mixed, at the rows' tokens; 0 for padding. The
-    rows' entries change in place.
+    rows' entries change in place, and snapshots are written.
 
     pool: float32 [num_pages, layers, 1, 1, 1, numbers], contiguous, see DeltaShape. x.mixed: any stride of tokens.
     """
@@ -57,7 +59,7 @@ def step_states(
 
 @triton.jit
 def _step_conv(
-    mixed, conv, output, pool, pages, behind, tokens, mixed_token, page_elements, layer_elements,
+    mixed, conv, output, pool, pages, behind, kept, tokens, mixed_token, page_elements, layer_elements,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has some channels of a row, whose tail only it reads and writes."""
@@ -72,6 +74,9 @@ def _step_conv(
     page = tl.load(pages + row)
     stored = channel < tl.where(page >= 0, CHANNELS, 0)
     seen = channel < tl.where((page >= 0) & (tl.load(behind + row) > 0), CHANNELS, 0)
+    kept_page = tl.load(kept + row)
+    saved = channel < tl.where(kept_page >= 0, CHANNELS, 0)
+    snapshot = pool + tl.maximum(kept_page, 0).to(tl.int64) * page_elements + layer_elements + channel
     token = row if IN_ORDER else tl.load(tokens + row)
     tail = pool + tl.maximum(page, 0).to(tl.int64) * page_elements + layer_elements + channel
     own = tl.load(mixed + token.to(tl.int64) * mixed_token + channel, mask=there, other=0.0).to(tl.float32)
@@ -83,7 +88,9 @@ def _step_conv(
         tl.debug_barrier()  # another thread may have loaded what this one writes over
         if tap > 0:
             tl.store(tail + (tap - 1) * CHANNELS, earlier, mask=stored)
+            tl.store(snapshot + (tap - 1) * CHANNELS, earlier, mask=saved)
     tl.store(tail + (TAPS - 2) * CHANNELS, own, mask=stored)
+    tl.store(snapshot + (TAPS - 2) * CHANNELS, own, mask=saved)
     tl.store(output + row.to(tl.int64) * CHANNELS + channel, silu_rounded(total, output.dtype.element_ty), mask=there)
 
 
@@ -96,8 +103,9 @@ def silu_rounded(total, dtype: tl.constexpr):
 
 @triton.jit
 def _step_rule(
-    mixed, log_decay, beta, output, pool, pages, behind, tokens, decay_token, beta_token, page_elements, layer_elements,
-    scale, eps, STATE: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    mixed, log_decay, beta, output, pool, pages, behind, kept, tokens, decay_token, beta_token, page_elements,
+    layer_elements, scale, eps,
+    STATE: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns of one head's state, which begins at STATE in an entry."""
@@ -105,8 +113,9 @@ def _step_rule(
     row, head = tl.program_id(0) // (parts * VALUE_HEADS), tl.program_id(0) // parts % VALUE_HEADS
     key, value = tl.arange(0, KEYS), tl.program_id(0) % parts * VALUES + tl.arange(0, VALUES)
     page = tl.load(pages + row)
-    entry = pool + tl.maximum(page, 0).to(tl.int64) * page_elements + layer_elements + STATE
-    places = entry + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    entries = pool + layer_elements + STATE
+    place = head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    places = entries + tl.maximum(page, 0).to(tl.int64) * page_elements + place
     in_value = (value < VALUE_DIM)[None, :]
     seen = (key < tl.where((page >= 0) & (tl.load(behind + row) > 0), KEY_DIM, 0))[:, None] & in_value
     state = tl.load(places, mask=seen, other=0.0)
@@ -127,7 +136,11 @@ def _step_rule(
     read = tl.sum(state * query[:, None], 0)
     delta = (values - known) * tl.load(beta + token * beta_token + head).to(tl.float32)
     stored = (key < tl.where(page >= 0, KEY_DIM, 0))[:, None] & in_value
-    tl.store(places, state + keys[:, None] * delta[None, :], mask=stored)
+    state += keys[:, None] * delta[None, :]
+    tl.store(places, state, mask=stored)
+    kept_page = tl.load(kept + row)
+    saved = (key < tl.where(kept_page >= 0, KEY_DIM, 0))[:, None] & in_value
+    tl.store(entries + tl.maximum(kept_page, 0).to(tl.int64) * page_elements + place, state, mask=saved)
     found = tl.where(page >= 0, read + tl.sum(query * keys, 0) * delta, 0.0)
     target = output + (token * VALUE_HEADS + head) * VALUE_DIM + value
     tl.store(target, found.to(output.dtype.element_ty), mask=value < VALUE_DIM)

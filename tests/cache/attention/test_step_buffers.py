@@ -338,4 +338,4 @@ def test_sequences_slide_in_graph_buffers(after: bool) -> None:
 
 
 def test_arrays_are_packed_as_counted() -> None:
-    assert GraphBuffers.num_bytes(Limits.of_step(3, 4, 1), [None], max_pages=5) == 32 + 32 + 16 + 16 + 16 + 64
+    assert GraphBuffers.num_bytes(Limits.of_step(3, 4, 1), [ALL], max_pages=5) == 32 + 32 + 16 + 16 + 16 + 64

@@ -20,12 +20,12 @@ def compile_all(dtype: str) -> dict[str, tuple[int, int]]:
     """Registers of a thread and bytes of shared memory of a program of each kernel. dtype: of the model."""
     from tandem.cache.kernels.delta import chunks, steps
 
-    tables = dict.fromkeys(("pages", "behind", "tokens", "sequences", "chunks"), I32)
+    tables = dict.fromkeys(("pages", "behind", "kept", "tokens", "sequences", "pieces", "chunks"), I32)
     floats = dict.fromkeys(("pool", "log_decay", "beta", "totals"), F32) | dict.fromkeys(("scale", "eps"), "fp32")
     of_model = dict.fromkeys(("mixed", "conv", "output", "w", "u", "scores", "raw"), f"*{dtype}")
     types: dict[str, str] = {**tables, **floats, **of_model}
     chunked = {**HEADS, "TAIL": 3, "CHUNK": 64, "CHUNK_FIELDS": chunks.CHUNK_FIELDS}
-    chunked["SEQUENCE_FIELDS"] = chunks.SEQUENCE_FIELDS
+    chunked |= {"SEQUENCE_FIELDS": chunks.SEQUENCE_FIELDS, "PIECE_FIELDS": chunks.PIECE_FIELDS}
     tiling = chunks.FLOATS if dtype == "fp32" else chunks.HALVES
     precise, options = {"PRECISION": tiling.precision}, {"num_warps": tiling.warps, "num_stages": tiling.stages}
     state = 3 * 8192

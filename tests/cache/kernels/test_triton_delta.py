@@ -1,6 +1,7 @@
 """Kernels of a gated delta rule against torch's, which are their reference: on a GPU, else in Triton's interpreter."""
 
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,16 @@ pytest.importorskip("triton")
 
 from tandem.cache.attention.states import look_up_states
 from tandem.cache.kernels.base import DeviceTables, GroupPlan, Limits
-from tandem.cache.kernels.delta.chunks import BLOCK, invert_unit_lower, lay_out_chunks
+from tandem.cache.kernels.delta.chunks import BLOCK, Cuts, invert_unit_lower, lay_out_chunks
 from tandem.cache.kernels.delta.kernels import TritonDeltaKernels
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.delta_rule import CHUNK
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
 from tandem.cache.kinds.recurrent import Recurrent
-from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tandem.cache.plan.tables import NO_WRITES, PageTables, StateWrites, TokenLayout, lay_out_tokens, look_up_pages
 from tests.cache.kinds.test_recurrent import SHAPE
 from tests.cache.kinds.test_recurrent import test_random_programs_equal_naive_states as run_random_program
+from tests.cache.kinds.test_state_snapshots import Program, island_of
 from tests.support.tolerances import Tolerance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,12 +35,21 @@ TOLERANCES = {torch.float32: Tolerance(1e-4, 1e-5), torch.float16: Tolerance(1e-
 
 @dataclass(frozen=True)
 class Case:
-    """before: positions behind each sequence; after: its new ones."""
+    """before: positions behind each sequence; after: its new ones. snapshots: of which sequences one stands behind so
+    many new tokens."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     shape: DeltaShape = ODD
     dtype: torch.dtype = torch.float32
+    snapshots: tuple[tuple[int, int], ...] = ()
+
+    def writes(self) -> StateWrites:
+        """To pages that no sequence has."""
+        if not self.snapshots:
+            return NO_WRITES
+        sequences, tokens = np.array(self.snapshots).T
+        return StateWrites(sequences, tokens, np.arange(PAGES, PAGES + sequences.size))
 
 
 WIDE = DeltaShape(key_heads=2, value_heads=4, key_dim=24, value_dim=40, tail=2)
@@ -51,6 +62,10 @@ CASES = {
     "a longer tail than a chunk": Case((0, 6, 1), (4, 2, 1), replace(ODD, tail=7)),
     "Qwen3-Next's heads": Case(
         (2, 3), (70, 1), DeltaShape(key_heads=1, value_heads=2, key_dim=128, value_dim=128, tail=3)
+    ),
+    "snapshots": Case((0, 9, 2, 5, 0), (70, 1, 3, 1, 64), WIDE, snapshots=((0, 16), (0, 65), (1, 1), (2, 1), (4, 64))),
+    "snapshots in the tail": Case(
+        (0, 4, 1), (3, 5, 1), replace(ODD, tail=7), snapshots=((0, 1), (0, 3), (1, 2), (1, 4), (2, 1))
     ),
     "16 bits": Case((0, 9, 3), (65, 1, 2), replace(WIDE, tail=3), torch.float16),
 }
@@ -73,14 +88,15 @@ def lay_out(case: Case) -> tuple[TokenLayout, PageTables]:
     tokens = lay_out_tokens(np.array(case.before), np.array(case.after))
     pages = np.random.default_rng(0).permutation(PAGES)[: len(case.before), None].astype(np.int32)
     rows = np.arange(len(case.before))
-    return tokens, look_up_states(lambda rows, entries: look_up_pages(pages, rows, entries, 1), rows, tokens)
+    tables = look_up_states(lambda rows, entries: look_up_pages(pages, rows, entries, 1), rows, tokens)
+    return tokens, replace(tables, writes=case.writes())
 
 
 def both(case: Case, tables: PageTables) -> tuple[TorchStateKernels, TritonDeltaKernels]:
     """Over alike pools: NaN but in the pages of sequences that go on, where tails are numbers of the model's dtype. The
     reference is on a CPU."""
     numbers, there = case.shape.numbers, np.array(case.before) > 0
-    pool = torch.full((PAGES, LAYERS, 1, 1, 1, numbers), torch.nan)
+    pool = torch.full((PAGES + len(case.snapshots), LAYERS, 1, 1, 1, numbers), torch.nan)
     for page in tables.kv_indices[there].tolist():
         pool[page] = draw(case, *pool.shape[1:], seed=page).float().cpu()
     return TorchStateKernels(pool, case.shape), TritonDeltaKernels(pool.clone().to(DEVICE), case.shape)
@@ -98,7 +114,7 @@ def assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
     )
 
 
-@pytest.mark.gate("single tokens", "mixed", "a longer tail*", "16 bits")
+@pytest.mark.gate("single tokens", "mixed", "a longer tail*", "snapshots*", "16 bits")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_both_backends_compute_alike(case: Case) -> None:
     """And the next single tokens, from what the forward has left. Nothing else in a pool changes."""
@@ -106,7 +122,8 @@ def test_both_backends_compute_alike(case: Case) -> None:
     reference, kernels = both(case, tables)
     x = draw_inputs(case, int(tokens.qo_indptr[-1]))
     check_forward(case, reference, kernels, tokens, tables, x)
-    further = replace(case, before=tuple(np.add(case.before, case.after).tolist()), after=(1,) * len(case.after))
+    behind = tuple(np.add(case.before, case.after).tolist())
+    further = replace(case, before=behind, after=(1,) * len(case.after), snapshots=())
     tokens, tables = lay_out(further)
     check_forward(case, reference, kernels, tokens, tables, draw_inputs(case, len(case.after), seed=4))
 
@@ -128,8 +145,14 @@ def check_forward(
     assert_same(case, kernels._pool, reference._entries.view(kernels._pool.shape))
 
 
+STEPS = {
+    "single tokens": replace(CASES["single tokens"], snapshots=((0, 1), (2, 1))),
+    "wide": Case((5, 8), (1, 1), WIDE),
+}
+
+
 @pytest.mark.gate("single tokens")
-@pytest.mark.parametrize("case", [CASES["single tokens"], Case((5, 8), (1, 1), WIDE)], ids=["single tokens", "wide"])
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS.keys())
 def test_graph_buffers_leave_entries_of_others_alone(case: Case) -> None:
     """Of a step with two rows of padding, whose table names page 0."""
     tokens, tables = lay_out(case)
@@ -154,11 +177,14 @@ def device_tables(tables: PageTables, padding: int) -> DeviceTables:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     assert tables.slot_mapping.tolist() == tables.kv_indices.tolist()
+    kept = np.full(len(tables.slot_mapping) + padding, -1)
+    kept[tables.writes.sequences] = tables.writes.pages
     return DeviceTables(
         array([*tables.slot_mapping.tolist(), *[-1] * padding]),
         array(list(range(len(tables.slot_mapping) + padding + 1))),
         array([*tables.kv_last_page_len.tolist(), *[1] * padding]),
         array([*tables.kv_indices.tolist(), *[0] * padding]),
+        kept=array(kept.tolist()),
     )
 
 
@@ -173,9 +199,19 @@ def test_entries_are_read_whole() -> None:
 
 def test_chunks_of_unlike_sequences() -> None:
     pages, behind, begins, ends = np.array([[7, 3], [1, 0], [2, 67], [67, 195]])
-    sequences, chunks = lay_out_chunks(pages, behind, begins, ends)
-    assert sequences.tolist() == [[7, 1, 2, 67], [3, 0, 67, 195]]
-    assert chunks.tolist() == [[0, 2, 66], [0, 66, 67], [1, 67, 131], [1, 131, 195]]
+    cuts = Cuts(*np.array([[0, 0, 1, 1], [2 + 16, 67, 67 + 64, 67 + 80], [5, 9, 0, 8]]))
+    sequences, pieces, chunks = lay_out_chunks(pages, behind, begins, ends, cuts)
+    assert sequences.tolist() == [[7, 1, 2, 67, 0, 2], [3, 0, 67, 195, 2, 5]]
+    assert pieces.tolist() == [[2, 18, 5], [18, 67, 9], [67, 131, 0], [131, 147, 8], [147, 195, -1]]
+    assert chunks.tolist() == [[of, *piece] for of, piece in zip([0, 0, 1, 1, 1], pieces.tolist(), strict=True)]
+
+
+def test_sequences_without_snapshots_are_cut_by_chunks_alone() -> None:
+    pages, behind, begins, ends = np.array([[7, 3], [1, 0], [2, 67], [67, 195]])
+    sequences, pieces, chunks = lay_out_chunks(pages, behind, begins, ends, Cuts(*np.empty((3, 0), np.int64)))
+    assert sequences[:, 4:].tolist() == [[0, 1], [1, 2]]
+    assert pieces.tolist() == [[2, 67, -1], [67, 195, -1]]
+    assert chunks.tolist() == [[0, 2, 66, -1], [0, 66, 67, -1], [1, 67, 131, -1], [1, 131, 195, -1]]
 
 
 @triton.jit
@@ -205,3 +241,13 @@ def test_random_programs_equal_naive_states(monkeypatch: pytest.MonkeyPatch) -> 
     """With forks, reservations and states that are sent."""
     monkeypatch.setattr(Recurrent, "backend", lambda kind, site: TritonDeltaKernels(site.pool, kind.shape))
     run_random_program(4, True, SHAPE, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(DEVICE == "cuda", reason="the caches of these programs are on a CPU")
+def test_random_programs_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With forks and pops to snapshots, and sends behind prefixes."""
+    monkeypatch.setattr(Recurrent, "backend", lambda kind, site: TritonDeltaKernels(site.pool, kind.shape))
+    program = Program(Random(3), island_of(5, 30))
+    program.run(120)
+    assert all(program.done[name] for name in ("forks within", "pops within", "sent behind a prefix")), program.done

@@ -1,6 +1,7 @@
 """Models with recurrent layers by the kernels of a GPU, in Triton's interpreter: prompts in chunks, then steps in graph
 buffers, each launched before the tokens of the one before are read, against transformers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tandem.cache.kernels.delta.kernels import DeltaSteps, TritonDeltaKernels
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kinds.kind import Site
 from tandem.cache.kinds.recurrent import Recurrent
+from tandem.cache.plan.pool_sizes import SnapshotRule
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -22,7 +24,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
-from tests.support.prompt_programs import PromptRunner, RunInOnePlace
+from tests.support.prompt_programs import PAGE, PromptRunner, RunInOnePlace
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="models on a CPU need Triton's interpreter")
 LENGTHS = (1, 63, 65, 5)
@@ -65,12 +67,43 @@ def test_steps_in_graphs_go_on_from_prompts_in_chunks(case: str, tmp_path: Path,
     # Rows of a token and chunks in one forward.
     logits = of.forward({sequence: prompt[-2:] for sequence, prompt in prompts.items()}, lengths)
     assert not on_triton
-    greedy = SampleBatch.from_params([SamplingParams(temperature=0)] * len(prompts))
-    tokens = of.runner.sample(logits, greedy, np.array(LENGTHS)).token_ids
-    made = [[int(token)] for token in tokens]
+    made = sample(of, logits, LENGTHS)
+    run_steps(of, made, PROGRAM)
+    assert made == [wanted[: len(tokens)] for tokens, wanted in zip(made, expected, strict=True)]
+    assert set(on_triton) == {1, 2, 4}
+
+
+def test_steps_in_graphs_leave_snapshots(tmp_path: Path, on_triton: list[int]) -> None:
+    """Sequences go back to those, one in the middle and one at its last full page, and go on as before."""
+    folder = save_checkpoint("qwen3_next-options", tmp_path)
+    prompts = {sequence: random_prompt(length, length) for sequence, length in enumerate((21, 30))}
+    expected = greedy_all(load_oracle(folder), list(prompts.values()), 15)
+    of = PromptRunner(folder, None, TableKernels, snapshots=SnapshotRule(2 * PAGE, 20))
+    of.runner.capture_steps(2, RunInOnePlace())
+    lengths = {sequence: len(prompt) for sequence, prompt in prompts.items()}
+    for sequence in prompts:
+        of.cache.add_sequence(sequence)
+    made = sample(of, of.forward(prompts, lengths), list(lengths.values()))
+    run_steps(of, made, [2] * 14)
+    assert made == expected
+    for sequence, position in enumerate((4 * PAGE, 5 * PAGE)):
+        of.cache.pop(sequence, of.cache.num_tokens(sequence) - position)
+        del made[sequence][position - lengths[sequence] + 1 :]
+    run_steps(of, made, [2] * 3)
+    assert made == [wanted[: len(tokens)] for tokens, wanted in zip(made, expected, strict=True)]
+
+
+def sample(of: PromptRunner, logits: Tensor, lengths: Sequence[int]) -> list[list[int]]:
+    """The first token of each prompt."""
+    greedy = SampleBatch.from_params([SamplingParams(temperature=0)] * len(lengths))
+    return [[int(token)] for token in of.runner.sample(logits, greedy, np.array(lengths)).token_ids]
+
+
+def run_steps(of: PromptRunner, made: list[list[int]], program: Sequence[int]) -> None:
+    """So many of the sequences, from the first, in each step."""
     before: list[int] = []
     pending: PendingSamples | None = None
-    for count in PROGRAM:
+    for count in program:
         rows = list(range(count))[::-1]
         sources = np.array([before.index(row) if row in before else ON_HOST for row in rows])
         inputs = np.array([made[row][-1] for row in rows])
@@ -80,8 +113,6 @@ def test_steps_in_graphs_go_on_from_prompts_in_chunks(case: str, tmp_path: Path,
         learn(made, before, pending)
         before, pending = rows, following
     learn(made, before, pending)
-    assert made == [wanted[: len(tokens)] for tokens, wanted in zip(made, expected, strict=True)]
-    assert set(on_triton) == {1, 2, 4}
 
 
 def learn(made: list[list[int]], rows: list[int], pending: PendingSamples | None) -> None:

@@ -249,7 +249,6 @@ class Cluster:
             raise ConfigError(f"cache.{error}") from error
         if self._config.island.device == "cuda":
             _check_gpu(layout, model if model.latent or drafter is None else drafter)
-            _check_gpu_drafts(worker, model)
         max_model_len = self._config.model.max_model_len or model.max_length
         if max_model_len > model.max_length:
             raise ConfigError(
@@ -374,16 +373,6 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
         check_gpu(layout, None if model.latent is None else model.latent.heads)
     except InvalidArgument as error:
         raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error
-
-
-def _check_gpu_drafts(worker: WorkerConfig, model: ModelConfig) -> None:
-    """ConfigError where kernels of a GPU would have to take back what drafts did to states."""
-    method = worker.speculation.method
-    if model.recurrent is not None and method != "none":
-        raise ConfigError(
-            f"speculation.method is {method!r}; {model.architecture} keeps recurrent states, which kernels of a GPU do "
-            "not take back: none is accepted with island.device cuda"
-        )
 
 
 def _check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None:

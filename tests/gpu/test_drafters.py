@@ -10,6 +10,7 @@ import torch
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.pool_sizes import SnapshotRule
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.drafters.load import load_drafter
@@ -45,6 +46,12 @@ def with_itself(folder: Path) -> SpeculationSettings:
     return SpeculationSettings("draft_model", 4, 32, draft=str(folder / "target"))
 
 
+def beside_states(folder: Path) -> SpeculationSettings:
+    make_model("qwen3_next", **sizes_on_gpu("qwen3_next")).save_pretrained(folder / "target")
+    make_model("qwen3", **sizes_on_gpu("qwen3")).save_pretrained(folder / "drafter")
+    return SpeculationSettings("draft_model", 4, 32, draft=str(folder / "drafter"))
+
+
 def with_mtp(folder: Path) -> SpeculationSettings:
     save_mtp(folder / "target", "deepseek_v3", **sizes_on_gpu("deepseek_v3"))
     return SpeculationSettings("mtp", 4, 32)
@@ -63,6 +70,7 @@ def with_eagle3(folder: Path) -> SpeculationSettings:
 
 KINDS: dict[str, Callable[[Path], SpeculationSettings]] = {
     "draft_model": with_itself,
+    "draft_model beside states": beside_states,
     "mtp": with_mtp,
     "mtp in 8 bits": with_mtp,
     "mtp of GLM-4-MoE": with_mtp_of_glm,
@@ -98,7 +106,10 @@ class Drafting:
             torch.full((200, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype_of(group), device=device)
             for group in range(len(layout.groups))
         ]
-        self.cache = TvmCache.of(make_cache(config, layout, pools, max_sequences=8, max_length=256, drafter=drafter))
+        rule = SnapshotRule(16, 0, len(PROMPTS))  # pages for states before drafts
+        self.cache = TvmCache.of(
+            make_cache(config, layout, pools, max_sequences=8, max_length=256, drafter=drafter, snapshots=rule)
+        )
         target = load_decoder(folder / "target", config, device=torch.device(device))
         self.runner = ModelRunner(load_drafter(folder / "target", speculation, target, drafter), self.cache)
         if graphs:
@@ -179,8 +190,8 @@ def flat(arrays: Drafted) -> Int64Array:
 
 
 # FlashInfer plans attention over latents for the lengths themselves: no step of theirs follows one that is not read.
-# Over latents in 8 bits Triton attends.
-AHEAD = [kind for kind in KINDS if kind != "mtp"]
+# Over latents in 8 bits Triton attends. States are taken back on the host's word.
+AHEAD = [kind for kind in KINDS if kind not in ("mtp", "draft_model beside states")]
 CASES = [(kind, False) for kind in KINDS] + [(kind, True) for kind in AHEAD]
 
 

@@ -77,7 +77,7 @@ def running_workers(
         together(processes, "stop")
 
 
-DRAFTED = ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4", "llama4"]
+DRAFTED = ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4", "llama4", "qwen3_next", "qwen3_5"]
 
 
 @pytest.mark.parametrize("family", ON_GPUS)

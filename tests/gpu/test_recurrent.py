@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.cache.attention.states import look_up_states
 from tandem.cache.kernels.base import DeviceTables, GroupPlan, Limits
-from tandem.cache.kernels.delta.kernels import DeltaSteps, TritonDeltaKernels
+from tandem.cache.kernels.delta.kernels import DeltaRuns, DeltaSteps, TritonDeltaKernels
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
 from tandem.cache.plan.arrays import Int64Array
@@ -84,8 +84,15 @@ class Both:
         return RecurrentInputs(mixed.to(self.dtype), conv.to(self.dtype), -0.2 * rates[0].abs(), rates[1].sigmoid())
 
     def expected(self, tokens: TokenLayout, tables: PageTables, x: RecurrentInputs) -> Tensor:
-        exact = RecurrentInputs(*(numbers.float().cpu() for numbers in x[:4]))
-        return self.reference.run(GroupPlan(self.reference.plan(tokens, tables), None), LAYER, exact)
+        return self.expected_of((x,), tokens, tables, LAYER)[0]
+
+    def expected_of(
+        self, layers: Sequence[RecurrentInputs], tokens: TokenLayout, tables: PageTables, first: int = 0
+    ) -> list[Tensor]:
+        """Of layers from `first` on, in one forward."""
+        plan = GroupPlan(self.reference.plan(tokens, tables), None)
+        exact = (RecurrentInputs(*(numbers.float().cpu() for numbers in x[:4])) for x in layers)
+        return [self.reference.run(plan, layer, x) for layer, x in enumerate(exact, first)]
 
     def check(self, found: Tensor, expected: Tensor) -> None:
         """Relative to the largest number: bounds are those of products of the dtype."""
@@ -151,11 +158,73 @@ def test_a_graph_computes_steps_of_any_rows(shape: DeltaShape, dtype: torch.dtyp
     both.check_states()
 
 
-def capture(own: DeltaSteps, places: Sequence[RecurrentInputs]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """The graph of a layer of as many steps, and what they give."""
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@torch.inference_mode()
+def test_a_graph_computes_verify_steps_that_are_taken_back(shape: DeltaShape, dtype: torch.dtype) -> None:
+    """All layers of up to six tokens of each of four sequences, of which any number holds. The first leaves snapshots,
+    and in every other step the last one has no part."""
+    both, sequences = Both(shape, dtype), 4
+    tokens, tables = both.lay_out({row: 3 + row for row in range(sequences)})
+    layers = [both.draw(int(tokens.qo_indptr[-1]), 99 + layer) for layer in range(LAYERS)]
+    both.expected_of(layers, tokens, tables)
+    plan = GroupPlan(both.kernels.plan(tokens, tables), None)
+    for layer, x in enumerate(layers):
+        both.kernels.run(plan, layer, x)
+    size = 6 * sequences
+    slots, behind, kept, preceding, rest = (torch.zeros(size, dtype=torch.int32, device="cuda") for _ in range(5))
+    slots.fill_(-1)
+    static = DeviceTables(slots, rest, behind, rest, preceding=preceding, kept=kept.fill_(-1))
+    own = both.kernels.buffers(Limits.of_verification(size, 4, 1), static)
+    places = [both.draw(size, 0) for _ in range(LAYERS)]
+    graph, outputs = capture(own, places, range(LAYERS))
+    befores = both.pages[sequences : 2 * sequences, 0]
+    for seed in range(12):
+        counts = {row: 1 + (row + seed) % 6 for row in range(sequences - seed % 2)}
+        tokens, tables = both.lay_out(counts, {0: counts[0]})
+        pages = tables.kv_indices
+        for one in (both.reference, both.kernels):
+            one.copy_pages(pages, befores[: pages.size])
+        total, apart, writes = int(tokens.qo_indptr[-1]), tokens.apart(), tables.writes.apart(tokens)
+        layers = [both.draw(size, 100 * seed + layer) for layer in range(LAYERS)]
+        for place, x in zip(places, layers, strict=True):
+            for target, source in zip(place[:4], x[:4], strict=True):
+                target.copy_(source)
+        assert apart.preceding is not None
+        for table, padding, numbers in (
+            (slots, -1, pages[tokens.owners]),
+            (behind, 1, np.ones(total, np.int32)),
+            (preceding, 0, apart.preceding),
+        ):
+            table.fill_(padding)
+            table[:total] = torch.from_numpy(numbers).cuda()
+        kept.fill_(-1)
+        kept[torch.from_numpy(writes.sequences).cuda()] = torch.from_numpy(writes.pages.astype(np.int32)).cuda()
+        own.plan(apart, tables)
+        graph.replay()
+        wanted = both.expected_of([x.of(slice(total)) for x in layers], tokens, replace(tables, drafted=True))
+        for ours, theirs in zip(outputs, wanted, strict=True):
+            both.check(ours[:total], theirs)
+            assert not ours[total:].any()
+        for place, (row, count) in enumerate(counts.items()):
+            held = 1 + (seed + 2 * row) % count
+            if held < count:
+                for one in (both.reference, both.kernels):
+                    one.compute_again(place, held, int(befores[place]), int(pages[place]))
+                both.lengths[row] -= count - held
+        written = [*both.pages[:sequences, 0].tolist(), *sorted(both.kept)]
+        both.check(both.kernels._pool.flatten(2)[written], both.reference._entries[written])
+
+
+def capture(
+    own: DeltaSteps | DeltaRuns, places: Sequence[RecurrentInputs], layers: Sequence[int] | None = None
+) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """The graph of as many steps of a layer, or of a step of several layers, and what they give."""
+    of_each = [LAYER] * len(places) if layers is None else layers
 
     def compute() -> list[Tensor]:
-        return [own.run(GroupPlan(own, None, captured=True), LAYER, place) for place in places]
+        plan = GroupPlan(own, None, captured=True)
+        return [own.run(plan, layer, place) for layer, place in zip(of_each, places, strict=True)]
 
     compute()  # of rows of padding alone
     graph = torch.cuda.CUDAGraph()

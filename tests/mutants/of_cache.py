@@ -126,6 +126,22 @@ CACHE = (
         tests=("tests/cache/kernels/test_triton_delta.py::test_graph_buffers_leave_entries_of_others_alone",),
     ),
     Mutant(
+        name="rows-of-a-graph-leave-snapshots-in-page-0",
+        file="cache/attention/graph_buffers.py",
+        find="kept = np.full(limits.num_sequences, SKIP_SLOT, np.int32)",
+        replace="kept = np.zeros(limits.num_sequences, np.int32)",
+        reason="A row of a CUDA graph without a snapshot writes none, or it spoils the state of whoever has page 0.",
+        tests=("tests/workers/runner/test_recurrent_steps.py::test_steps_in_graphs_leave_snapshots",),
+    ),
+    Mutant(
+        name="drafts-in-a-graph-without-the-state-before",
+        file="workers/runner/decode_graphs.py",
+        find="drafted=appends is not None, without_states=without_states",
+        replace="without_states=without_states",
+        reason="A verify step keeps the states before its drafts, or those that do not hold stay in them.",
+        tests=("tests/workers/runner/test_recurrent_steps.py::test_drafts_are_verified",),
+    ),
+    Mutant(
         name="a-new-sequence-reads-its-page-on-a-gpu",
         file="cache/attention/states.py",
         find="tokens.seq_lens > np.diff(tokens.qo_indptr)",

@@ -430,7 +430,7 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
 ADD_ONE = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 CPU_ONLY = ("kimi_linear", "nemotron_h")
 KEEP_STATES = (*ADD_ONE, *CPU_ONLY)
-"""Families with recurrent layers. GPUs serve those that are not in CPU_ONLY, and take nothing back there."""
+"""Families with recurrent layers. GPUs serve those that are not in CPU_ONLY."""
 ON_GPUS = [family for family in FAMILIES if family not in CPU_ONLY]
 CHOOSE_POSITIONS = ("deepseek_v32", "glm_moe_dsa")
 """Families whose tokens attend to positions that an index chooses."""

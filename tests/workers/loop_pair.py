@@ -10,6 +10,7 @@ from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
@@ -110,6 +111,7 @@ class LoopPair:
         speculation: SpeculationSettings = NO_SPECULATION,
         drafter: Callable[[Engine], Drafter | None] | None = None,
         kernels: KernelFactory = choose_kernels,
+        snapshots: SnapshotRule = NO_SNAPSHOTS,
     ) -> None:
         """max_sequences: of the caches. drafter: None makes the one that `speculation` names."""
         config = load_config(folder)
@@ -134,6 +136,7 @@ class LoopPair:
                     writer=writer,
                     drafter=drafting,
                     kernels=kernels,
+                    snapshots=snapshots,
                 )
             )
             poison_free_pages(cache, transport.pools)

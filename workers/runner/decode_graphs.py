@@ -116,10 +116,11 @@ class DecodeGraphs:
         *,
         follows: bool = False,
         alone: bool = False,
+        without_states: bool = False,
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step. appends: int64 [n], the tokens of each sequence, of a verify step;
-        the other arrays have an element a token. scratch: see Batch. follows: see ModelRunner.verify. alone: without
-        what drafts, if the model has it."""
+        the other arrays have an element a token. scratch, without_states: see Batch. follows: see ModelRunner.verify.
+        alone: without what drafts, if the model has it."""
         rows = tokens.size
         self._foreseen = None  # its buffers are filled with something else
         ticket = self._posts.next_ticket()
@@ -129,7 +130,10 @@ class DecodeGraphs:
         if not of.takes(rows, slides=slides):
             return self._pending(ticket, self._step_eagerly(sequence_ids, inputs), sampling, positions)
         graphs, buffers = of.choose(sequence_ids, rows, slides=slides)
-        forward = self._cache.begin(Batch(sequence_ids, appends, scratch=scratch), buffers, inputs)
+        batch = Batch(
+            sequence_ids, appends, scratch=scratch, drafted=appends is not None, without_states=without_states
+        )
+        forward = self._cache.begin(batch, buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
         return self._pending(ticket, logits, sampling, positions)

@@ -145,7 +145,8 @@ class Drafts:
         count, number = len(step.ids), step.number - self.ahead
         if graphs is not None:
             sources = np.arange(count) if step.number else np.full(count, ON_HOST)
-            return graphs.step(step.ids, step.tokens, sources, step.sampling, step.positions, scratch=number)
+            rest = step.sampling, step.positions
+            return graphs.step(step.ids, step.tokens, sources, *rest, scratch=number, without_states=True)
         forward = self._cache.begin(Batch(step.ids, push=False, scratch=number, without_states=True))
         inputs = self._sampler.sampled[:count].clone() if step.number else upload([step.tokens], self._steps.device)[0]
         logits = self._steps.forward(inputs, forward.attention, None)

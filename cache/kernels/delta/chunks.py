@@ -235,13 +235,25 @@ def _solve_chunks(
         tail = pool + tl.load(sequence).to(tl.int64) * page_elements + layer_elements
         count, behind = end - tl.load(sequence + 2), tl.load(sequence + 1) > 0
         last = raw + end.to(tl.int64) * raw_token
-        _move_tail(last, raw_token, tail, tail, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, VALUE_DIM, count, behind,
-                   channels, TAIL, VALUES)  # fmt: skip
-        if head % (VALUE_HEADS // KEY_HEADS) == 0:
-            own = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
-            _move_tail(last, raw_token, tail, tail, own, KEY_DIM, count, behind, channels, TAIL, KEYS)
-            own += KEY_HEADS * KEY_DIM
-            _move_tail(last, raw_token, tail, tail, own, KEY_DIM, count, behind, channels, TAIL, KEYS)
+        move_tails(last, raw_token, tail, tail, head, count, behind,
+                   KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAIL, KEYS, VALUES)  # fmt: skip
+
+
+@triton.jit
+def move_tails(
+    last, raw_token, tail, target, head, count, behind,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAIL: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Of the channels of a value head, and, with the first one that a key head serves, of this: see _move_tail."""
+    channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    _move_tail(last, raw_token, tail, target, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, VALUE_DIM, count, behind,
+               channels, TAIL, VALUES)  # fmt: skip
+    if head % (VALUE_HEADS // KEY_HEADS) == 0:
+        own = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+        _move_tail(last, raw_token, tail, target, own, KEY_DIM, count, behind, channels, TAIL, KEYS)
+        own += KEY_HEADS * KEY_DIM
+        _move_tail(last, raw_token, tail, target, own, KEY_DIM, count, behind, channels, TAIL, KEYS)
 
 
 @triton.jit

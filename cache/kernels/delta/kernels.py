@@ -1,4 +1,4 @@
-"""The states of a gated delta rule in pages on a CUDA device: eager forwards, and decode steps in graph buffers."""
+"""The states of a gated delta rule in pages on a CUDA device: eager forwards, and steps in graph buffers."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from tandem.cache.kernels.base import (
     Limits,
 )
 from tandem.cache.kernels.delta.chunks import NO_PAGE, ChunkRows, Cuts, advance_states, lay_out_chunks
+from tandem.cache.kernels.delta.runs import RunRows, Runs, again_rows
 from tandem.cache.kernels.delta.steps import StepRows, step_states
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.upload import upload
@@ -25,25 +26,31 @@ from tandem.cache.plan.tables import PageTables, TokenLayout
 
 @dataclass(frozen=True, eq=False)
 class DeltaPlan:
-    """rows: the sequences with one new token; chunks: those with more. None where there are none."""
+    """rows: the sequences with one new token; chunks: those with more. None where there are none. runs: of a forward
+    with drafts, all."""
 
     rows: StepRows | None
     chunks: ChunkRows | None
+    runs: Runs | None = None
 
 
 class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
-    """See TorchStateKernels. Decode steps have graph buffers, prompts have none."""
+    """See TorchStateKernels. Decode and verify steps have graph buffers, prompts have none."""
 
-    capabilities = Capabilities(trees=False, step_graphs=True, shifts=False)
+    capabilities = Capabilities(trees=False, step_graphs=True, verify_graphs=True, shifts=False)
 
     def __init__(self, pool: Tensor, shape: DeltaShape) -> None:
         super().__init__(pool)
         self._pool, self._shape = pool, shape
+        self._drafted: Runs | None = None  # of the last forward with drafts
 
     def clear_pages(self, pages: Int32Array) -> None:
         """Nothing: the first forward of a sequence does not read its page."""
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> DeltaPlan:
+        if tables.drafted:
+            self._drafted = self._plan_runs(tokens, tables)
+            return DeltaPlan(None, None, self._drafted)
         begins, ends = tokens.qo_indptr[:-1], tokens.qo_indptr[1:]
         pages, behind, single = tables.kv_indices, tables.kv_last_page_len, ends - begins == 1
         others = ~single
@@ -60,13 +67,26 @@ class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
             StepRows(*uploaded[:4]) if single.any() else None, ChunkRows(*uploaded[4:]) if not single.all() else None
         )
 
-    def buffers(self, limits: Limits, tables: DeviceTables) -> "DeltaSteps":
+    def _plan_runs(self, tokens: TokenLayout, tables: PageTables) -> Runs:
+        apart, writes, of_each = tokens.apart(), tables.writes.apart(tokens), tokens.owners
+        kept = np.full(of_each.size, NO_PAGE, np.int32)
+        kept[writes.sequences] = writes.pages
+        assert apart.preceding is not None
+        arrays = [tables.kv_indices[of_each], tables.kv_last_page_len[of_each], kept, apart.preceding]
+        return Runs(RunRows(*upload(arrays, self._pool.device)), tokens.qo_indptr[:-1].astype(np.int64))
+
+    def buffers(self, limits: Limits, tables: DeviceTables) -> "DeltaSteps | DeltaRuns":
         assert tables.kept is not None, "the tables are of states"
+        if tables.preceding is not None:
+            rows = RunRows(tables.slots, tables.kv_last_page_len, tables.kept, tables.preceding)
+            return DeltaRuns(self, Runs(rows, np.empty(0, np.int64)))
         return DeltaSteps(self, StepRows(tables.slots, tables.kv_last_page_len, tables.kept))
 
     def run(self, plan: GroupPlan, layer: int, x: RecurrentInputs, appended: Appended | None = None) -> Tensor:
         own: DeltaPlan = plan.own
         output = self._output(x)
+        if own.runs is not None:
+            own.runs.run(self._pool, layer, x, self._shape, output)
         if own.rows is not None:
             step_states(self._pool, layer, x, self._shape, own.rows, output)
         if own.chunks is not None:
@@ -74,6 +94,14 @@ class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
         if appended is not None:
             appended(None, None)
         return output
+
+    @torch.inference_mode()
+    def compute_again(self, sequence: int, count: int, source: int, target: int) -> None:
+        """See PageOperations. One launch for all layers."""
+        assert self._drafted is not None, "a forward with drafts comes first"
+        self.copy_pages(np.array([source], np.int32), np.array([target], np.int32))
+        rows = RunRows(*upload(again_rows(target, count), self._pool.device))
+        self._drafted.run_again(self._pool, sequence, count, self._shape, rows)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         """Whole entries [n, 1, numbers], twice."""
@@ -96,4 +124,22 @@ class DeltaSteps(GroupBuffers):
     def run(self, plan: GroupPlan, layer: int, x: RecurrentInputs) -> Tensor:
         of, output = self.kernels, self.kernels._output(x)
         step_states(of._pool, layer, x, of._shape, self.rows, output)
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaRuns(GroupBuffers):
+    """Of verify steps, whose inputs stay until the next one in these buffers: row i has token i."""
+
+    kernels: TritonDeltaKernels
+    runs: Runs
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> None:
+        assert tokens.preceding is not None, "rows of a verify step stand apart"
+        self.runs.begins = (tokens.preceding == 0).nonzero()[0]
+        self.kernels._drafted = self.runs
+
+    def run(self, plan: GroupPlan, layer: int, x: RecurrentInputs) -> Tensor:
+        of, output = self.kernels, self.kernels._output(x)
+        self.runs.run(of._pool, layer, x, of._shape, output)
         return output

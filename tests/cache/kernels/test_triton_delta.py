@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from tandem.cache.attention.states import look_up_states
 from tandem.cache.kernels.base import DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.delta.chunks import BLOCK, Cuts, invert_unit_lower, lay_out_chunks
-from tandem.cache.kernels.delta.kernels import TritonDeltaKernels
+from tandem.cache.kernels.delta.kernels import DeltaRuns, TritonDeltaKernels
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.delta_rule import CHUNK
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
@@ -25,6 +25,7 @@ from tandem.cache.plan.tables import NO_WRITES, PageTables, StateWrites, TokenLa
 from tests.cache.kinds.test_recurrent import SHAPE
 from tests.cache.kinds.test_recurrent import test_random_programs_equal_naive_states as run_random_program
 from tests.cache.kinds.test_state_snapshots import Program, island_of
+from tests.cache.kinds.test_state_snapshots import test_drafts_are_taken_out_of_states as run_drafts
 from tests.support.tolerances import Tolerance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,14 +163,75 @@ def test_graph_buffers_leave_entries_of_others_alone(case: Case) -> None:
     expected = reference.run(GroupPlan(reference.plan(tokens, tables), None), LAYER, on_cpu(x))
     own = kernels.buffers(Limits.of_step(count + 2, 4, 1), device_tables(tables, 2))
     own.begin_captured()
-    padded = x._replace(
+    found = own.run(GroupPlan(own, None, captured=True), LAYER, padded(x))
+    assert_same(case, found[:count], expected)
+    assert_same(case, kernels._pool, reference._entries.view(kernels._pool.shape))
+
+
+RUNS = {
+    "runs": Case((7, 3, 9), (4, 1, 3), snapshots=((0, 4), (1, 1), (2, 2))),
+    "values in parts": Case((5, 8), (2, 5), replace(WIDE, value_dim=72)),
+    "a longer tail than a run": Case((2, 9), (5, 3), replace(ODD, tail=7), snapshots=((0, 1), (0, 3), (1, 3))),
+    "16 bits": Case((4, 9), (3, 5), replace(WIDE, tail=3), torch.float16, snapshots=((1, 1),)),
+}
+
+
+@pytest.mark.gate("True-runs")
+@pytest.mark.parametrize("case", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize("captured", [False, True])
+def test_drafts_are_taken_back(case: Case, captured: bool) -> None:
+    """Of each sequence but the last one less than before each time. captured: in graph buffers, with two rows of
+    padding."""
+    tokens, tables = lay_out(case)
+    tables = replace(tables, drafted=True)
+    reference, kernels = both(case, tables)
+    own = tables.kv_indices
+    spares = np.setdiff1d(np.arange(PAGES, dtype=np.int32), own)[: own.size]
+    for one in (reference, kernels):
+        one.copy_pages(own, spares)
+    plans = reference.plan(tokens, tables), None if captured else kernels.plan(tokens, tables)
+    buffers = runs_in_buffers(kernels, tokens, tables) if captured else None
+    for layer in range(LAYERS):
+        x = draw_inputs(case, int(tokens.qo_indptr[-1]), seed=layer)
+        expected = reference.run(GroupPlan(plans[0], None), layer, on_cpu(x))
+        if buffers is None:
+            found = kernels.run(GroupPlan(plans[1], None), layer, x)
+        else:
+            found = buffers.run(GroupPlan(buffers, None, captured=True), layer, padded(x))[: expected.shape[0]]
+        assert_same(case, found, expected)
+    assert_same(case, kernels._pool, reference._entries.view(kernels._pool.shape))
+    for sequence, (count, source, target) in enumerate(zip(case.after, spares.tolist(), own.tolist(), strict=True)):
+        for held in range(count - 1, 0, -1) if sequence else range(count, 0, -1):
+            for one in (reference, kernels):
+                one.compute_again(sequence, held, source, target)
+            assert_same(case, kernels._pool, reference._entries.view(kernels._pool.shape))
+
+
+def runs_in_buffers(kernels: TritonDeltaKernels, tokens: TokenLayout, tables: PageTables) -> DeltaRuns:
+    apart, of_each = tokens.apart(), tokens.owners
+    of_tokens = replace(
+        tables,
+        slot_mapping=tables.kv_indices[of_each],
+        kv_indices=tables.kv_indices[of_each],
+        kv_last_page_len=(tokens.positions > 0).astype(np.int32),
+        writes=tables.writes.apart(tokens),
+    )
+    assert apart.preceding is not None
+    preceding = torch.tensor([*apart.preceding.tolist(), 0, 0], dtype=torch.int32, device=DEVICE)
+    static = replace(device_tables(of_tokens, 2), preceding=preceding)
+    own = kernels.buffers(Limits.of_verification(of_each.size + 2, 4, 1), static)
+    assert isinstance(own, DeltaRuns)
+    own.plan(apart, of_tokens)
+    return own
+
+
+def padded(x: RecurrentInputs) -> RecurrentInputs:
+    """With two tokens of padding."""
+    return x._replace(
         mixed=torch.cat((x.mixed, x.mixed[:2] * torch.nan)),
         log_decay=torch.cat((x.log_decay, x.log_decay[:2])),
         strength=torch.cat((x.strength, x.strength[:2])),
     )
-    found = own.run(GroupPlan(own, None, captured=True), LAYER, padded)
-    assert_same(case, found[:count], expected)
-    assert_same(case, kernels._pool, reference._entries.view(kernels._pool.shape))
 
 
 def device_tables(tables: PageTables, padding: int) -> DeviceTables:
@@ -251,3 +313,10 @@ def test_random_programs_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None
     program = Program(Random(3), island_of(5, 30))
     program.run(120)
     assert all(program.done[name] for name in ("forks within", "pops within", "sent behind a prefix")), program.done
+
+
+@pytest.mark.long
+@pytest.mark.skipif(DEVICE == "cuda", reason="the caches of these programs are on a CPU")
+def test_drafts_are_taken_out_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recurrent, "backend", lambda kind, site: TritonDeltaKernels(site.pool, kind.shape))
+    run_drafts(2)

@@ -11,20 +11,22 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.base import GroupPlan
-from tandem.cache.kernels.delta.kernels import DeltaSteps, TritonDeltaKernels
+from tandem.cache.kernels.base import GroupPlan, Limits
+from tandem.cache.kernels.delta.kernels import DeltaRuns, DeltaSteps, TritonDeltaKernels
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kinds.kind import Site
 from tandem.cache.kinds.recurrent import Recurrent
 from tandem.cache.plan.pool_sizes import SnapshotRule
+from tandem.workers.config import SpeculationSettings
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
-from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.support.prompt_programs import PAGE, PromptRunner, RunInOnePlace
+from tests.workers.loop_pair import LoopPair
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="models on a CPU need Triton's interpreter")
 LENGTHS = (1, 63, 65, 5)
@@ -36,11 +38,15 @@ PROGRAM = (4, 4, 3, 1, 2, 4, 1)
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes Triton's kernels serve states. Returns the rows of each step in graph buffers, one entry a layer."""
     rows: list[int] = []
-    run = DeltaSteps.run
+    run, verify_runs = DeltaSteps.run, DeltaRuns.run
 
     def watched(own: DeltaSteps, plan: GroupPlan, layer: int, x: RecurrentInputs) -> Tensor:
         rows.append(own.rows.pages.shape[0])
         return run(own, plan, layer, x)
+
+    def watched_runs(own: DeltaRuns, plan: GroupPlan, layer: int, x: RecurrentInputs) -> Tensor:
+        rows.append(own.runs.rows.pages.shape[0])
+        return verify_runs(own, plan, layer, x)
 
     def backend(kind: Recurrent, site: Site) -> TritonDeltaKernels:
         assert isinstance(kind.shape, DeltaShape)
@@ -48,6 +54,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Recurrent, "backend", backend)
     monkeypatch.setattr(DeltaSteps, "run", watched)
+    monkeypatch.setattr(DeltaRuns, "run", watched_runs)
     return rows
 
 
@@ -91,6 +98,102 @@ def test_steps_in_graphs_leave_snapshots(tmp_path: Path, on_triton: list[int]) -
         del made[sequence][position - lengths[sequence] + 1 :]
     run_steps(of, made, [2] * 3)
     assert made == [wanted[: len(tokens)] for tokens, wanted in zip(made, expected, strict=True)]
+
+
+def test_a_step_that_leaves_a_snapshot_is_not_prepared_early(tmp_path: Path, on_triton: list[int]) -> None:
+    """Of sequences that are being received: its page is set aside with the step itself."""
+    of = PromptRunner(save_checkpoint("qwen3_next-options", tmp_path), None, TableKernels)
+    (buffers,) = of.cache.graph_buffers([Limits.of_step(1, 4, 1)])
+    for length in (2 * PAGE - 2, 2 * PAGE - 1, 2 * PAGE):
+        of.cache.add_sequence(length)
+        of.cache.reserve(length, 3 * PAGE)
+        of.cache.prepare_receive(length, length)
+        foreseen = of.cache.foresee(buffers, [length], [np.zeros(1, np.int64)])
+        assert (foreseen is None) == ((length + 1) % PAGE == 0)
+
+
+# Of each verify step and sequence how many tokens are drafted, and how many of these are right.
+DRAFTS = [((3, 1), (1, 1)), ((2, 0), (0, 0)), ((1, 3), (1, 1))]
+
+
+@pytest.mark.gate("True")
+@pytest.mark.parametrize("captured", [True, False])
+def test_drafts_are_verified(captured: bool, tmp_path: Path, on_triton: list[int]) -> None:
+    """Steps of the graphs go on behind what held. What the steps have left is a prefix for another sequence."""
+    folder = save_checkpoint("qwen3_next-options", tmp_path)
+    prompts = {sequence: random_prompt(length, length) for sequence, length in enumerate((21, 12))}
+    expected = greedy_all(load_oracle(folder), list(prompts.values()), 12)
+    of = PromptRunner(folder, None, TableKernels, snapshots=SnapshotRule(2 * PAGE, 20, 2))
+    of.runner.capture_steps(2, RunInOnePlace())
+    if captured:
+        of.runner.capture_verification(6, RunInOnePlace())
+        assert of.runner.next_drafts is None
+    lengths = {sequence: len(prompt) for sequence, prompt in prompts.items()}
+    for sequence in prompts:
+        of.cache.add_sequence(sequence)
+    made = sample(of, of.forward(prompts, lengths), list(lengths.values()))
+    on_triton.clear()
+    for sizes, right in DRAFTS:
+        verify(of, made, expected, lengths, sizes, right)
+    assert bool(on_triton) == captured
+    run_steps(of, made, [2] * 3)
+    assert made == [wanted[: len(tokens)] for tokens, wanted in zip(made, expected, strict=True)]
+    whole = prompts[0] + made[0]
+    of.cache.publish_prefix(0, np.array(whole[:-1]))
+    of.cache.add_sequence(2)
+    found = of.cache.match_prefix(2, np.array(whole))
+    assert found == (len(whole) - 1) // PAGE * PAGE > lengths[0]
+    logits = of.forward({2: whole[found:]}, {2: len(whole)})
+    assert int(logits.argmax()) == expected[0][len(made[0])]
+
+
+@pytest.mark.long
+def test_a_model_drafts_beside_states(tmp_path: Path, on_triton: list[int]) -> None:
+    """Workers with graphs of steps, verify steps and drafts. States stay as they are while another model drafts."""
+    target = save_checkpoint("qwen3_next-options", tmp_path / "target")
+    oracle = load_oracle(target)
+    drafter = save_checkpoint("llama", tmp_path / "drafter")
+    speculation = SpeculationSettings("draft_model", 3, 8, draft=str(drafter))
+    loops = LoopPair(
+        target,
+        num_pages=64,
+        speculation=speculation,
+        kernels=TableKernels,
+        sharing=True,
+        snapshots=SnapshotRule(2 * PAGE, 20, 4),
+    )
+    for runner in loops.runners:
+        runner.capture_steps(2, RunInOnePlace())
+        runner.capture_verification(8, RunInOnePlace())
+        runner.capture_drafts(2, 3, RunInOnePlace())
+    for index, length in enumerate((3, 24, 45)):
+        prompt = random_prompt(length, seed=length)
+        assert loops.complete(str(index), prompt, 20) == greedy(oracle, prompt, 20)
+    assert loops.decode_counters.drafted_tokens
+    loops.assert_free()
+
+
+def verify(
+    of: PromptRunner,
+    made: list[list[int]],
+    expected: list[list[int]],
+    lengths: dict[int, int],
+    sizes: Sequence[int],
+    right: Sequence[int],
+) -> None:
+    """A verify step of all sequences. Behind the drafted tokens that are right come others."""
+    tokens = []
+    for sequence, (size, held) in enumerate(zip(sizes, right, strict=True)):
+        done = len(made[sequence])
+        wrong = [(token + 1) % 2 for token in range(size - held)]
+        tokens.append(np.array([made[sequence][-1], *expected[sequence][done : done + held], *wrong]))
+    sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * len(sizes))
+    positions = np.array([lengths[sequence] + len(one) for sequence, one in enumerate(made)])
+    samples = of.runner.verify(list(lengths), tokens, sampling, positions).wait().token_ids.tolist()
+    for sequence, (size, held) in enumerate(zip(sizes, right, strict=True)):
+        made[sequence] += samples[: held + 1]
+        del samples[: size + 1]
+    of.cache.pop_each(list(lengths), np.array(sizes) - np.array(right))
 
 
 def sample(of: PromptRunner, logits: Tensor, lengths: Sequence[int]) -> list[list[int]]:

@@ -1,0 +1,220 @@
+"""A verify step: the new tokens of each sequence one after another, and once more those that hold, in Triton kernels.
+
+    _run_conv   keeps what the tokens give, and convolves it     a program: a token and some channels
+    _run_rule   o, tails and states from what is kept            a program: a sequence, and columns of one head's state
+
+The first kernel runs before each second one, but not again: then the second one computes all layers at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.kernels.delta.chunks import move_tails
+from tandem.cache.kernels.delta.steps import CHANNELS, VALUES, silu_rounded
+from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.torch.delta_rule import UNIT_EPS
+from tandem.cache.kernels.triton.dependent_launch import launch_options
+from tandem.cache.plan.arrays import Int64Array
+
+
+class RunRows(NamedTuple):
+    """Of n tokens, all int32 [n]: as of StepRows, and how many tokens right before one are of the same sequence."""
+
+    pages: Tensor
+    behind: Tensor
+    kept: Tensor
+    preceding: Tensor
+
+
+class KeptInputs(NamedTuple):
+    """What n tokens gave to L layers: raw and mixed [L, n, channels], before and behind the convolution, in the dtype
+    of the model; log_decay and strength, float32 [L, n, value_heads]."""
+
+    raw: Tensor
+    mixed: Tensor
+    log_decay: Tensor
+    strength: Tensor
+
+    @classmethod
+    def of(
+        cls, num_layers: int, num_tokens: int, shape: DeltaShape, dtype: torch.dtype, device: torch.device
+    ) -> "KeptInputs":
+        """Not filled."""
+        channels, heads = (num_layers, num_tokens, shape.channels), (num_layers, num_tokens, shape.value_heads)
+        raw, mixed = (torch.empty(channels, dtype=dtype, device=device) for _ in range(2))
+        return cls(raw, mixed, *(torch.empty(heads, dtype=torch.float32, device=device) for _ in range(2)))
+
+    def part(self, layers: slice, tokens: slice) -> "KeptInputs":
+        return KeptInputs(*(numbers[layers, tokens] for numbers in self))
+
+
+@dataclass(eq=False)
+class Runs:
+    """The tokens of one verify step, or in graph buffers of the last one. begins: int64 [B], the first token of each
+    sequence. kept: from the first layer that ran on."""
+
+    rows: RunRows
+    begins: Int64Array
+    kept: KeptInputs | None = None
+
+    def run(self, pool: Tensor, layer: int, x: RecurrentInputs, shape: DeltaShape, output: Tensor) -> None:
+        """See step_states, of tokens 0, 1, … in order."""
+        if self.kept is None:
+            self.kept = KeptInputs.of(pool.shape[1], x.mixed.shape[0], shape, x.mixed.dtype, pool.device)
+        kept = self.kept.part(slice(layer, layer + 1), slice(None))
+        _keep_inputs(pool, layer, x, shape, self.rows, kept)
+        _advance(pool, layer, kept, shape, self.rows, output)
+
+    def run_again(self, pool: Tensor, sequence: int, count: int, shape: DeltaShape, rows: RunRows) -> None:
+        """All layers of the first `count` tokens of a sequence, whose rows these are, without their outputs."""
+        assert self.kept is not None, "the step comes first"
+        begin = int(self.begins[sequence])
+        _advance(pool, 0, self.kept.part(slice(None), slice(begin, begin + count)), shape, rows, None)
+
+
+def again_rows(page: int, count: int) -> list[np.ndarray]:
+    """Arrays of RunRows: `count` tokens of the sequence that has `page`, which leave no snapshot."""
+    of_all = (np.full(count, value, np.int32) for value in (page, 1, -1))
+    return [*of_all, np.arange(count, dtype=np.int32)]
+
+
+def _keep_inputs(
+    pool: Tensor, layer: int, x: RecurrentInputs, shape: DeltaShape, rows: RunRows, kept: KeptInputs
+) -> None:
+    count = rows.pages.shape[0]
+    kernel: Any = _run_conv[(count * triton.cdiv(shape.channels, CHANNELS),)]
+    kernel(
+        *(x.mixed, x.conv, x.log_decay, x.strength, *kept, pool, rows.pages, rows.behind, rows.preceding),
+        *(x.mixed.stride(0), x.log_decay.stride(0), x.strength.stride(0), pool.stride(0), layer * pool.stride(1)),
+        *(shape.channels, shape.tail + 1, CHANNELS, shape.value_heads, triton.next_power_of_2(shape.value_heads)),
+        **launch_options(pool.device),
+    )
+
+
+def _advance(
+    pool: Tensor, layer: int, kept: KeptInputs, shape: DeltaShape, rows: RunRows, output: Tensor | None
+) -> None:
+    """Layers from `layer` on, as many as `kept` has. output None: of the first token's sequence alone, whose page may
+    be new: nothing is read before all earlier work is done."""
+    count = rows.pages.shape[0]
+    width = triton.next_power_of_2(shape.value_dim)
+    block = min(VALUES, width)
+    sequences = 1 if output is None else count
+    programs = sequences * shape.value_heads * triton.cdiv(shape.value_dim, block)
+    kernel: Any = _run_rule[(programs, kept.raw.shape[0])]
+    kernel(
+        *(*kept, output, pool, *rows, count, layer),
+        *(kept.raw.stride(0), kept.raw.stride(1), kept.log_decay.stride(0), pool.stride(0), pool.stride(1)),
+        *(shape.key_dim**-0.5, UNIT_EPS, shape.tail * shape.channels, shape.key_heads, shape.value_heads),
+        *(shape.key_dim, shape.value_dim, shape.tail, triton.next_power_of_2(shape.key_dim), width, block),
+        *(triton.next_power_of_2(count), output is not None),
+        **({"PDL": False} if output is None else launch_options(pool.device)),
+    )
+
+
+@triton.jit
+def _run_conv(
+    mixed, conv, log_decay, beta, kept_raw, output, kept_decay, kept_beta, pool, pages, behind, preceding,
+    mixed_token, decay_token, beta_token, page_elements, layer_elements,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Tails stay as they are: programs of other tokens read them, too."""
+    if PDL:
+        # In this order: what the next kernel loads before its own wait is then there.
+        gdc_wait()
+        gdc_launch_dependents()
+    parts: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    token, channel = row.to(tl.int64), part * BLOCK + tl.arange(0, BLOCK)
+    there = channel < CHANNELS
+    page, before = tl.load(pages + row), tl.load(preceding + row)
+    is_behind = (page >= 0) & (tl.load(behind + row - before) > 0)
+    tail = pool + tl.maximum(page, 0).to(tl.int64) * page_elements + layer_elements + channel
+    line = mixed + token * mixed_token + channel
+    own = tl.load(line, mask=there, other=0.0)
+    tl.store(kept_raw + token * CHANNELS + channel, own, mask=there)
+    weights = conv + channel * TAPS
+    total = own.to(tl.float32) * tl.load(weights + (TAPS - 1), mask=there, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS - 1):  # pyright: ignore[reportGeneralTypeIssues]
+        back = TAPS - 1 - tap
+        is_new = channel < tl.where(back <= before, CHANNELS, 0)
+        is_held = channel < tl.where((back > before) & is_behind, CHANNELS, 0)
+        earlier = tl.load(line - back * mixed_token.to(tl.int64), mask=is_new, other=0.0).to(tl.float32)
+        earlier += tl.load(tail + (tap + before) * CHANNELS, mask=is_held, other=0.0)
+        total += earlier * tl.load(weights + tap, mask=there, other=0.0).to(tl.float32)
+    tl.store(output + token * CHANNELS + channel, silu_rounded(total, output.dtype.element_ty), mask=there)
+    if part == 0:
+        head = tl.arange(0, HEAD_BLOCK)
+        decay = tl.load(log_decay + token * decay_token + head, mask=head < HEADS, other=0.0)
+        tl.store(kept_decay + token * HEADS + head, decay, mask=head < HEADS)
+        rate = tl.load(beta + token * beta_token + head, mask=head < HEADS, other=0.0)
+        tl.store(kept_beta + token * HEADS + head, rate, mask=head < HEADS)
+
+
+@triton.jit
+def _run_rule(
+    raw, mixed, log_decay, beta, output, pool, pages, behind, kept, preceding, num_rows, first_layer,
+    channel_layer, channel_token, rate_layer, page_elements, layer_elements, scale, eps,
+    STATE: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, FINDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs of a sequence's first token compute all its tokens, those of others none. ROWS: at least num_rows.
+    VALUES: columns of a program, WIDTH: at least all."""
+    parts: tl.constexpr = (VALUE_DIM + VALUES - 1) // VALUES
+    row, head = tl.program_id(0) // (parts * VALUE_HEADS), tl.program_id(0) // parts % VALUE_HEADS
+    part, layer = tl.program_id(0) % parts, tl.program_id(1).to(tl.int64)
+    key, value = tl.arange(0, KEYS), part * VALUES + tl.arange(0, VALUES)
+    ahead = tl.arange(0, ROWS)
+    before = tl.load(preceding + row + ahead, mask=row + ahead < num_rows, other=-1)
+    count = tl.sum(tl.where(before == ahead, 1, 0), 0)  # those of later sequences have fewer before them
+    page = tl.where(count > 0, tl.load(pages + row), -1)  # pyright: ignore[reportOperatorIssue]
+    is_behind = (page >= 0) & (tl.load(behind + row) > 0)
+    layers = pool + (first_layer + layer) * layer_elements
+    tail = layers + tl.maximum(page, 0).to(tl.int64) * page_elements
+    place = STATE + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    in_value = (value < VALUE_DIM)[None, :]
+    state = tl.load(tail + place, mask=(key < tl.where(is_behind, KEY_DIM, 0))[:, None] & in_value, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    raw += layer * channel_layer
+    mixed += layer * channel_layer + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    log_decay += layer * rate_layer + head
+    beta += layer * rate_layer + head
+    of_values = KEY_HEADS * KEY_DIM * 2 + head * VALUE_DIM - head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    for at in range(0, count):  # pyright: ignore[reportArgumentType]
+        token = (row + at).to(tl.int64)
+        line = mixed + token * channel_token
+        query = tl.load(line + key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+        keys = tl.load(line + KEY_HEADS * KEY_DIM + key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+        values = tl.load(line + of_values + value, mask=value < VALUE_DIM, other=0.0).to(tl.float32)
+        query *= scale / tl.sqrt(tl.sum(query * query, 0) + eps)
+        keys *= 1.0 / tl.sqrt(tl.sum(keys * keys, 0) + eps)
+        state *= tl.exp(tl.load(log_decay + token * VALUE_HEADS))
+        known = tl.sum(state * keys[:, None], 0)
+        state += keys[:, None] * ((values - known) * tl.load(beta + token * VALUE_HEADS))[None, :]
+        if FINDS:
+            found = tl.where(page >= 0, tl.sum(state * query[:, None], 0), 0.0)
+            target = output + (token * VALUE_HEADS + head) * VALUE_DIM + value
+            tl.store(target, found.to(output.dtype.element_ty), mask=value < VALUE_DIM)
+        kept_page = tl.load(kept + row + at)
+        snapshot = layers + tl.maximum(kept_page, 0).to(tl.int64) * page_elements
+        saved = (key < tl.where(kept_page >= 0, KEY_DIM, 0))[:, None] & in_value
+        tl.store(snapshot + place, state, mask=saved)
+        if (part == 0) & (kept_page >= 0):
+            move_tails(raw + (token + 1) * channel_token, channel_token, tail, snapshot, head, at + 1, is_behind,
+                       KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAIL, KEYS, WIDTH)  # fmt: skip
+    tl.store(tail + place, state, mask=(key < tl.where(page >= 0, KEY_DIM, 0))[:, None] & in_value)
+    if (part == 0) & (page >= 0):
+        end = (row + count).to(tl.int64)
+        move_tails(raw + end * channel_token, channel_token, tail, tail, head, count, is_behind,
+                   KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAIL, KEYS, WIDTH)  # fmt: skip

@@ -1,8 +1,5 @@
 """How many pages each pool of a worker has, and how many of those with states may be snapshots."""
 
-import logging
-import math
-
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.pool_sizes import (
     PageUse,
@@ -11,12 +8,10 @@ from tandem.cache.plan.pool_sizes import (
     num_pages_in,
     num_snapshots,
     pages_of_groups,
-    pages_of_snapshot,
 )
 from tandem.workers.config import WorkerConfig
 from tandem.workers.handoff.reservations import longest_append
 
-log = logging.getLogger(__name__)
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 
 
@@ -32,19 +27,9 @@ def pages_in(config: WorkerConfig, layout: KVLayout, num_bytes: int) -> int:
 
 
 def snapshot_rule(config: WorkerConfig, layout: KVLayout, num_pages: int) -> SnapshotRule:
-    """When forwards of a worker take snapshots of states. Its leader warns where none fits into its share."""
+    """When forwards of a worker take snapshots of states."""
     states = _states(config)
-    most = num_snapshots(layout, num_pages, states.share)
-    if layout.recurs and states.share and not most and config.rank == 0:
-        size = pages_of_snapshot(layout)
-        log.warning(
-            "no prefix is shared: a snapshot of the recurrent states has the bytes of %.1f pages with K and V, and "
-            "cache.state_share is %g of cache.num_pages, %d; at least %d pages, or a larger share, hold one",
-            size,
-            states.share,
-            num_pages,
-            math.ceil(size / states.share),
-        )
+    most = num_snapshots(layout, num_pages, _uses(config), states.share)
     return SnapshotRule(config.state_interval or config.page_size, most, states.drafted)
 
 

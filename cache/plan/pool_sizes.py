@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from tandem.cache.plan.layout import KVLayout
 
+STATES_A_SNAPSHOT = 16
+"""However few pages keep all, snapshots take a sixteenth of what the states of sequences take: decision 0157."""
+
 
 @dataclass(frozen=True)
 class PageUse:
@@ -34,7 +37,7 @@ NO_SNAPSHOTS = SnapshotRule(1, 0)
 
 
 class StateUse(NamedTuple):
-    """Pages of states beside one for each sequence. share: of the bytes of pages that keep all, which snapshots take.
+    """Pages of states beside one for each sequence. share: of the bytes of pages that keep all, see num_snapshots.
     drafted: see SnapshotRule."""
 
     share: float = 0.0
@@ -44,20 +47,20 @@ class StateUse(NamedTuple):
 NO_STATES = StateUse()
 
 
-def num_snapshots(layout: KVLayout, num_pages: int, share: float) -> int:
-    """How many snapshots of states fit into `share` of the bytes of num_pages pages that keep all; 0 in a layout
-    without states."""
-    states = _state_bytes(layout)
-    return int(share * num_pages * layout.page_size * layout.token_bytes) // states if states else 0
+def num_snapshots(layout: KVLayout, num_pages: int, uses: Sequence[PageUse], share: float) -> int:
+    """How many snapshots of states there is room for: those that fit into `share` of the bytes of num_pages pages that
+    keep all, and at least one for each STATES_A_SNAPSHOT sequences of `uses`. 0 in a layout without states, or where
+    share is 0."""
+    state_bytes = sum(layout.page_bytes(group) for group, paging in enumerate(layout.paging) if paging.whole)
+    if not state_bytes or not share:
+        return 0
+    fit = int(share * num_pages * layout.page_size * layout.token_bytes) // state_bytes
+    return max(fit, -(-_num_states(num_pages, uses) // STATES_A_SNAPSHOT))
 
 
-def pages_of_snapshot(layout: KVLayout) -> float:
-    """The bytes of one snapshot of all states, in pages that keep all."""
-    return _state_bytes(layout) / (layout.page_size * layout.token_bytes)
-
-
-def _state_bytes(layout: KVLayout) -> int:
-    return sum(layout.page_bytes(group) for group, paging in enumerate(layout.paging) if paging.whole)
+def _num_states(num_pages: int, uses: Sequence[PageUse]) -> int:
+    """One for each sequence, which has a page at least."""
+    return min(num_pages, sum(use.sequences for use in uses))
 
 
 def pages_of_groups(
@@ -67,14 +70,14 @@ def pages_of_groups(
     is less. Groups that keep all hold prefixes in what sequences leave. Of pages that cover several times page_size
     positions as many as cover those of num_pages, and one for each sequence, whose last one may not be full. Of pages
     that cover a sequence one for each of all `uses`, and those of `states`."""
-    beside = num_snapshots(layout, num_pages, states.share) + states.drafted
+    beside = num_snapshots(layout, num_pages, uses, states.share) + states.drafted
 
     def most(group: int) -> int:
         return max(use.sequences * layout.most_pages(group, use.length, use.append) for use in uses)
 
     def pages_of(group: int, together: int) -> int:
         if layout.paging[group].whole:
-            return min(num_pages, sum(use.sequences for use in uses)) + beside
+            return _num_states(num_pages, uses) + beside
         if layout.groups[group].keeps.drops_past:
             return min(num_pages, most(group))
         return min(num_pages, -(-num_pages // together) + max(use.sequences for use in uses) * (together > 1))

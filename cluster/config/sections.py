@@ -112,7 +112,8 @@ class CacheSection(Section):
     """of a model with recurrent layers: a prefix is found at each multiple of this, where a snapshot of the states is
     kept, and at the last full page; a multiple of page_size; null keeps none, and no prefix is found"""
     state_share: Share = Field(default=0.25, ge=0, le=1)
-    """what these snapshots may take, as a share of the bytes of the pages with K and V"""
+    """what these snapshots may take, as a share of the bytes of the pages with K and V. Above 0 there is room for one
+    for each 16 sequences at least, of max_sequences and 8 prompts"""
 
     @field_validator("state_interval")
     @classmethod

@@ -80,7 +80,7 @@ def test_requests_that_move_go_on_from_a_snapshot(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("share", "most"), [(0.02, 0), (0.1, 2)])
+@pytest.mark.parametrize(("share", "most"), [(0.0, 0), (0.001, 1), (0.1, 2)])
 def test_few_pages_for_snapshots(share: float, most: int, tmp_path: Path) -> None:
     """They give way to others, and what is gone is computed again. most: beside a page for each sequence."""
     folder = save_checkpoint("qwen3_5", tmp_path)

@@ -26,7 +26,7 @@ OLDEST = (9, 0)  # of GPUs that these kernels have run on
 MOST_BLOCKS = 256  # of a launch
 PACKET_BYTES, PACKET_DATA_BYTES = 16, 8
 VECTOR_BYTES = 16  # that a thread loads and stores as one
-HEADER_BYTES = 8 * (2 + MOST_BLOCKS * (1 + MAX_GPU_RANKS))
+HEADER_BYTES = 8 * MOST_BLOCKS * (2 + MAX_GPU_RANKS)
 SLOT_BYTES = 1 << 20  # of data
 WHOLE_BYTES = 400 << 10  # up to which more than two ranks send all to all; two always do
 STREAM_BYTES = 1 << 20  # from which sums are streamed
@@ -216,7 +216,7 @@ class ExchangeKernels:
                 f"a worker of several ranks on GPUs needs nvcc, and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} "
                 f"or later; this one is {device.name}, of {device.major}.{device.minor}"
             )
-        self._module, self._most_blocks = Module(cubin), device.multi_processor_count
+        self._module, self._blocks = Module(cubin), min(MOST_BLOCKS, device.multi_processor_count)
         streamed = [f"sum_streamed_{most}" for most in (2, 4, MAX_GPU_RANKS)]
         sums = [f"{how}_{name}" for how in ("sum_at_once", "sum_by_parts", *streamed) for name in NAMES.values()]
         self._functions = {
@@ -226,9 +226,8 @@ class ExchangeKernels:
 
     def sum(self, ranks: RanksArgument, x: Tensor, out: Tensor, part: Part) -> None:
         name = f"{'sum_at_once' if part.whole else 'sum_by_parts'}_{NAMES[x.dtype]}"
-        packets = part.last - part.first if part.whole else -(-(part.last - part.first) // ranks.size)
         numbers = (ctypes.c_int64(number) for number in (x.numel(), part.first, part.last))
-        self._launch(name, packets, ranks, *_pointers(x, out), *numbers)
+        self._functions[name].launch(self._blocks, (ranks, *_pointers(x, out), *numbers))
 
     def stream(self, ranks: RanksArgument, x: Tensor, out: Tensor) -> None:
         """x, out: of whole vectors, and aligned to them."""
@@ -240,14 +239,10 @@ class ExchangeKernels:
 
     def gather(self, ranks: RanksArgument, x: Tensor, out: Tensor, parts: int) -> None:
         """parts: launches, each for a part of all rows' elements."""
-        (rows, columns), size = out.shape, x.element_size()
-        packets = -(-x.numel() * size // PACKET_DATA_BYTES // parts)
+        rows, columns = out.shape
         for part in range(parts):
             numbers = (ctypes.c_int32(number) for number in (rows, columns, part, parts))
-            self._launch(f"gather_{size}", packets, ranks, *_pointers(x, out), *numbers)
-
-    def _launch(self, name: str, packets: int, *arguments: ctypes.Structure | ctypes._SimpleCData) -> None:
-        self._functions[name].launch(max(1, min(-(-packets // THREADS), self._most_blocks)), arguments)
+            self._functions[f"gather_{x.element_size()}"].launch(self._blocks, (ranks, *_pointers(x, out), *numbers))
 
     def register(self, words: Int64Array) -> int:
         """The device's address of the first page of the host's memory, which begins one."""

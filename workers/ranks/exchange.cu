@@ -70,21 +70,19 @@ __device__ inline void put_numbers(T* out, long long packet, long long count, Da
         if (first + each < count) out[first + each] = numbers[each];
 }
 
-// The next kernel may start at once: all blocks of this one have started, and it waits for them before it reads.
+// The next kernel may start at once: all blocks of this one have started, and it waits for them before it reads. The epoch
+// is read once earlier kernels are done, since one of them may be the exchange before.
 __device__ inline Data begin_exchange(const Ranks& ranks) {
     launch_dependents();
     await_earlier_kernels();
-    return *static_cast<volatile Data*>(&header(ranks, ranks.rank)->epoch) + 1;
+    return *static_cast<volatile Data*>(&header(ranks, ranks.rank)->epochs[blockIdx.x]) + 1;
 }
 
-// The last block that is done counts the epoch, which all have read by then.
+// Each block counts epochs for itself. All exchanges of a rank have the same number of blocks, so the counts agree. A
+// count that blocks share could change only after all have read it, and an atomic would have to find the last one.
 __device__ inline void end_exchange(const Ranks& ranks, Data epoch) {
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    Header* own = header(ranks, ranks.rank);
-    if (atomicAdd(&own->done, Data(1)) != gridDim.x - 1) return;
-    own->done = 0;
-    own->epoch = epoch;
+    if (threadIdx.x == 0) header(ranks, ranks.rank)->epochs[blockIdx.x] = epoch;
 }
 
 // This thread's share of packets begin … end - 1.

@@ -80,9 +80,10 @@ __device__ inline void narrow(__nv_bfloat16& number, float wide) { number = __fl
 
 using Data = unsigned long long;
 
-// The device counts, because the host replays launches in CUDA graphs.
+// The device counts, because the host replays launches in CUDA graphs. Each block has counts of its own, which no other
+// block of its rank reads or writes. So none needs to know when the others are done.
 struct Header {
-    Data epoch, done;                     // exchanges of packets that are done; blocks of the one under way that are
+    Data epochs[MOST_BLOCKS];             // of each block: exchanges of packets that are done
     Data rounds[MOST_BLOCKS];             // of each block: rounds of streamed sums that are done
     Data flags[MOST_BLOCKS][MAX_GPU_RANKS];  // rounds that each rank's block of that number has signaled
 };

@@ -78,7 +78,6 @@ inline void await_earlier_kernels() {}
 inline void __syncthreads() { team->wait(); }
 inline void __threadfence_system() {}
 inline void __trap() { throw Trap(); }
-inline Data atomicAdd(Data* place, Data by) { return __atomic_fetch_add(place, by, __ATOMIC_ACQ_REL); }
 
 using __half = _Float16;
 struct __nv_bfloat16 { unsigned short bits; };

@@ -260,8 +260,7 @@ class Worker:
         transport's end may be collective. Idempotent, and right at any time."""
         self.address = ""  # from now on ping() asks no step thread
         if self._server is not None:
-            self._events.run(self._server.stop(grace=None), timeout=10)
-            self._server = None
+            self._events.run(self._end_server(self._server), timeout=10)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -342,6 +341,11 @@ class Worker:
             address = f"{bracketed(host)}:{self._server.add_secure_port(free, identity.server_credentials())}"
         await self._server.start()
         return address
+
+    async def _end_server(self, server: grpc.aio.Server) -> None:
+        """On the event loop, where its last reference ends: gRPC then closes a socket that this loop reads."""
+        self._server = None
+        await server.stop(grace=None)
 
     def assemble(self, watch: Watch | None = None, recorder: Recorder | None = None) -> Engine:
         """Between join() and leave(): the engine, over a new cache. A rank that follows begins to follow. watch: gives

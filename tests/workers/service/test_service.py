@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -383,3 +384,13 @@ def test_a_layout_that_differs_is_refused(pair: Pair) -> None:
     with pytest.raises(grpc.RpcError, match="fingerprint"):
         pair.send("r", reservation)
     assert pair.abort(pair.decode, "r", writer_quiet=True)
+
+
+def test_the_server_of_a_worker_that_leaves_ends_on_its_event_loop(folder: Path) -> None:
+    """From another thread gRPC closes a socket that the loop may just be about to read: `Bad file descriptor`."""
+    threads: list[str] = []
+    with running_island(folder, {"cache.num_pages": 16}, FakeIsland()) as island:
+        leaving = island.workers[1]
+        weakref.finalize(leaving._server, lambda: threads.append(threading.current_thread().name))
+        leaving.leave()
+        assert threads == ["grpc"]

@@ -33,6 +33,12 @@ class ScaleOrder:
     num_decode: int | None
     num_islands: int | None = None
 
+    @property
+    def words(self) -> str:
+        """What it asks of an island."""
+        asked = {"num_prefill": self.num_prefill, "num_decode": self.num_decode}
+        return " and ".join(f"{name} is {number}" for name, number in asked.items() if number is not None)
+
     def shape(self, now: Shape) -> Shape:
         return Shape(
             now.num_prefill if self.num_prefill is None else self.num_prefill,

@@ -27,6 +27,8 @@ from tandem.cluster.processes.ray_nodes import PLACEMENT_SECONDS, bundles_of, on
 
 ChooseHosts = Callable[..., list[str]]
 """choose_nodes() by bundles and deadline."""
+CheckGrowth = Callable[[int, int], None]
+"""check_growth() by how many processes there are, and how many more are wanted."""
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 LEASE_CALLS = "lease"  # a thread of their own
 
@@ -53,13 +55,15 @@ class RayGroup(ProcessGroup):
         resources: dict[str, float],
         host: str,
         ties: Ties,
+        check_growth: CheckGrowth,
         choose_hosts: ChooseHosts | None = None,
         suffix: str = "",
     ) -> None:
         """resources: of each member. host: the address of the first one's node. choose_hosts: where more members go;
         None: all beside the first. suffix: of their names in Ray."""
         self._suffix = suffix
-        self._resources = resources
+        self._check_growth = check_growth
+        self.resources = resources
         self._host = host
         self._choose_hosts = choose_hosts
         self._ties = ties
@@ -70,6 +74,8 @@ class RayGroup(ProcessGroup):
         return list(self._placed)
 
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
+        if specs:
+            self._check_growth(len(self._placed), len(specs))
         needs, deadline = self._needs(by_place(specs)), time.monotonic() + PLACEMENT_SECONDS
         hosts = [self._host] * len(needs)
         if self._choose_hosts is not None:
@@ -99,7 +105,7 @@ class RayGroup(ProcessGroup):
         return started
 
     def _needs(self, together: Sequence[Sequence[ActorSpec]]) -> list[dict[str, float]]:
-        return bundles_of(self._resources, [len(run) for run in together])
+        return bundles_of(self.resources, [len(run) for run in together])
 
     def shrink(self, members: Sequence[ActorProcess]) -> None:
         gone = [member for member in self._placed if member in members]
@@ -147,7 +153,7 @@ class RayGroup(ProcessGroup):
         options = {
             "name": spec.name + self._suffix,
             "num_cpus": CPU_FRACTION,
-            "num_gpus": self._resources.get("GPU", 0),
+            "num_gpus": self.resources.get("GPU", 0),
             "max_restarts": 0,  # a lone restart cannot rejoin its island
             "max_concurrency": CALLS_AT_A_TIME,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=0),

@@ -3,7 +3,7 @@
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -121,6 +121,28 @@ def check_there(bundles: Sequence[dict[str, float]]) -> None:
         raise StartFailed(
             f"{words_of(needed)} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
         )
+
+
+def check_growth(
+    now: int, more: int, need: dict[str, float], where: Where, held: Mapping[str, Mapping[str, float]]
+) -> None:
+    """NoRoom where a group of `now` processes could not get `more` even if only this cluster's ran on the nodes that
+    fit.
+
+    need: of each process. held: what this cluster's processes hold, by the addresses of their nodes.
+    """
+    here = own_address()
+    nodes = [_without(node, held.get(node.address, {})) for node in alive_nodes() if where.fits(node, here)]
+    fitting = places(nodes, need)
+    if more > fitting:
+        raise NoRoom(
+            f"{now + more} processes are needed, with {words_of(sum_of([need]))} for each; at most {now + fitting} are "
+            f"accepted: {in_words(nodes)}"
+        )
+
+
+def _without(node: Node, held: Mapping[str, float]) -> Node:
+    return replace(node, free={name: amount - held.get(name, 0) for name, amount in node.total.items()})
 
 
 def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Counter[str], deadline: float) -> list[str]:

@@ -28,6 +28,7 @@ from tandem.cluster.processes.ray_nodes import (
     PLACEMENT_SECONDS,
     alive_nodes,
     bundles_of,
+    check_growth,
     check_there,
     choose_nodes,
     free_places,
@@ -68,6 +69,7 @@ class RayProcesses(Processes):
         self._joined = False
         self._placing = Lock()
         self._groups: list[RayGroup] = []
+        self._fixed: list[RayGroup] = []
         self._lifeline = Lifeline()
         self._leases = Leases(10.0, 21.0)
         self._loss = Loss()
@@ -145,22 +147,32 @@ class RayProcesses(Processes):
         resources = process_resources(gpus)
         bundles = bundles_of(resources, [len(run) for run in by_place(specs)])
         with self._placing:  # islands that start at once must not count on the same room
-            self._groups = [group for group in self._groups if group.members]
+            self._groups, self._fixed = (
+                [group for group in known if group.members] for known in (self._groups, self._fixed)
+            )
             deadline = time.monotonic() + PLACEMENT_SECONDS
             while True:
                 hosts = self._choose_hosts(bundles, where, deadline)
                 more = partial(self._choose_hosts, where=where) if where.spread else None
+                growth = partial(self._check_growth, resources, where if more else Where(address=hosts[0]))
                 ties = Ties(self._lifeline.path, self._leases, self._loss, self._fork_address)
-                group = RayGroup(resources, hosts[0], ties, more, self._suffix)
+                group = RayGroup(resources, hosts[0], ties, growth, more, self._suffix)
                 try:
                     group.start(specs, hosts, threads=threads, seconds=TRY_SECONDS)
                     break
                 except StartFailed:
                     if time.monotonic() >= deadline:
                         raise
-            if not (where.here or where.address):  # gateways, whose hosts are given, do not count for the spread
-                self._groups.append(group)
+            # Gateways, whose hosts are given, do not count for the spread.
+            (self._fixed if where.here or where.address else self._groups).append(group)
         return group
+
+    def _check_growth(self, need: dict[str, float], where: Where, now: int, more: int) -> None:
+        held: dict[str, dict[str, float]] = {}
+        for group in (*self._groups, *self._fixed):
+            for member in group.members:
+                held[member.host] = sum_of([held.get(member.host, {}), group.resources])
+        check_growth(now, more, need, where, held)
 
     def _choose_hosts(self, bundles: Sequence[dict[str, float]], where: Where, deadline: float) -> list[str]:
         """For a group, or for what one grows by."""

@@ -113,7 +113,7 @@ class IslandSupervisor(Supervisor):
                 scaled, updates = self._reshape(order.shape(before))
                 _after(updates, partial(outcome.set_result, scaled))
             except ScaleRefused as error:
-                outcome.set_exception(error)
+                outcome.set_exception(ScaleRefused(f"{order.words}: {error}"))
             except BaseException as error:
                 keeps = "keeps its shape" if self.island.shape == before else "has another shape"
                 outcome.set_exception(

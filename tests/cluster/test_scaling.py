@@ -164,7 +164,8 @@ class TestIsland:
     def test_what_cannot_be_started_is_refused(self, room: int, fails: dict[str, Exception], reason: str) -> None:
         with supervised(FakeProcesses()) as cluster:
             cluster.processes.room, cluster.processes.fails = room, fails
-            with pytest.raises(ScaleRefused, match=reason):
+            named = "^num_prefill is 2 and num_decode is 2: island i serves on as it was: .*"
+            with pytest.raises(ScaleRefused, match=named + reason):
                 scale(cluster, 2, 2).result(30)
             assert cluster.updates == [(1, 0, 2)]
             assert [methods(member) for member in cluster.last.members] == [FORMED] * 2
@@ -316,7 +317,8 @@ class TestElasticIsland:
     def test_what_cannot_be_started_is_refused(self, room: int, fails: dict[str, Exception], reason: str) -> None:
         with elastic() as cluster:
             cluster.processes.room, cluster.processes.fails = room, fails
-            with pytest.raises(ScaleRefused, match=reason):
+            named = "^num_prefill is 2 and num_decode is 2: island i serves on as it was: .*"
+            with pytest.raises(ScaleRefused, match=named + reason):
                 scale(cluster, 2, 2).result(30)
             assert cluster.updates == [(1, 0, 2)]
             assert len(cluster.last.members) == 2

@@ -22,6 +22,17 @@ SUPERVISION = (
         tests=("tests/cluster/processes/test_leases.py::test_a_renewal_that_comes_late_does_not_bring_a_lease_back",),
     ),
     Mutant(
+        name="order-that-waits-for-room-that-cannot-come",
+        file="cluster/processes/ray_group.py",
+        find="            self._check_growth(len(self._placed), len(specs))\n",
+        replace="            pass\n",
+        reason="More workers than hosts could hold are refused at once, or an order waits for half a minute.",
+        tests=(
+            "tests/cluster/processes/test_ray_group.py"
+            "::test_more_than_hosts_could_ever_hold_are_refused_before_a_host_is_asked",
+        ),
+    ),
+    Mutant(
         name="gpu-filled-twice",
         file="cluster/processes/gpus.py",
         find="            self._socket.bind(name)\n",

@@ -1,4 +1,4 @@
-"""Which of a Ray's nodes are chosen when one does not answer."""
+"""Which of a Ray's nodes are chosen when one does not answer, and how far a group can grow on all of them."""
 
 import socket
 import time
@@ -10,7 +10,7 @@ import pytest
 from tandem.cluster.errors import NoRoom
 from tandem.cluster.processes import ray_nodes
 from tandem.cluster.processes.placement import ANYWHERE, Node, Where
-from tandem.cluster.processes.ray_nodes import choose_nodes, free_places
+from tandem.cluster.processes.ray_nodes import check_growth, choose_nodes, free_places
 
 CPUS = {"CPU": 4.0}
 NEED = [{"CPU": 1.0}]
@@ -53,3 +53,13 @@ def test_islands_that_span_hosts_need_no_host_with_room_for_all(where: Where, fo
 @pytest.mark.parametrize("where", [ANYWHERE, Where(spread=True)])
 def test_a_group_that_only_shrinks_needs_no_room(where: Where) -> None:
     assert choose_nodes([], where, Counter(), time.monotonic()) == []
+
+
+@pytest.mark.parametrize(("where", "fit"), [(ANYWHERE, 6), (Where(address="127.0.0.3"), 3)])
+def test_a_group_grows_into_what_its_cluster_leaves_and_no_further(where: Where, fit: int) -> None:
+    """What others have taken may be free soon, and is waited for."""
+    held = {"127.0.0.2": {"CPU": 0.5}, "127.0.0.3": {"CPU": 1.0}, "127.0.0.9": {"CPU": 3.0}}
+    check_growth(2, fit, {"CPU": 1.0}, where, held)
+    needed = f"^{fit + 3} processes are needed, with 1.0 CPUs for each; at most {fit + 2} are accepted: 127.0.0."
+    with pytest.raises(NoRoom, match=needed):
+        check_growth(2, fit + 1, {"CPU": 1.0}, where, held)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.errors import NoRoom
 from tandem.cluster.processes import ray_group
 from tandem.cluster.processes.processes import ActorSpec
 from tandem.cluster.processes.ray_group import RayGroup
@@ -47,10 +48,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return noted
 
 
-def group(choose_hosts: Any = None) -> RayGroup:
+def group(choose_hosts: Any = None, check_growth: Any = lambda _now, _more: None) -> RayGroup:
     loss = SimpleNamespace(check=lambda: None, reason="", when_there=lambda then: then())
     ties: Any = SimpleNamespace(loss=loss, leases=SimpleNamespace(drop=lambda _: None))
-    return RayGroup({"CPU": 0.1, "GPU": 1}, "a", ties, choose_hosts)
+    return RayGroup({"CPU": 0.1, "GPU": 1}, "a", ties, check_growth, choose_hosts)
 
 
 def worker(number: int, ranks: int) -> list[ActorSpec]:
@@ -72,6 +73,22 @@ def test_a_bundle_is_given_back_with_its_last_process(noted: Ray) -> None:
     one.shrink(others)
     assert noted.removed == ["0.0"]
     assert one.members == []
+
+
+def test_more_than_hosts_could_ever_hold_are_refused_before_a_host_is_asked(noted: Ray) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def check(now: int, more: int) -> None:
+        asked.append((now, more))
+        if now + more > 3:
+            raise NoRoom("at most 3 are accepted")
+
+    one = group(pytest.fail, check)
+    one.start(worker(0, 2), ["a"], threads=1, seconds=1)
+    with pytest.raises(NoRoom, match="at most 3"):
+        one.grow(worker(1, 2), threads=1)
+    assert asked == [(2, 2)]
+    assert len(noted.placed) == 1
 
 
 def test_those_that_join_go_where_a_host_has_room_for_all_ranks(noted: Ray) -> None:

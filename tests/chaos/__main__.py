@@ -2,6 +2,7 @@
 
 python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--attacker]
     [--roles split|adaptive|colocated] [--arch NAME] [--speculate ngram|draft_model|mtp|eagle3] [--ranks]
+    [--transport shared_memory|tcp|nixl], also of the storms below
 python -m tests.chaos --ray [--blows N] [--seed N] [--clients N] [--every SECONDS] [--survived]: over `tandem up`
     its Ray and its launcher are killed, too, unless --survived asks for what a cluster survives
 python -m tests.chaos --hosts [--blows N] [--seed N]: over three hosts, which are network namespaces; links go down, too
@@ -20,6 +21,7 @@ def main() -> None:
     from torch import cuda
 
     from tandem.cluster.tools.architectures import ARCHITECTURES
+    from tandem.transfer.factory import TRANSPORTS
     from tests.chaos.storm import RANKS, ROLES
     from tests.chaos.targets import DRAFTED, make_target
 
@@ -32,6 +34,7 @@ def main() -> None:
     parser.add_argument("--arch", choices=[*ARCHITECTURES], default="llama", help="of the random model")
     parser.add_argument("--speculate", choices=[*DRAFTED], help="with a model that its drafts suit, not that of --arch")
     parser.add_argument("--ranks", action="store_true", help="one island, whose workers have two processes each")
+    parser.add_argument("--transport", choices=[name for name, one in TRANSPORTS.items() if "cpu" in one.devices])
     parser.add_argument("--ray", action="store_true", help="over `tandem up`, with a real Ray")
     parser.add_argument("--every", type=float, default=0.0, help="seconds between blows, of --ray")
     parser.add_argument("--survived", action="store_true", help="only blows that a cluster survives, of --ray")
@@ -39,10 +42,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.gpus and not cuda.is_available():
         parser.error("--gpus needs a CUDA device; tandem doctor says what is missing")
+    if options.gpus and options.transport:
+        parser.error("--gpus is over NVSHMEM; give it without --transport")
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model, settings = make_target(Path(folder), options.arch, options.speculate)
         settings |= RANKS if options.ranks else {}
+        settings |= {"island.transport": options.transport} if options.transport else {}
         outcome = _storm(options, model, settings, Path(folder))
     print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
 
@@ -54,10 +60,13 @@ def _storm(options: argparse.Namespace, model: Path, settings: dict[str, Any], f
     from tests.chaos.storm import Storm
 
     if options.hosts:
-        return HostStorm(model, options.seed, folder).run(plan_host_blows(options.seed, options.blows))
+        return HostStorm(model, options.seed, folder, options.transport).run(
+            plan_host_blows(options.seed, options.blows)
+        )
     if options.ray:
         blows = plan_ray_blows(options.seed, options.blows, SURVIVED if options.survived else TARGETS)
-        return RayStorm(model, options.seed, options.clients, options.every).run(blows)
+        storm = RayStorm(model, options.seed, options.clients, options.every, options.transport)
+        return storm.run(blows)
     storm = Storm(
         model,
         folder / "faults",

@@ -2,7 +2,7 @@
 
 Processes and whole hosts are killed, and Ray's head loses its GCS for a while. Links are down for less and for more
 than `recovery.partition_seconds`. Each host has a gateway. With an odd seed each island has its workers on two hosts,
-over TCP; with an even one on one.
+over TCP or NIXL; with an even one on one.
 """
 
 import json
@@ -73,8 +73,10 @@ def plan_host_blows(seed: int, number: int) -> list[str]:
 class HostStorm:
     """Owns the hosts, the cluster and the clients while run() runs."""
 
-    def __init__(self, model: Path, seed: int, folder: Path) -> None:
+    def __init__(self, model: Path, seed: int, folder: Path, transport: str | None = None) -> None:
+        """transport: of all islands; None is TCP where islands have several hosts, else the configuration's."""
         self._model = model
+        self._transport = {} if transport is None else {"island.transport": transport}
         self._seed = seed
         self._random = random.Random(f"{seed} targets")
         self._folder = folder
@@ -92,7 +94,7 @@ class HostStorm:
 
     def _run(self, blows: Sequence[str]) -> HostOutcome:
         began = time.monotonic()
-        settings = SETTINGS | (OVER_HOSTS if self._seed % 2 else {})
+        settings = SETTINGS | (OVER_HOSTS if self._seed % 2 else {}) | self._transport
         with hosts(CLIENTS + 1, remembers=True) as made:
             for host in range(CLIENTS):
                 made.start_ray(host)

@@ -99,9 +99,13 @@ def plan_ray_blows(seed: int, number: int, kinds: Mapping[str, int] = MappingPro
 class RayStorm:
     """One island, two gateway processes; clients that resume, one that does not, and one over HTTP."""
 
-    def __init__(self, model: Path, seed: int, num_clients: int = 3, every: float = 0.0) -> None:
-        """every: seconds from blow to blow; 0 waits for some messages to clients instead."""
+    def __init__(
+        self, model: Path, seed: int, num_clients: int = 3, every: float = 0.0, transport: str | None = None
+    ) -> None:
+        """every: seconds from blow to blow; 0 waits for some messages to clients instead. transport: None is the
+        configuration's."""
         self._every = every
+        self._settings = SETTINGS if transport is None else (*SETTINGS, f"island.transport={transport}")
         self._model = model
         self._random = random.Random(seed)
         self._seed = seed
@@ -153,7 +157,7 @@ class RayStorm:
         return self._begin().ready()
 
     def _begin(self) -> Launched:
-        return Launched(self._model, f"ray-storm-{os.getpid()}", self._ports, SETTINGS)
+        return Launched(self._model, f"ray-storm-{os.getpid()}", self._ports, self._settings)
 
     async def _cases(self) -> list[Case]:
         """Their tokens, undisturbed; greedy ones are those of transformers."""

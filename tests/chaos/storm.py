@@ -70,6 +70,8 @@ RANKS: dict[str, Any] = {
     "island.decode_ranks": 2,
 }
 """Both workers of one island have two."""
+WORKERS: dict[str, Any] = {"num_islands": 1, "island.num_prefill": 2, "island.num_decode": 2}
+"""One island has all workers."""
 ON_GPUS: dict[str, Any] = {
     "island.device": "cuda",
     "island.transport": "nvshmem",
@@ -159,6 +161,7 @@ class Storm:
         config = load_config(None, overrides)
         self.cluster = Cluster(config, self.processes)
         self._num_islands, self._ranks = config.num_islands, config.island.ranks
+        self._own_segments = int(config.island.transport == "shared_memory")  # of a worker
         self._targets = ("prefill", "decode", "gateway") if config.island.num_prefill else ("decode", "gateway")
         self._received = 0
         self._silences: dict[str, list[float]] = {"placed once": [], "placed again": []}
@@ -335,7 +338,7 @@ class Storm:
         workers = [pid for name, pid in self.processes.pids.items() if "gateway" not in name]
         assert len(workers) == self._num_islands * sum(self._ranks)
         shared = self._num_islands * sum(ranks > 1 for ranks in self._ranks)  # that the ranks of a worker meet in
-        assert self._gpus or len(_segments(workers)) == len(workers) + shared
+        assert self._gpus or len(_segments(workers)) == self._own_segments * len(workers) + shared
 
     def _busy(self, address: str) -> str:
         try:

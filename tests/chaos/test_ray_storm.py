@@ -7,6 +7,7 @@ import pytest
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.chaos.ray_storm import RayStorm
 from tests.chaos.storm import Blow
+from tests.support.transports import skip_without
 
 pytestmark = pytest.mark.long
 
@@ -15,10 +16,12 @@ BLOWS = [Blow(20, target, "kill", 0.0) for target in TARGETS]
 
 
 @pytest.mark.timeout(600)
-def test_every_end_is_typed_and_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "nixl"])
+def test_every_end_is_typed_and_nothing_is_left(tmp_path: Path, transport: str) -> None:
     """Without the GCS another worker is lost. With the raylet the cluster is, and streams go on at the next launch."""
+    skip_without(transport)
     make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=3)
-    outcome = RayStorm(tmp_path / "model", seed=1).run(BLOWS)
+    outcome = RayStorm(tmp_path / "model", seed=1, transport=transport).run(BLOWS)
     assert outcome.launches == 2
     assert outcome.recovered > 0
     assert outcome.finished >= 3  # each client that resumes has come to an end

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.storm import RANKS, Storm
+from tests.chaos.storm import RANKS, WORKERS, Storm
 from tests.chaos.targets import make_target
+from tests.support.transports import skip_without
 
 
 @pytest.mark.timeout(300)
@@ -21,9 +22,12 @@ def test_nothing_is_lost_in_a_short_storm(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "nixl"])
 @pytest.mark.parametrize(("roles", "drafter"), [("split", None), ("adaptive", "mtp"), ("colocated", None)])
-def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | None) -> None:
+def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | None, transport: str) -> None:
+    skip_without(transport)
     model, settings = make_target(tmp_path, speculate=drafter)
+    settings |= {"island.transport": transport}
     storm = Storm(model, tmp_path / "faults", seed=1, roles=roles, settings=settings)
     outcome = storm.run(16, 40)
     assert not outcome.errors
@@ -33,6 +37,21 @@ def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | N
     assert min(outcome.restarts.values()) > 0
     assert (outcome.moves > 0) == (roles == "adaptive")
     assert (outcome.accepted > 0) == (drafter is not None)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_nothing_is_lost_while_workers_of_one_island_are_replaced(tmp_path: Path, transport: str) -> None:
+    """They are lost faster than others take their places, so that several join together."""
+    skip_without(transport)
+    model, _ = make_target(tmp_path)
+    settings = {**WORKERS, "island.transport": transport}
+    outcome = Storm(model, tmp_path / "faults", seed=2, settings=settings).run(40, 40)
+    assert not outcome.errors
+    assert outcome.finished >= 25
+    assert outcome.placed_again > 0
+    assert outcome.restarts["local"] > 0
 
 
 @pytest.mark.gate("split")

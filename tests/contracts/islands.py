@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from tandem.transfer.factory import TRANSPORTS, create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.support.fake_transport import FakeFabric
+from tests.support.transports import skip_without
 from tests.transfer.layouts import PAGE_SIZE
 
 NUM_PAGES = 12
@@ -24,8 +24,7 @@ def pages_of(layout: KVLayout) -> tuple[int, ...]:
 
 
 def registered_island(name: str, config: TransportConfig) -> list[Transport]:
-    if name == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
+    skip_without(name)
     return [create_transport(name, config.of(pe)) for pe in range(config.num_pes)]
 
 

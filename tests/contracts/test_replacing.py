@@ -17,6 +17,7 @@ from tandem.transfer.factory import TRANSPORTS, create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.contracts.islands import NUM_SLOTS, pages_of, registered_island
+from tests.support.transports import skip_without
 from tests.support.waiting import until
 from tests.transfer.layouts import two_groups
 from tests.transfer.peer_process import peer_config
@@ -32,8 +33,7 @@ CONFIG = TransportConfig(
 
 @pytest.fixture(params=["tcp", "nixl"])
 def name(request: pytest.FixtureRequest) -> str:
-    if request.param == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
+    skip_without(request.param)
     return request.param
 
 

@@ -23,6 +23,7 @@ from tests.support.client_requests import tokens_of
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 from tests.support.steady_steps import STEADY
+from tests.support.transports import skip_without
 from tests.support.waiting import until
 
 VOCABULARY = 512
@@ -45,8 +46,7 @@ OVERRIDES: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.long)])
 def served(small_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
+    skip_without(request.param)
     overrides = {"model.path": str(small_model), "island.transport": request.param, **OVERRIDES}
     cluster = Cluster(load_config(None, overrides), LocalProcesses(STEADY))
     yield cluster.start()

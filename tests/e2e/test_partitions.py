@@ -15,6 +15,7 @@ from tests.e2e.host_cluster import ANSWER, OVER_HOSTS, READY_SECONDS, TOKEN, Clu
 from tests.support.client_requests import GREEDY
 from tests.support.hosts import NODE_CPUS, can_make_hosts, hosts
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
+from tests.support.transports import skip_without
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root and `ip netns`")
@@ -32,13 +33,17 @@ FAR = 1  # beside the host of the launcher and the gateway
 THIRD = 2  # joins for a while
 
 
-@pytest.fixture(scope="module")
-def cluster(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.long)])
+def cluster(
+    small_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
     """One island: its prefill worker is on the first host, which has more room, and its decode worker on the other."""
+    skip_without(request.param)
+    settings = SETTINGS | {"island.transport": request.param}
     with hosts(4) as made:
         made.start_ray(0, cpus=NODE_CPUS + 1)
         made.start_ray(FAR)
-        with running(made, tmp_path_factory.mktemp("partitions"), small_model, SETTINGS) as cluster:
+        with running(made, tmp_path_factory.mktemp("partitions"), small_model, settings) as cluster:
             yield cluster
 
 
@@ -96,6 +101,9 @@ def test_an_island_over_several_hosts_serves_a_client_of_another(
     assert host == ", ".join(worker.rpartition(":")[0] for worker in workers) == ", ".join(hosts.addresses[:3])
     prompts = [random_prompt(5 + 11 * number, number) for number in range(12)]
     assert cluster.answers(tmp_path, prompts) == greedy_all(load_oracle(small_model), prompts, ANSWER)
+    refused = cluster.refused("scale", "--decode", "200")
+    assert "num_decode is 200: island " in refused
+    assert "201 processes are needed, with 0.1 CPUs for each; at most " in refused
     cluster.scale("--decode", "1")
     assert [len(workers) for _, workers in cluster.islands().values()] == [2]
     hosts.lose(THIRD)

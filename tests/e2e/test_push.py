@@ -17,6 +17,7 @@ from tests.support.client_requests import GREEDY, complete, complete_all, comple
 from tests.support.held_prefill import prefill_held
 from tests.support.island import Island, running_island
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.transports import skip_without
 from tests.support.tvm_cache import TvmCache
 
 PAGE = 8
@@ -30,8 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["shared_memory", "tcp", "nixl"])
 def island(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Island]:
-    if request.param == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed; pip install 'tandem-serve[nixl]'")
+    skip_without(request.param)
     settings = {"island.num_decode": 3, "scheduler.max_batch_tokens": 512, "island.transport": request.param}
     with running_island(checkpoint, settings) as island:
         yield island

@@ -1,0 +1,11 @@
+"""Transports that a test takes as a parameter."""
+
+from importlib.util import find_spec
+
+import pytest
+
+
+def skip_without(transport: str) -> None:
+    """Skips the test where what that transport needs is not installed."""
+    if transport == "nixl" and find_spec("nixl") is None:
+        pytest.skip("nixl is not installed; pip install 'tandem-serve[nixl]'")

@@ -16,7 +16,7 @@ from tandem.cluster.processes.forks.actor_server import CONSTRUCTOR, pack, read,
 from tandem.cluster.processes.processes import ActorProcess
 
 STATUS_BYTES = 4
-STATUS_SECONDS = 1.0
+STATUS_SECONDS = 10.0  # a server on a busy host writes it late; the end of one is noticed at once
 
 
 class ForkedActor(ActorProcess):

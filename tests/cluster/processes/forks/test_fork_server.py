@@ -6,8 +6,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from tandem.cluster.processes import process_tree
 from tandem.cluster.processes.forks import fork_server, forked_actor
 from tandem.cluster.processes.forks.actor_server import pack
 from tandem.cluster.processes.forks.fork_server import ForkServer
-from tandem.cluster.processes.forks.forked_actor import ForkedActor
+from tandem.cluster.processes.forks.forked_actor import STATUS_BYTES, ForkedActor
 from tandem.cluster.processes.forks.forked_process import forked_by
 from tests.chaos.launched import titled
 from tests.support.waiting import until
@@ -170,6 +172,23 @@ def test_errors_say_how_a_process_ended(server: ForkServer, end: Callable[[Forke
         with pytest.raises(ProcessEnded, match=reason):
             answer.result(SECONDS)
     other.kill()
+
+
+def test_a_server_that_waits_for_a_core_is_not_said_to_have_ended() -> None:
+    """It has reaped the process, and writes how that ended more than a second later."""
+    (status, end), (read, lifeline), (pipe, theirs) = os.pipe(), os.pipe(), Pipe()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    actor = ForkedActor("c/worker", process.pid, os.pidfd_open(process.pid), status, pipe, b"", lifeline)
+    process.kill()
+    process.communicate()
+    answer = actor.call("ping")
+    theirs.close()
+    time.sleep(1.2)
+    os.write(end, signal.SIGKILL.to_bytes(STATUS_BYTES, "little"))
+    with pytest.raises(ProcessEnded, match=r"its process was ended by SIGKILL$"):
+        answer.result(10)
+    for descriptor in (end, read):
+        os.close(descriptor)
 
 
 def test_memory_is_named_where_the_kernel_has_ended_processes_for_want_of_it(

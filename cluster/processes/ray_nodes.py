@@ -131,7 +131,7 @@ def check_growth(
 
     need: of each process. held: what this cluster's processes hold, by the addresses of their nodes.
     """
-    here = own_address()
+    here = own_node_address()
     nodes = [_without(node, held.get(node.address, {})) for node in alive_nodes() if where.fits(node, here)]
     fitting = places(nodes, need)
     if more > fitting:

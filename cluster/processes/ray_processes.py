@@ -37,6 +37,7 @@ from tandem.cluster.processes.ray_nodes import (
     own_node_address,
     process_resources,
     request_nodes,
+    sum_of,
 )
 from tandem.cluster.processes.ray_watch import RayWatch
 

@@ -165,7 +165,7 @@ class SequenceCalls(Parts):
         tokens = integers("token_ids", token_ids)
         most = max(tokens.size - 1, 0) // self.layout.page_size
         border = int(self._table.borders[row])
-        num_pages, pages = self._pools.prefixes.match(tokens, most, self._salt(row, tokens, salt), border)
+        num_pages, pages = self._pools.match(tokens, most, self._salt(row, tokens, salt), border)
         try:
             self._pages.share(row, num_pages * self.layout.page_size, pages)
         except OutOfPages:

@@ -7,7 +7,7 @@ import numpy as np
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.page_users import PageUsers
 from tandem.cache.pages.prefix_index import PrefixIndex
-from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.spans import Span
 
@@ -51,6 +51,10 @@ class PagePools:
     @property
     def num_draining(self) -> tuple[int, ...]:
         return tuple(allocator.num_draining for allocator in self.allocators)
+
+    def match(self, token_ids: Int64Array, max_pages: int, salt: bytes, border: int) -> tuple[int, PageIds]:
+        """See PrefixIndex.match."""
+        return self.prefixes.match(self.prefixes.digests(token_ids, max_pages, salt), border)
 
     def allocate(self, counts: Sequence[int]) -> PageIds:
         """counts[i] pages of group i; evicts prefixes where free ones do not suffice. OutOfPages changes nothing."""

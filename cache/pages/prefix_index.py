@@ -25,6 +25,7 @@ class IndexedPages:
         self.indexed = np.zeros(allocator.num_pages, np.bool_)
         self.entries = np.zeros(allocator.num_pages, np.int64)
         self.stamps = np.zeros(allocator.num_pages, np.int64)
+        self.generations = np.zeros(allocator.num_pages, np.int64)  # how often the index has let go of a page
         self.goes_alone = span.drops_past or span.last  # a page whose entry may stay without it
         self.num_dropped = 0
 
@@ -34,6 +35,7 @@ class IndexedPages:
 
     def drop(self, pages: Int32Array) -> None:
         self.indexed[pages] = False
+        self.generations[pages] += 1
         self.num_dropped += pages.size
         self.allocator.release(pages)
 
@@ -86,6 +88,11 @@ class PrefixIndex:
         return tuple(group.indexed for group in self._groups)
 
     @property
+    def generations(self) -> tuple[Int64Array, ...]:
+        """int64 [num_pages] of each group: how often the index has let go of a page; to be read only."""
+        return tuple(group.generations for group in self._groups)
+
+    @property
     def num_dropped(self) -> tuple[int, ...]:
         """Pages of each group that the index has let go of so far."""
         return tuple(group.num_dropped for group in self._groups)
@@ -116,23 +123,22 @@ class PrefixIndex:
             return PrefixChanges(self.position, True, self._keys[:0], self._keys[entries])
         return PrefixChanges(self.position, False, *found)
 
-    def match(
-        self, token_ids: Int64Array, max_pages: int, salt: bytes = b"", border: int = 0
-    ) -> tuple[int, tuple[Int32Array, ...]]:
-        """How many pages the longest known prefix has, at most max_pages, and per group those that a query behind it
-        needs, which are its last on the group's side of the border; the caller retains them at once. border: how many
-        pages are an encoder's, whose prompt is in the salt."""
+    def digests(self, token_ids: Int64Array, max_pages: int, salt: bytes = b"") -> list[bytes]:
+        """Of the first pages of token_ids, at most max_pages, up to the first without which no longer prefix is
+        found."""
         each = self._needed_each
-        found = []
+        found = list[bytes]()
         for digest in digest_chain(token_ids, self._page_size, max_pages, salt):
-            entry = self._entries.get(digest, NO_PAGE)
-            if entry == NO_PAGE and each and (len(found) + 1) % each == 0:
+            if each and (len(found) + 1) % each == 0 and digest not in self._entries:
                 break
-            found.append(entry)
-        while found and found[-1] == NO_PAGE:  # what a chunk begins behind is needed by nobody, known or not
-            found.pop()
-        entries = np.array(found, np.int64)
-        pages = np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
+            found.append(digest)
+        return found
+
+    def match(self, digests: Sequence[bytes], border: int = 0) -> tuple[int, tuple[Int32Array, ...]]:
+        """How many pages the longest known prefix has, of those that digests() names, and per group those that a query
+        behind it needs, which are its last on the group's side of the border; the caller retains them at once. border:
+        how many pages are an encoder's, whose prompt is in the salt."""
+        pages = self._pages_of(digests)
         length, begins = self._longest(pages, border)
         ends = [self._end(group, length, border) for group in self._groups]
         matched = tuple(
@@ -153,11 +159,16 @@ class PrefixIndex:
         if num_pages < border:
             return
         digests = list(digest_chain(token_ids, self._page_size, num_pages, salt))
-        known = np.array([self._entries.get(digest, NO_PAGE) for digest in digests], np.int64)
         given = np.full((len(self._groups), num_pages), NO_PAGE, np.int32)
         for group, row, ids in zip(self._groups, given, pages, strict=True):
             full = self._end(group, num_pages, border) // group.together
             row[: full * group.together][group.together - 1 :: group.together][full - ids.size :] = ids
+        self.add(digests, given)
+
+    def add(self, digests: Sequence[bytes], given: Int32Array) -> None:
+        """Indexes full pages, int32 [groups, n], by n digests of a chain; NO_PAGE where there is none. Known ones
+        stay."""
+        known = self._entries_of(digests)
         new = (given != NO_PAGE) & ((known == NO_PAGE) | (self._pages[:, known] == NO_PAGE))
         for group, row, mask in zip(self._groups, given, new, strict=True):
             taken = np.flatnonzero(mask & group.indexed[row])
@@ -178,7 +189,7 @@ class PrefixIndex:
             group.indexed[ids], group.entries[ids] = True, entries
             self._pages[number, entries] = ids
         held = np.where(known == NO_PAGE, np.int32(NO_PAGE), self._pages[:, known])
-        self._touch(tuple(np.where(given == NO_PAGE, given, held)), num_pages)
+        self._touch(tuple(np.where(given == NO_PAGE, given, held)), len(digests))
 
     @staticmethod
     def _end(group: IndexedPages, length: int, border: int) -> int:
@@ -201,6 +212,17 @@ class PrefixIndex:
     def clear(self) -> None:
         """Drops all entries; pages that sequences use stay theirs."""
         self._drop(np.fromiter(self._digests, np.int64, len(self._digests)))
+
+    def _entries_of(self, digests: Sequence[bytes]) -> Int64Array:
+        """int64 [n]; NO_PAGE where there is none."""
+        return np.array([self._entries.get(digest, NO_PAGE) for digest in digests], np.int64)
+
+    def _pages_of(self, digests: Sequence[bytes]) -> Int32Array:
+        """int32 [groups, n], NO_PAGE where there is none; as far as the last digest that is known, for what a chunk
+        begins behind is needed by nobody, known or not."""
+        entries = self._entries_of(digests)
+        entries = entries[: np.flatnonzero(entries != NO_PAGE).max(initial=-1) + 1]
+        return np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
 
     def _longest(self, pages: Int32Array, border: int) -> tuple[int, list[int]]:
         """The most of n pages (int32 [groups, n], NO_PAGE where there is none) behind which a query finds all that it

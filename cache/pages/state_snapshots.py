@@ -12,11 +12,12 @@ from tandem.cache.plan.tables import NO_WRITES, StateWrites
 
 
 class Snapshot(NamedTuple):
-    """The state behind `position` positions. serial: of the page, which gets another with its next snapshot."""
+    """The state behind `position` positions. generation: of the page, which gets the next one when the prefix index
+    lets go of it."""
 
     position: int
     page: int
-    serial: int
+    generation: int
 
 
 class BeforeDrafts(NamedTuple):
@@ -42,8 +43,7 @@ class StateSnapshots:
         self._users = pools.users[group]
         self._before: dict[int, BeforeDrafts] = {}  # by row
         self._behind: dict[int, int] = {}  # by row, where the state of one stands that has grown without it
-        self._serials = np.zeros(pools.num_pages[group], np.int64)
-        self._last_serial = 0
+        self._generations = pools.prefixes.generations[group]
         self._held: dict[int, list[Snapshot]] = {}  # by row, in the order of positions
         self._remembered: dict[int, list[Snapshot]] = {}
         self.num_held = 0
@@ -115,7 +115,7 @@ class StateSnapshots:
             if one.position == position:
                 return one.page
         for one in self._remembered.get(row, ()):
-            if one.position == position and indexed[one.page] and self._serials[one.page] == one.serial:
+            if one.position == position and indexed[one.page] and self._generations[one.page] == one.generation:
                 return one.page
         return None
 
@@ -142,7 +142,7 @@ class StateSnapshots:
 
     def found(self, row: int, position: int, page: int) -> None:
         """A row begins with the state in a page of the prefix index."""
-        self._remembered[row] = [Snapshot(position, page, int(self._serials[page]))]
+        self._remembered[row] = [self._snapshot(position, page)]
 
     def fork(self, parent: int, child: int, length: int) -> None:
         """What the prefix index holds of the first `length` positions is the child's, too."""
@@ -185,14 +185,15 @@ class StateSnapshots:
                 page = before.pop(0).page
             if page is None:
                 break
-            self._last_serial += 1
-            self._serials[page] = self._last_serial
-            kept.insert(0, Snapshot(position, page, self._last_serial))
+            kept.insert(0, self._snapshot(position, page))
         self._held[row] = before + kept
         if spare:
             self._users.release(np.array(spare, np.int32))
             self.num_held -= len(spare)
         return kept
+
+    def _snapshot(self, position: int, page: int) -> Snapshot:
+        return Snapshot(position, page, int(self._generations[page]))
 
     def _take(self) -> int | None:
         if self.num_held >= self._rule.most:

@@ -4,6 +4,7 @@ from typing import Any
 
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError
+from tandem.cluster.supervision.process_settings import CACHE_KEYS
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.replay.errors import NoReplay
 from tandem.workers.replay.record_file import Header
@@ -12,13 +13,7 @@ KEYS = {  # of the cluster's configuration, by the field of WorkerConfig that ha
     "dtype": "model.dtype",
     "load_format": "model.load_format",
     "max_model_len": "model.max_model_len",
-    "kv_cache_dtype": "cache.kv_cache_dtype",
-    "k_scale": "cache.k_scale",
-    "v_scale": "cache.v_scale",
-    "page_size": "cache.page_size",
-    "prefix_sharing": "cache.prefix_sharing",
-    "state_interval": "cache.state_interval",
-    "state_share": "cache.state_share",
+    **{name: f"cache.{name}" for name in CACHE_KEYS},
     "max_batch_tokens": "scheduler.max_batch_tokens",
     "max_sequences": "scheduler.max_sequences",
     "token_seconds": "scheduler.token_seconds",

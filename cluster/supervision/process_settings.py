@@ -4,8 +4,10 @@ import math
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import fields
 
 from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.config.sections import CacheSection
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.served_model import ServedModel
@@ -24,6 +26,8 @@ CORES_PER_GATEWAY = 4
 MOST_GATEWAYS = 4
 GPU_TOKEN_SECONDS = 0.015
 CPU_TOKEN_SECONDS = 0.25  # beyond it the router decodes elsewhere; workers have no bound there
+CACHE_KEYS = tuple(field.name for field in fields(WorkerConfig) if field.name in CacheSection.model_fields)
+"""Keys of the section `cache` that workers get, under the same names."""
 
 
 def island_name(config: ClusterConfig, number: int) -> str:
@@ -63,17 +67,11 @@ def worker_configs(
             ranks=tuple(sizes) if sizes.has_several else (),
             model_path=config.model.path or "",
             dtype=config.model.dtype,
-            kv_cache_dtype=config.cache.kv_cache_dtype,
-            k_scale=config.cache.k_scale,
-            v_scale=config.cache.v_scale,
+            **{name: getattr(config.cache, name) for name in CACHE_KEYS},
             device=config.island.device,
             load_format=config.model.load_format,
             max_model_len=max_model_len,
             token=token,
-            page_size=config.cache.page_size,
-            prefix_sharing=config.cache.prefix_sharing,
-            state_interval=config.cache.state_interval,
-            state_share=config.cache.state_share,
             max_batch_tokens=config.scheduler.max_batch_tokens,
             max_sequences=max_sequences(config),
             transport=config.island.transport,

@@ -94,7 +94,7 @@ CACHE = (
     Mutant(
         name="snapshot-remembered-after-its-page",
         file="cache/pages/state_snapshots.py",
-        find="if one.position == position and indexed[one.page] and self._serials[one.page] == one.serial:",
+        find="if one.position == position and indexed[one.page] and self._generations[one.page] == one.generation:",
         replace="if one.position == position:",
         reason="A sequence goes back to snapshots that are still there, or it continues another one's state.",
         tests=("tests/cache/kinds/test_state_snapshots.py::test_it_goes_back_to_states_that_are_there",),

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
+from tandem.cache.operations.holdings import PageCounts
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.engine.rank_progress import stalled_ranks
@@ -105,17 +107,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 free_pages=pages.free,
                 cached_pages=pages.cached,
                 draining_pages=pages.draining,
-                state_pages=pages.state_pages,
-                free_state_pages=pages.free_state_pages,
-                snapshots=pages.snapshots,
-                snapshot_bytes=pages.snapshot_bytes,
+                **_of_the_same_names(pages, inference_pb2.WorkerInfo),
                 running=loop.num_running,
                 waiting=loop.num_waiting,
                 resident_bytes=resident_bytes(),
                 counters=inference_pb2.WorkerCounters(
                     prompt_tokens=loop.prefills.computed_tokens,
                     decoded_tokens=loop.decodes.decoded_tokens,
-                    evicted_snapshots=pages.evicted_snapshots,
+                    **_of_the_same_names(pages, inference_pb2.WorkerCounters),
                     **asdict(loop.counters),
                 ),
                 token_seconds=meter.token_seconds,
@@ -300,6 +299,11 @@ async def _write_all(context: Context, sampled: FirstTokens) -> None:
         request_id, first = await sampled.next()
         logprobs = None if first.logprobs is None else logprobs_to_proto(first.logprobs)
         await context.write(worker_pb2.FirstToken(request_id=request_id, token_id=first.token_id, logprobs=logprobs))
+
+
+def _of_the_same_names(pages: PageCounts, message: type[Message]) -> dict[str, Any]:
+    """The counts that a message has fields for, under their names."""
+    return {name: count for name, count in pages._asdict().items() if name in message.DESCRIPTOR.fields_by_name}
 
 
 def _generated(tokens: Tokens) -> worker_pb2.GeneratedTokens:

@@ -53,7 +53,7 @@ def test_readers_know_the_index_after_any_program(program: list[tuple[str, int, 
     for kind, number, salt in program:
         if kind == "publish":
             tokens = np.array(PROMPTS[number])
-            _, (held,) = index.match(tokens, tokens.size // PAGE, salt)
+            _, (held,) = index.match(index.digests(tokens, tokens.size // PAGE, salt))
             missing = tokens.size // PAGE - held.size
             if missing > allocator.num_free:
                 continue

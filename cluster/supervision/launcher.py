@@ -36,6 +36,7 @@ from tandem.cluster.supervision.process_modules import process_modules
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
     agreed_pages,
+    check_memory,
     gateway_processes,
     gateway_settings,
     is_elastic,
@@ -46,7 +47,6 @@ from tandem.cluster.supervision.shared_ports import check_ports
 from tandem.cluster.supervision.start_clock import StartClock
 from tandem.cluster.supervision.supervisor import Supervisor
 from tandem.cluster.text.tokenizer import Tokenizer
-from tandem.transfer.segment import machine_memory
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.config import WorkerConfig
 from tandem.workers.models.config import ModelConfig
@@ -55,13 +55,11 @@ from tandem.workers.models.drafters.load import check_drafter_weights
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
-from tandem.workers.pool_pages import pages_in, pool_pages
 from tandem.workers.runner.model_cache import kv_layout
 
 READY_POLL_SECONDS = 0.2
 ROOM_SECONDS = 30.0  # from the end of processes until Ray counts their room as free
 log = logging.getLogger(__name__)
-GIB = 1 << 30
 
 Progress = Callable[[Sequence[LoadState]], None]
 
@@ -256,7 +254,7 @@ class Cluster:
             )
         if self._config.island.device == "cpu":
             worker = replace(worker, max_model_len=max_model_len)
-            _check_memory(worker, layout, agreed_pages(self._config, (), max_model_len))
+            check_memory(worker, layout, agreed_pages(self._config, (), max_model_len))
         return max_model_len
 
     def _start_islands(self, max_model_len: int, network: Network) -> IslandSet:
@@ -373,14 +371,3 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
         check_gpu(layout, None if model.latent is None else model.latent.heads)
     except InvalidArgument as error:
         raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error
-
-
-def _check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None:
-    """ConfigError if one worker's pages, those of windows and states included, exceed this machine's memory."""
-    counts = enumerate(pool_pages(worker, layout, num_pages))
-    needed, there = sum(count * layout.page_bytes(group) for group, count in counts), machine_memory()
-    if needed > there:
-        raise ConfigError(
-            f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
-            f"machine has {there / GIB:.1f}: at most {pages_in(worker, layout, there)} are accepted"
-        )

@@ -6,18 +6,22 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import fields
 
+from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.config.sections import CacheSection
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.served_model import ServedModel
 from tandem.transfer.factory import TRANSPORTS
+from tandem.transfer.segment import machine_memory
 from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.pool_pages import pages_in, pool_pages
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION
 
 FIRST_EPOCH = 1
 TOKEN_BYTES = 32
 CPU_PAGES = 1024
+GIB = 1 << 30
 ISLANDS = 64  # that there may be at a time
 CPU_MESSAGES_PER_SECOND = 400.0
 CPU_SEQUENCES = 256
@@ -165,3 +169,14 @@ def gateway_settings(config: ClusterConfig, model: ServedModel) -> GatewaySettin
         security=config.security.server,
         peer_token=secrets.token_urlsafe(TOKEN_BYTES),
     )
+
+
+def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None:
+    """ConfigError if one worker's pages, those of windows and states included, exceed this machine's memory."""
+    counts = enumerate(pool_pages(worker, layout, num_pages))
+    needed, there = sum(count * layout.page_bytes(group) for group, count in counts), machine_memory()
+    if needed > there:
+        raise ConfigError(
+            f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
+            f"machine has {there / GIB:.1f}: at most {pages_in(worker, layout, there)} are accepted"
+        )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.processes.placement import Where
-from tandem.cluster.supervision import launcher
+from tandem.cluster.supervision import process_settings
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.cluster.supervision.network import wait_for_hosts
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
@@ -85,7 +85,7 @@ def test_pages_of_states_that_no_machine_holds(tmp_path: Path, monkeypatch: pyte
     kv, state = layout.page_bytes(0), layout.page_bytes(1)
     there = 64 * (kv + state) - 1  # no more sequences than pages
     with_snapshots = max(count for count in range(64) if count * (kv + state) + count * kv // state * state <= there)
-    monkeypatch.setattr(launcher, "machine_memory", lambda: there)
+    monkeypatch.setattr(process_settings, "machine_memory", lambda: there)
     for more, fewer in (
         ({"cache.state_interval": None}, 63),
         ({"cache.prefix_sharing": False}, 63),

@@ -22,7 +22,7 @@ MAX_MODULES = 20  # beside each other in a package
 FLOORS = {
     "cache": (
         {"plan", "extras"},
-        {"kernels"},
+        {"kernels", "store"},
         {"kinds", "pages"},
         {"attention"},
         {"operations"},

@@ -50,6 +50,8 @@ class WorkerConfig:
     silent before its calls count as gone. silent_seconds: the same for connections, where that is longer: between hosts
     a link may be down for a while. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None
     takes the checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE.
+    host_bytes: of host memory for evicted prefixes, over all ranks of the worker; None: none. verify_host: whether what
+    comes back from there is compared with what was put.
     token: what every call to the worker must carry. threads None takes an even part of its host's cores, which
     `workers_on_host` share, or leaves torch's own choice where that is None, too. decode_workers: of the island, where
     it is one: they share all threads of the island while no prompt is on its way to them.
@@ -80,6 +82,8 @@ class WorkerConfig:
     prefix_sharing: bool = True
     state_interval: int | None = 512
     state_share: float = 0.25
+    host_bytes: int | None = None
+    verify_host: bool = False
     max_batch_tokens: int = 1024
     max_sequences: int = 256
     transport: str = "shared_memory"

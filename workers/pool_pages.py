@@ -1,5 +1,12 @@
-"""How many pages each pool of a worker has, and how many of those with states may be snapshots."""
+"""The pages of a worker: how many each pool has, how many of those with states may be snapshots, and what the host
+keeps of them."""
 
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.pool_sizes import (
     PageUse,
@@ -9,8 +16,10 @@ from tandem.cache.plan.pool_sizes import (
     num_snapshots,
     pages_of_groups,
 )
+from tandem.cache.store.host_store import HostStore
 from tandem.workers.config import WorkerConfig
 from tandem.workers.handoff.reservations import longest_append
+from tandem.workers.ranks.ranks import Ranks, sum_words
 
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 
@@ -31,6 +40,44 @@ def snapshot_rule(config: WorkerConfig, layout: KVLayout, num_pages: int) -> Sna
     states = _states(config)
     most = num_snapshots(layout, num_pages, _uses(config), states.share)
     return SnapshotRule(config.state_interval or config.page_size, most, states.drafted)
+
+
+def host_slots(config: WorkerConfig, layout: KVLayout, num_pages: int) -> tuple[int, ...]:
+    """Of each layer group, how many pages fit into a rank's part of config.host_bytes. Groups share the bytes as the
+    pools do; of groups with states, pages for snapshots count alone. None fits into fewer than host_bytes_needed()."""
+    counts = _kept_on_host(config, layout, num_pages)
+    num_bytes = (config.host_bytes or 0) // config.island_ranks[config.pe]
+    total = sum(count * layout.page_bytes(group) for group, count in enumerate(counts))
+    return tuple(num_bytes * count // total for count in counts)
+
+
+def host_bytes_needed(config: WorkerConfig, layout: KVLayout, num_pages: int) -> int:
+    """The fewest host_bytes that hold a page of each layer group."""
+    counts = _kept_on_host(config, layout, num_pages)
+    total = sum(count * layout.page_bytes(group) for group, count in enumerate(counts))
+    return config.island_ranks[config.pe] * max(-(-total // count) for count in counts if count)
+
+
+def host_store(
+    config: WorkerConfig, layout: KVLayout, num_pages: int, pools: Sequence[Tensor], ranks: Ranks
+) -> HostStore | None:
+    """For evicted prefixes, where config.host_bytes asks for one. layout: the largest of the island, by which all ranks
+    keep as many pages. Raises InvalidArgument where the bytes hold too few."""
+    if config.host_bytes is None:
+        return None
+    slots = host_slots(config, layout, num_pages)
+    least = host_bytes_needed(config, layout, num_pages)
+    if config.host_bytes < least:
+        raise InvalidArgument(f"cache.host_bytes is {config.host_bytes}; at least {least} are accepted")
+    agree = partial(sum_words, ranks, device=pools[0].device)
+    return HostStore(pools, slots, verify=config.verify_host, agree=agree)
+
+
+def _kept_on_host(config: WorkerConfig, layout: KVLayout, num_pages: int) -> list[int]:
+    """Of each layer group, the pages by which the groups share host_bytes."""
+    states = num_snapshots(layout, num_pages, _uses(config), _states(config).share)
+    counts = pool_pages(config, layout, num_pages)
+    return [states if paging.whole else count for paging, count in zip(layout.paging, counts, strict=True)]
 
 
 def _uses(config: WorkerConfig) -> tuple[PageUse, ...]:

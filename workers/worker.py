@@ -33,7 +33,7 @@ from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.following.worker_ranks import WorkerRanks
 from tandem.workers.models.drafters.load import Model, load_drafter
 from tandem.workers.models.weights import load_decoder
-from tandem.workers.pool_pages import pages_in, pool_pages, snapshot_rule
+from tandem.workers.pool_pages import host_store, pages_in, pool_pages, snapshot_rule
 from tandem.workers.ports.authentication import TokenRequired
 from tandem.workers.ports.private_socket import PrivateSocket
 from tandem.workers.ports.tls import Identity, bracketed
@@ -350,6 +350,7 @@ class Worker:
     def assemble(self, watch: Watch | None = None, recorder: Recorder | None = None) -> Engine:
         """Between join() and leave(): the engine, over a new cache. A rank that follows begins to follow. watch: gives
         what the cache writes through. recorder: writes down what the engine does."""
+        counted = self.config, self.largest_layout, self._num_pages
         cache = self._cache = make_cache(
             self.model_config,
             self._layout,
@@ -358,8 +359,11 @@ class Worker:
             max_length=self.config.max_model_len,
             writer=self._meter if watch is None else watch(self._meter),
             drafter=self._drafter_config,
-            snapshots=snapshot_rule(self.config, self.largest_layout, self._num_pages),
+            snapshots=snapshot_rule(*counted),
         )
+        store = host_store(*counted, self._transport.pools, self._ranks.ranks) if self._sharing else None
+        if store is not None:
+            cache.keep_evicted(store)
         parts = cache, ModelRunner(self._model, cache), self._transport
         with_ranks = self._ranks.engine(*parts, recorder)
         if self._ranks.follower is not None:

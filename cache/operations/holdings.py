@@ -27,6 +27,8 @@ class PageCounts(NamedTuple):
     Pages of states, each of a whole sequence, count apart: state_pages, free_state_pages as above. snapshots: those of
     them that hold a state of an earlier position, for sequences or the prefix index, snapshot_bytes in all.
     evicted_snapshots: those that the prefix index has let go of so far.
+
+    The rest is of the store behind the prefix index, see StoreCounts: host_bytes is its capacity.
     """
 
     total: int
@@ -38,6 +40,12 @@ class PageCounts(NamedTuple):
     snapshots: int = 0
     snapshot_bytes: int = 0
     evicted_snapshots: int = 0
+    host_bytes: int = 0
+    host_bytes_used: int = 0
+    host_pages_down: int = 0
+    host_pages_up: int = 0
+    host_hits: int = 0
+    host_bad_pages: int = 0
 
 
 class Room(NamedTuple):

@@ -13,6 +13,7 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array, checked_reach, inte
 from tandem.cache.plan.errors import CacheError, InvalidArgument, OutOfPages
 from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
+from tandem.cache.store.page_store import PageStore, StoreCounts
 
 
 class SequenceCalls(Parts):
@@ -190,6 +191,11 @@ class SequenceCalls(Parts):
             raise InvalidArgument(f"token_ids has {tokens.size} tokens; sequence {sequence} holds {length}")
         self._pages.publish(row, tokens, self._salt(row, tokens, salt))
 
+    def keep_evicted(self, store: PageStore) -> None:
+        """From now on the store gets the pages that the prefix index evicts, and match_prefix finds them there, too. It
+        copies them back before it returns, on the current stream. A page that is not what it was is as unknown."""
+        self._pools.prefixes.store = store
+
     def room(self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0) -> Room:
         """For one more sequence that reserve() lets grow to num_tokens. encoder_len: see add_sequence."""
         border = -(-encoder_len // self.layout.page_size)
@@ -224,6 +230,8 @@ class SequenceCalls(Parts):
             min(counts[group] * times for group, times in by_positions) for counts in (pools.num_pages, pools.num_free)
         )
         counts = PageCounts(total, free, len(pools.prefixes), max(map(mul, pools.num_draining, together)))
+        if pools.prefixes.store is not None:
+            counts = _with_store(counts, pools.prefixes.store.counts)
         return self._with_states(counts) if self.layout.recurs else counts
 
     def _with_states(self, counts: PageCounts) -> PageCounts:
@@ -276,3 +284,14 @@ class SequenceCalls(Parts):
     def _check_sharing(self, sequence: int) -> None:
         if self._table.sliding.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
+
+
+def _with_store(counts: PageCounts, store: StoreCounts) -> PageCounts:
+    return counts._replace(
+        host_bytes=store.capacity,
+        host_bytes_used=store.used,
+        host_pages_down=store.pages_down,
+        host_pages_up=store.pages_up,
+        host_hits=store.hits,
+        host_bad_pages=store.bad_pages,
+    )

@@ -6,10 +6,11 @@ import numpy as np
 
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.page_users import PageUsers
-from tandem.cache.pages.prefix_index import PrefixIndex
+from tandem.cache.pages.prefix_index import NO_PAGE, PrefixIndex
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.spans import Span
+from tandem.cache.store.page_store import NamedPages, PageStore
 
 PageIds = tuple[Int32Array, ...]
 """Per layer group int32 [n]: pages of it; n may differ between groups."""
@@ -53,8 +54,11 @@ class PagePools:
         return tuple(allocator.num_draining for allocator in self.allocators)
 
     def match(self, token_ids: Int64Array, max_pages: int, salt: bytes, border: int) -> tuple[int, PageIds]:
-        """See PrefixIndex.match."""
-        return self.prefixes.match(self.prefixes.digests(token_ids, max_pages, salt), border)
+        """The longest known prefix, see PrefixIndex.match. What a store has of it is fetched first, and indexed."""
+        digests = self.prefixes.digests(token_ids, max_pages, salt)
+        if self.prefixes.store is not None:
+            self._bring_up(digests, self.prefixes.store, border)
+        return self.prefixes.match(digests, border)
 
     def allocate(self, counts: Sequence[int]) -> PageIds:
         """counts[i] pages of group i; evicts prefixes where free ones do not suffice. OutOfPages changes nothing."""
@@ -83,6 +87,31 @@ class PagePools:
         if short:
             self._make_room(counts)
         return tuple(allocator.allocate(count) for allocator, count in zip(self.allocators, counts, strict=True))
+
+    def _bring_up(self, digests: Sequence[bytes], store: PageStore, border: int) -> None:
+        """Where that finds a longer prefix: pages from the store become pages of the prefix index. They take no room,
+        for these can be evicted. Nothing happens where there are too few pages."""
+        lacking = self.prefixes.lacking(digests, store, border)
+        if lacking is None:
+            return
+        names = [(group, [digests[i] for i in at.tolist()]) for group, at in enumerate(lacking.indexes)]
+        own = list(zip(self.allocators, lacking.held, strict=True))
+        for allocator, ids in own:
+            allocator.retain(ids)  # what is evicted now is not of this prefix
+        try:
+            with store.held(names):
+                fresh = self.allocate([at.size for at in lacking.indexes])
+        except OutOfPages:
+            return
+        finally:
+            for allocator, ids in own:
+                allocator.release(ids)
+        wanted = [NamedPages(*of, ids) for of, ids in zip(names, fresh, strict=True)]
+        given = np.full((len(fresh), len(digests)), NO_PAGE, np.int32)
+        for row, at, ids, good in zip(given, lacking.indexes, fresh, store.fetch(wanted), strict=True):
+            row[at[good]] = ids[good]
+        self.prefixes.add(digests, given)
+        self.release(fresh)
 
     def _check_room(self, gone: PageIds, counts: Sequence[int]) -> None:
         """OutOfPages unless eviction can make room for counts[i] pages of group i once `gone` is released."""

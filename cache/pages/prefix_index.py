@@ -1,6 +1,7 @@
 """Pages that hold the KV of known token prefixes, for other sequences to share."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,17 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.prefix_chain import KEY_BYTES, digest_chain
 from tandem.cache.plan.spans import ALL, Span
+from tandem.cache.store.page_store import NamedPages, PageStore
 
 NO_PAGE = -1
+
+
+class Lacking(NamedTuple):
+    """What a store has of a prefix and the index has not. indexes: int64 [n] of each group, places of these pages in
+    the chain of digests. held: int32 [m] of each group, the prefix's pages that the index has."""
+
+    indexes: list[Int64Array]
+    held: list[Int32Array]
 
 
 class IndexedPages:
@@ -52,7 +62,7 @@ class PrefixIndex:
 
     A page is stamped when it is matched or published, a page later than those that follow it in its prefix: the least
     recently used page is a leaf, or one whose followers are in use. An entry goes with its page in a group that keeps
-    all; a group with a window or with snapshots drops its pages alone.
+    all; a group with a window or with snapshots drops its pages alone. Evicted pages go to the store, if there is one.
     """
 
     def __init__(
@@ -78,6 +88,8 @@ class PrefixIndex:
         self._keys = np.zeros(most, np.uint64)  # of the digests, by entry
         self._log = PrefixLog(max_keys=most)  # a reader that missed more is told all
         self._clock = 0
+        self.store: PageStore | None = None
+        """Where evicted pages go."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -129,7 +141,7 @@ class PrefixIndex:
         each = self._needed_each
         found = list[bytes]()
         for digest in digest_chain(token_ids, self._page_size, max_pages, salt):
-            if each and (len(found) + 1) % each == 0 and digest not in self._entries:
+            if each and (len(found) + 1) % each == 0 and not self._knows(digest):
                 break
             found.append(digest)
         return found
@@ -138,7 +150,7 @@ class PrefixIndex:
         """How many pages the longest known prefix has, of those that digests() names, and per group those that a query
         behind it needs, which are its last on the group's side of the border; the caller retains them at once. border:
         how many pages are an encoder's, whose prompt is in the salt."""
-        pages = self._pages_of(digests)
+        pages = _known(self._pages_of(digests))
         length, begins = self._longest(pages, border)
         ends = [self._end(group, length, border) for group in self._groups]
         matched = tuple(
@@ -147,6 +159,20 @@ class PrefixIndex:
         )
         self._touch(matched, length, border)
         return length, matched
+
+    def lacking(self, digests: Sequence[bytes], store: PageStore, border: int = 0) -> Lacking | None:
+        """What is to be fetched for a longer prefix than match() would find; None where the store has none."""
+        pages = self._pages_of(digests)
+        stored = np.array([store.find(group, digests) for group in range(len(self._groups))]) & (pages == NO_PAGE)
+        length, begins = self._longest(_known(np.where(stored, np.int32(0), pages)), border)
+        if length <= self._longest(_known(pages), border)[0]:
+            return None
+        indexes, held = [], []
+        for group, row, begin in zip(self._groups, pages, begins, strict=True):
+            needed = np.arange(begin, self._end(group, length, border))[group.together - 1 :: group.together]
+            indexes.append(needed[row[needed] == NO_PAGE])
+            held.append(row[needed][row[needed] != NO_PAGE])
+        return Lacking(indexes, held)
 
     def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"", border: int = 0) -> None:
         """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.
@@ -204,9 +230,12 @@ class PrefixIndex:
         oldest = np.argpartition(pages.stamps[unused], count - 1)[:count]  # steps wait for it: sorting all takes longer
         entries = pages.entries[unused[oldest]]
         if pages.goes_alone:
+            self._put_down(group, unused[oldest])
             self._pages[group, entries] = NO_PAGE
             pages.drop(unused[oldest])
             entries = entries[(self._pages[:, entries] == NO_PAGE).all(0)]
+        for number, row in enumerate(self._pages[:, entries]):
+            self._put_down(number, row[row != NO_PAGE])
         self._drop(entries)
 
     def clear(self) -> None:
@@ -218,11 +247,20 @@ class PrefixIndex:
         return np.array([self._entries.get(digest, NO_PAGE) for digest in digests], np.int64)
 
     def _pages_of(self, digests: Sequence[bytes]) -> Int32Array:
-        """int32 [groups, n], NO_PAGE where there is none; as far as the last digest that is known, for what a chunk
-        begins behind is needed by nobody, known or not."""
+        """int32 [groups, n]; NO_PAGE where there is none."""
         entries = self._entries_of(digests)
-        entries = entries[: np.flatnonzero(entries != NO_PAGE).max(initial=-1) + 1]
         return np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
+
+    def _knows(self, digest: bytes) -> bool:
+        return digest in self._entries or (self.store is not None and self.store.has(digest))
+
+    def _put_down(self, group: int, pages: Int32Array) -> None:
+        """Pages of a group that the index is about to let go of."""
+        if self.store is None or not pages.size:
+            return
+        of = self._groups[group]
+        pages = pages[np.argsort(of.stamps[pages], kind="stable")]
+        self.store.put(NamedPages(group, [self._digests[entry] for entry in of.entries[pages].tolist()], pages))
 
     def _longest(self, pages: Int32Array, border: int) -> tuple[int, list[int]]:
         """The most of n pages (int32 [groups, n], NO_PAGE where there is none) behind which a query finds all that it
@@ -258,6 +296,12 @@ class PrefixIndex:
             end = num_pages if border is None else self._end(group, num_pages, border)
             stamps = self._clock - np.arange(end - ids.size, end)
             group.stamps[ids[ids != NO_PAGE]] = stamps[ids != NO_PAGE]
+
+
+def _known(pages: Int32Array) -> Int32Array:
+    """pages [groups, n] without the last ones that are NO_PAGE in all groups: what a chunk begins behind is needed by
+    nobody, known or not."""
+    return pages[:, : np.flatnonzero((pages != NO_PAGE).any(0)).max(initial=-1) + 1]
 
 
 def _keys(digests: list[bytes]) -> PrefixKeys:

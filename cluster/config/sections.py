@@ -16,6 +16,7 @@ from pydantic import (
 from tandem.cluster.config.model import find_model, model_name, model_root, usable_path
 from tandem.cluster.config.nodes import GatewayNodes
 from tandem.cluster.config.units import (
+    Bytes,
     Calls,
     Cpus,
     Factor,
@@ -114,6 +115,11 @@ class CacheSection(Section):
     state_share: Share = Field(default=0.25, ge=0, le=1)
     """what these snapshots may take, as a share of the bytes of the pages with K and V. Above 0 there is room for one
     for each 16 sequences at least, of max_sequences and 8 prompts"""
+    host_bytes: Bytes | None = Field(default=None, le=1 << 44)
+    """host memory of each worker for prefixes that its pages have no room for: they are copied there when they are
+    evicted, and back when a prompt begins with one; null keeps none"""
+    verify_host: bool = False
+    """whether pages that come back from there are compared with what was copied; one that differs is computed again"""
 
     @field_validator("state_interval")
     @classmethod

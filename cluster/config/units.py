@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # A number's unit stands in its type, for docs/configuration.md.
 AnyWorkers = Annotated[int, Field(ge=0, json_schema_extra={"unit": "workers"})]
+Bytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "bytes"})]
 Calls = Annotated[int, Field(ge=1, json_schema_extra={"unit": "calls"})]
 Cpus = Annotated[int, Field(ge=1, json_schema_extra={"unit": "CPUs"})]
 Factor = Annotated[float, Field(gt=0, json_schema_extra={"unit": "factor"})]

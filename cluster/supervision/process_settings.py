@@ -15,7 +15,7 @@ from tandem.cluster.served_model import ServedModel
 from tandem.transfer.factory import TRANSPORTS
 from tandem.transfer.segment import machine_memory
 from tandem.workers.config import Role, WorkerConfig
-from tandem.workers.pool_pages import pages_in, pool_pages
+from tandem.workers.pool_pages import host_bytes_needed, pages_in, pool_pages
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION
 
 FIRST_EPOCH = 1
@@ -172,11 +172,20 @@ def gateway_settings(config: ClusterConfig, model: ServedModel) -> GatewaySettin
 
 
 def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None:
-    """ConfigError if one worker's pages, those of windows and states included, exceed this machine's memory."""
-    counts = enumerate(pool_pages(worker, layout, num_pages))
-    needed, there = sum(count * layout.page_bytes(group) for group, count in counts), machine_memory()
+    """ConfigError if one worker's pages, those of windows and states included, and its host_bytes exceed this machine's
+    memory."""
+    counts, there = enumerate(pool_pages(worker, layout, num_pages)), machine_memory()
+    if worker.host_bytes is not None:
+        least = host_bytes_needed(worker, layout, num_pages)
+        if not least <= worker.host_bytes < there:
+            raise ConfigError(
+                f"cache.host_bytes is {worker.host_bytes}; it must hold a page of each layer group and leave some of "
+                f"this machine's memory: {least} to {there - 1} are accepted"
+            )
+        there -= worker.host_bytes
+    needed = sum(count * layout.page_bytes(group) for group, count in counts)
     if needed > there:
         raise ConfigError(
             f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
-            f"machine has {there / GIB:.1f}: at most {pages_in(worker, layout, there)} are accepted"
+            f"machine has {there / GIB:.1f} for them: at most {pages_in(worker, layout, there)} are accepted"
         )

@@ -1,7 +1,8 @@
 """Random programs over the whole public API of two paged caches that send to each other.
 
 Each step is one call, or one forward, on one side, drawn from a seed. What a cache holds and computes is compared with
-an Oracle that learns of each token what it follows, and with the rules of the API for what must be refused.
+an Oracle that learns of each token what it follows, and with the rules of the API for what must be refused. Every other
+program has a store behind its prefix index.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kinds.compressed import compressed_groups
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
+from tandem.cache.store.host_store import HostStore
 from tests.cache.inspection import check_contents, check_held, check_outputs, check_pages
 from tests.cache.known import LONGEST, Known, Side, Transfer
 from tests.cache.naive import pools_of
@@ -61,6 +63,10 @@ class Program:
             self.clear_prefixes: 0.2,
         }
         self.counts: dict[str, int] = {}
+        if seed % 2:
+            for side, own in zip(self.sides, pools, strict=True):
+                slots = Random(seed).randrange(20, 60)
+                side.cache.keep_evicted(HostStore(own, [slots] * len(own), verify=seed % 4 == 1))
 
     def run(self, steps: int) -> None:
         with torch.inference_mode():
@@ -252,7 +258,13 @@ class Program:
         return matched
 
     def clear_prefixes(self, pe: int) -> None:
-        self.sides[pe].cache.clear_prefixes()
+        pools = self.sides[pe].cache._pools
+        if pools.prefixes.store is None or self.spot_checks.random() < 0.2:
+            pools.prefixes.clear()
+            return
+        for group in range(len(pools.allocators)):  # into the store
+            if count := pools.prefixes.num_evictable[group]:
+                pools.prefixes.evict(group, count)
 
     # Forwards
 
@@ -467,6 +479,7 @@ class Program:
 
     def end(self) -> None:
         for side in self.sides:
+            assert side.cache.pages.host_bad_pages == 0
             side.cache.clear()
         for side in self.sides:
             assert side.cache.is_empty

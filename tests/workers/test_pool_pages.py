@@ -1,12 +1,15 @@
 """Pages of a worker's pools."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.models.registry import load_config
-from tandem.workers.pool_pages import pages_in, pool_pages, snapshot_rule
+from tandem.workers.pool_pages import host_bytes_needed, host_slots, host_store, pages_in, pool_pages, snapshot_rule
+from tandem.workers.ranks.ranks import ALONE
 from tandem.workers.runner.model_cache import kv_layout
 from tests.workers.models.test_nemotron_config import DENSE, write
 
@@ -36,3 +39,23 @@ def test_however_few_pages_there_are_some_are_for_snapshots(
     assert pages == (num_pages, min(num_pages, sequences + 8) + most)
     num_bytes = sum(count * layout.page_bytes(group) for group, count in enumerate(pages))
     assert pages_in(config, layout, num_bytes) == num_pages
+
+
+def test_host_bytes_are_shared_as_pools_are(tmp_path: Path) -> None:
+    """Ranks divide them. The fewest that are accepted hold a page of each group."""
+    layout = kv_layout(load_config(write(tmp_path, {**DENSE, "torch_dtype": "bfloat16"})), 16)
+    where = (Role.DECODE, "island", 1, 0, 1, "", 1024, "")
+    config = WorkerConfig(*where, state_share=0.5, max_sequences=8)
+    kv, state = layout.page_bytes(0), layout.page_bytes(1)
+    given = replace(config, host_bytes=10 * (1024 * kv + state))
+    assert host_slots(given, layout, 1024) == (10 * 1024, 10)  # its share holds one snapshot
+    assert host_slots(replace(given, ranks=(2,)), layout, 1024) == (5 * 1024, 5)
+    assert host_slots(replace(given, state_share=0.0), layout, 1024)[1] == 0
+    for ranks in ((), (2,)):
+        one = replace(config, ranks=ranks)
+        least = host_bytes_needed(one, layout, 1024)
+        assert min(host_slots(replace(one, host_bytes=least), layout, 1024)) == 1
+        assert min(host_slots(replace(one, host_bytes=least - 1), layout, 1024)) == 0
+        with pytest.raises(InvalidArgument, match=rf"cache\.host_bytes is 9; at least {least} are accepted"):
+            host_store(replace(one, host_bytes=9), layout, 1024, (), ALONE)
+    assert host_store(config, layout, 1024, (), ALONE) is None

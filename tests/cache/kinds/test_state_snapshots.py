@@ -19,6 +19,7 @@ from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.pool_sizes import SnapshotRule
+from tandem.cache.store.host_store import HostStore
 from tests.cache.island import Island
 from tests.cache.naive import HEAD_DIM, ROPE, pools_of
 from tests.cache.peer_writer import PeerWriter
@@ -88,6 +89,10 @@ def island_of(own: int, most: int, drafted: int = 0) -> Island:
     return Island(caches, writers[0])
 
 
+def keep_evicted(cache: TvmCache) -> None:
+    cache.keep_evicted(HostStore([group.site.pool for group in cache._groups], [200, 40], verify=True))
+
+
 @dataclass
 class Program:
     """Random calls on the caches of an island. Sequences of a family begin alike."""
@@ -97,6 +102,10 @@ class Program:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     held: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     done: Counter[str] = field(default_factory=Counter)
+
+    def keep_evicted(self) -> None:
+        for cache in self.island.caches:
+            keep_evicted(cache)
 
     def draw(self) -> tuple[list[int], bytes]:
         """60 tokens, and the salt that they are shared under."""
@@ -190,6 +199,7 @@ class Program:
             snapshots = cache._pages.snapshots[1]
             assert snapshots is not None
             self.done["evicted"] += snapshots.num_evicted
+            self.done["from the host"] += cache.pages.host_hits
             for sequence in cache._table.sequences():
                 cache.remove_sequence(sequence)
             assert snapshots.num_held == 0
@@ -201,10 +211,15 @@ class Program:
 @pytest.mark.parametrize("most", [1, 3, 30])
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_random_programs_equal_states_from_the_first_token(seed: int, most: int) -> None:
-    """Also with few pages for snapshots: these are evicted, and what is not found is computed."""
+    """Also with few pages for snapshots: these are evicted, and what is not found is computed. With odd seeds a store
+    keeps them."""
     program = Program(Random(seed), island_of(5, most))
+    if seed % 2:
+        program.keep_evicted()
     program.run(300)
     assert program.done["found"]
+    if most == 3:
+        assert bool(program.done["from the host"]) == bool(seed % 2)
     if most == 30:
         wanted = ("forks within", "pops within", "sent behind a prefix", "between")
         assert all(program.done[name] for name in wanted), program.done
@@ -286,6 +301,25 @@ def test_it_goes_back_to_states_that_are_there() -> None:
     cache.clear_prefixes()  # with them go the states that were in them
     with pytest.raises(InvalidArgument, match="it has those behind 0, 20, 21, which are accepted"):
         cache.pop(0, 5)
+
+
+def test_a_snapshot_from_the_host_is_not_the_one_that_was_there() -> None:
+    """It comes into the page of one that a sequence remembers, of other tokens."""
+    cache, tokens, others = cache_of(most=1, own=1), list(range(20)), list(range(20, 40))
+    keep_evicted(cache)
+    with_prompt(cache, 0, others, [17])
+    cache.remove_sequence(0)
+    with_prompt(cache, 1, tokens, [17])
+    snapshots, row = cache._pages.snapshots[1], cache._table.row(1)
+    assert snapshots is not None
+    page = snapshots.find(row, 16)
+    assert page is not None
+    cache._pools.prefixes.evict(1, 1)
+    cache.add_sequence(2)
+    assert cache.match_prefix(2, np.array(others)) == 0  # no page is left for a state of its own
+    assert cache.pages.host_hits == 1
+    assert cache._pools.prefixes.indexed[1][page]
+    assert snapshots.find(row, 16) is None
 
 
 def test_a_state_of_its_own_comes_before_a_snapshot() -> None:

@@ -95,6 +95,16 @@ def test_pages_of_states_that_no_machine_holds(tmp_path: Path, monkeypatch: pyte
             Cluster(load_config(None, {**values, **more}), FakeProcesses()).start()
 
 
+@pytest.mark.parametrize("num_bytes", [1, 1 << 40])
+def test_host_bytes_that_hold_nothing_or_are_not_there(num_bytes: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 64, "cache.host_bytes": num_bytes}
+    processes = FakeProcesses()
+    with pytest.raises(ConfigError, match=rf"^cache\.host_bytes is {num_bytes}; .*: \d+ to \d+ are accepted"):
+        Cluster(load_config(None, values), processes).start()
+    assert not processes.specs
+
+
 def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
     """The gateway keeps its number of pages."""
     make_checkpoint(tmp_path / "model")

@@ -1,0 +1,75 @@
+"""Where pages go that a prefix index evicts, and come back from: the contract of a tier below a worker's pools."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache.plan.arrays import Int32Array
+
+
+class NamedPages(NamedTuple):
+    """Full pages of one layer group. digests[i] names pages[i], a page id of the group's pool: see digest_chain.
+    pages: int32 [n]."""
+
+    group: int
+    digests: Sequence[bytes]
+    pages: Int32Array
+
+
+PageNames = tuple[int, Sequence[bytes]]
+"""A group, and digests of pages of it."""
+
+
+class StoreCounts(NamedTuple):
+    """What a store has and has done. capacity, used: bytes. The others count since it was made: pages that it copied
+    out of the pools and back, prompts for which it copied some back, and pages that it refused because they had
+    changed meanwhile."""
+
+    capacity: int = 0
+    used: int = 0
+    pages_down: int = 0
+    pages_up: int = 0
+    hits: int = 0
+    bad_pages: int = 0
+
+
+class PageStore(Protocol):
+    """Keeps copies of pages by their digests, which begin with a request's salt.
+
+    Owned by the thread that owns the pools. What it holds follows from the calls before, in their order, so that the
+    ranks of a worker and a replay agree on it.
+    """
+
+    def put(self, evicted: NamedPages) -> None:
+        """Copies pages that are about to be used for something else, the least recently used first. What is launched
+        on the current stream afterwards may overwrite them; others wait for settle(). What the store has no room for
+        it forgets, oldest first."""
+        ...
+
+    def has(self, digest: bytes) -> bool:
+        """Whether it has a page of that name in any group."""
+        ...
+
+    def find(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
+        """bool [n]: which pages of a group it has."""
+        ...
+
+    def held(self, wanted: Sequence[PageNames]) -> AbstractContextManager[None]:
+        """Within the block put() forgets none of these pages, and keeps nothing that has no other room. They count as
+        just used, and the first ones as used last."""
+        ...
+
+    def fetch(self, wanted: Sequence[NamedPages]) -> list[NDArray[np.bool_]]:
+        """Copies pages of one prompt back, ordered on the current stream. Returns for each of `wanted` a bool [n]:
+        which of its pages now hold what their digests name. The others mean nothing."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until all pages of put() are copied. Then a peer may write into them."""
+        ...
+
+    @property
+    def counts(self) -> StoreCounts: ...

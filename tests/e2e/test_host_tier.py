@@ -1,0 +1,125 @@
+"""Prompts that evict one another come back from host memory: in a cluster, against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cache.store.host_store import HostStore
+from tandem.cluster.cli.replayed_workers import replay_files
+from tandem.cluster.metrics.cluster_series import worker_families
+from tandem.proto import inference_pb2
+from tests.e2e.test_ranks import is_idle
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete_all, tokens_of
+from tests.support.island import Island, running_island
+from tests.support.moves import move_back_and_forth
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.waiting import until
+
+OUTPUT = 6
+FEW: dict[str, Any] = {"cache.num_pages": 20, "cache.host_bytes": 4 << 20, "cache.verify_host": True}
+"""Pages for one prompt of PROMPTS and its output, and no more; host memory for all of them."""
+PROMPTS = [random_prompt(97 + number, number) for number in range(4)]
+
+
+def workers_of(island: Island) -> list[inference_pb2.WorkerInfo]:
+    with island.client() as client:
+        (info,) = client.cluster_info().islands
+    return list(info.workers)
+
+
+def cached_of(island: Island, prompt: list[int], expected: list[int], salt: str = "") -> int:
+    """How many tokens of the prompt were not computed; its tokens are compared."""
+    with island.client() as client:
+        updates = list(client.generate(prompt, cache_salt=salt, timeout=60, max_tokens=len(expected), **GREEDY))
+    assert tokens_of(updates) == expected
+    usage = updates[-1].usage
+    assert usage is not None
+    return usage.cached_tokens
+
+
+def spoil(island: Island) -> None:
+    """One bit of each page in the host memory of the prefill worker."""
+    worker = island.workers[0]
+
+    def change() -> None:
+        store = worker.cache._pools.prefixes.store
+        assert isinstance(store, HostStore)
+        shelf = store._shelves[0]
+        shelf._memory[:, 3] ^= 1 << 40
+
+    worker.on_step_thread(change)
+
+
+def test_prompts_that_evict_one_another_come_back(tmp_path: Path) -> None:
+    folder = save_checkpoint("llama", tmp_path)
+    expected = greedy_all(load_oracle(folder), PROMPTS, OUTPUT)
+    with running_island(folder, FEW) as island:
+        both = list(zip(PROMPTS, expected, strict=True))
+        assert [cached_of(island, *one) for one in both] == [0] * 4
+        assert [cached_of(island, *one) for one in both] == [96] * 4
+        assert cached_of(island, *both[0], salt="mine") == 0
+        for worker in workers_of(island):
+            counters = worker.counters
+            assert counters.host_hits >= 3
+            assert counters.host_pages_up >= 3 * 8
+            assert counters.host_pages_down >= 3 * 12
+            assert counters.host_bad_pages == 0
+            assert 0 < worker.host_bytes_used <= worker.host_bytes <= 4 << 20
+        spoil(island)
+        assert cached_of(island, *both[1]) < 96
+        assert workers_of(island)[0].counters.host_bad_pages > 0
+        assert workers_of(island)[1].counters.host_bad_pages == 0
+        until(lambda: is_idle(island))
+        with island.client() as client:
+            samples = {one.name: one.samples for one in worker_families(client.cluster_info().islands)}
+        assert samples["tandem:worker_host_hits"][0].value >= 3
+        assert samples["tandem:worker_host_bytes_used"][0].value > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("roles", ["split", "adaptive", "colocated"])
+@pytest.mark.parametrize(
+    "case", ["qwen3", "gemma3", "deepseek_v3", "deepseek_v4", "gpt_oss", "qwen3_next", "llama4", "nemotron_h"]
+)
+def test_storms_of_every_kind_of_state(case: str, roles: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one another, with requests that move, and replayed from its records: pages and counts are equal."""
+    if roles == "adaptive":
+        move_back_and_forth(2, monkeypatch)
+    folder = save_checkpoint(case, tmp_path / "model")
+    begins = [random_prompt(60, number) for number in range(5)]
+    prompts = [begins[number % 5][: 30 + number % 31] + random_prompt(20, number) for number in range(25)]
+    expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
+    settings = {"cache.num_pages": 40, "cache.host_bytes": 64 << 20, "cache.verify_host": True}
+    settings |= {"cache.state_interval": 16, "cache.state_share": 0.6, "scheduler.roles": roles}
+    settings |= {"scheduler.max_sequences": 3, "record.folder": str(tmp_path / "records"), "record.prompts": True}
+    with running_island(folder, settings | ({"island.num_prefill": 0} if roles == "colocated" else {})) as island:
+        for _ in range(2):
+            assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+        until(lambda: is_idle(island))
+        workers = workers_of(island)
+    assert sum(one.counters.host_hits for one in workers)
+    assert not sum(one.counters.host_bad_pages for one in workers)
+    summary = replay_files(sorted((tmp_path / "records").glob("*.tandemrec")))
+    assert summary.difference is None
+    assert summary.prefix_hits
+
+
+@pytest.mark.gate("2-1")
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
+def test_ranks_keep_their_parts(prefill: int, decode: int, tmp_path: Path) -> None:
+    """A page that changed on one rank is computed again on all of them."""
+    folder = save_checkpoint("llama", tmp_path)
+    oracle = load_oracle(folder)
+    shape = {"island.prefill_ranks": prefill, "island.decode_ranks": decode}
+    with running_island(folder, FEW | shape) as island:
+        for one in [*PROMPTS, *PROMPTS[:2]]:
+            assert cached_of(island, one, greedy(oracle, one, OUTPUT)) in (0, 96)
+        spoil(island)
+        assert cached_of(island, PROMPTS[2], greedy(oracle, PROMPTS[2], OUTPUT)) < 96
+        assert cached_of(island, PROMPTS[0], greedy(oracle, PROMPTS[0], OUTPUT)) <= 96
+        workers = workers_of(island)
+        assert all(one.counters.host_hits for one in workers)
+        assert workers[0].counters.host_bad_pages
+        until(lambda: is_idle(island))

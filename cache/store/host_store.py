@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,14 +23,15 @@ class Shelf:
 
     def __init__(self, pool: Tensor, num_slots: int, *, verify: bool) -> None:
         """pool: [num_pages, …], contiguous. verify: whether is_intact() will be asked. The slots come with use()."""
-        self.page_bytes = pool[0].numel() * pool.element_size()
+        self.page_bytes = pool[0].nbytes
         self.num_slots = num_slots
         self._pool = _words(pool)
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._next = 0  # the first slot that was never used
+        self._free = list[int]()  # those that were, and are not now
         self._held = frozenset[bytes]()
         self._weights = _odd_weights(self._pool) if verify else None
-        self._sums = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
+        self._sums = torch.zeros(num_slots if verify else 0, dtype=torch.int64, device=pool.device)
 
     def use(self, memory: Tensor) -> None:
         """memory: uint8 [num_slots · page_bytes]."""
@@ -54,6 +56,9 @@ class Shelf:
         if digest in self._slots:
             self._slots.move_to_end(digest)
             return False
+        if not self._free and self._next < self.num_slots:
+            self._free.append(self._next)
+            self._next += 1
         if not self._free:
             oldest = next(iter(self._slots), None)
             if oldest is None or oldest in self._held:
@@ -97,12 +102,11 @@ class HostStore:
         worker give it."""
         if len(num_slots) != len(pools) or min(num_slots) < 0:
             raise InvalidArgument(f"num_slots is {tuple(num_slots)}; {len(pools)} counts of at least 0 are accepted")
+        self._verify, self._agree, self._device = verify, agree, pools[0].device
+        sizes = [count * pool[0].nbytes for pool, count in zip(pools, num_slots, strict=True)]
+        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+        self.memory = _allocate(ends[-1], pinned=self._device.type == "cuda")
         self._shelves = [Shelf(*of, verify=verify) for of in zip(pools, num_slots, strict=True)]
-        self._verify, self._agree = verify, agree
-        sizes = [shelf.num_slots * shelf.page_bytes for shelf in self._shelves]
-        ends = np.cumsum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]).tolist()
-        self._device = pools[0].device
-        self.memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         for shelf, begin, size in zip(self._shelves, [0, *ends], sizes, strict=False):
             shelf.use(self.memory[begin : begin + size])
         self._copied: torch.cuda.Event | None = None
@@ -172,6 +176,13 @@ class HostStore:
                 self._shelves[of.group].drop(of.digests[index])
                 self._bad += 1
                 ok[index] = False
+
+
+def _allocate(num_bytes: int, *, pinned: bool) -> Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:
+        raise MemoryError(f"no {num_bytes} bytes of host memory can be had for evicted prefixes: {error}") from error
 
 
 def _words(pool: Tensor) -> Tensor:

@@ -122,6 +122,12 @@ def test_two_words_that_changed_places_are_noticed() -> None:
     assert not store.fetch([wanted])[0].any()
 
 
+def test_more_memory_than_there_is_is_refused_at_once() -> None:
+    """Nothing grows with the number of slots before."""
+    with pytest.raises(MemoryError, match=r"^no \d+ bytes of host memory can be had for evicted prefixes"):
+        HostStore(pools_of(), (1 << 45, 3))
+
+
 def test_a_shelf_without_slots_keeps_nothing() -> None:
     store = HostStore(pools_of(), (0, 3))
     store.put(named(0, [1, 2], [0, 1]))

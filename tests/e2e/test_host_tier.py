@@ -11,7 +11,8 @@ from tandem.cluster.metrics.cluster_series import worker_families
 from tandem.proto import inference_pb2
 from tests.e2e.test_ranks import is_idle
 from tests.support.checkpoints import save_checkpoint
-from tests.support.client_requests import GREEDY, complete_all, tokens_of
+from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.encoder_models import greedy_behind, save_t5gemma
 from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
@@ -104,6 +105,25 @@ def test_storms_of_every_kind_of_state(case: str, roles: str, tmp_path: Path, mo
     summary = replay_files(sorted((tmp_path / "records").glob("*.tandemrec")))
     assert summary.difference is None
     assert summary.prefix_hits
+
+
+@pytest.mark.long
+def test_prompts_of_an_encoder_come_back(tmp_path: Path) -> None:
+    """Its pages and those of the decoder's prompt behind them, or neither."""
+    oracle = save_t5gemma(tmp_path)
+    pairs = [(random_prompt(40, number), random_prompt(50, 10 + number)) for number in range(5)]
+    expected = [greedy_behind(oracle, encoder, OUTPUT, decoder) for encoder, decoder in pairs]
+    with running_island(tmp_path, FEW) as island:
+        cached = []
+        for _ in range(2):
+            for (encoder, decoder), tokens in zip(pairs, expected, strict=True):
+                updates = complete(island.address, encoder, decoder_prompt=decoder, max_tokens=OUTPUT, **GREEDY)
+                assert tokens_of(updates) == tokens
+                assert updates[-1].usage is not None
+                cached.append(updates[-1].usage.cached_tokens)
+        assert cached == [0] * 5 + [88] * 5
+        assert all(one.counters.host_hits for one in workers_of(island))
+        until(lambda: is_idle(island))
 
 
 @pytest.mark.gate("2-1")

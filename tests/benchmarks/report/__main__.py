@@ -1,7 +1,10 @@
-"""Writes RESULTS.md from the records of benchmarks, and the index of decision records.
+"""Writes RESULTS.md from the records of benchmarks, and the index of decision records; prints whole records.
 
-python -m tests.benchmarks.report          writes both
-python -m tests.benchmarks.report --check  fails where one is stale
+python -m tests.benchmarks.report           writes both
+python -m tests.benchmarks.report --check   fails where one is stale
+python -m tests.benchmarks.report steps     prints all numbers of a benchmark, on all hosts
+python -m tests.benchmarks.report targets   prints the targets that are not reached
+python -m tests.benchmarks.report coverage  prints what has run on which GPUs
 """
 
 import argparse
@@ -9,7 +12,8 @@ from pathlib import Path
 
 from tests.benchmarks.records import RESULTS
 from tests.benchmarks.report.decisions import index_of
-from tests.benchmarks.report.pages import results_page
+from tests.benchmarks.report.headlines import headlines_page
+from tests.benchmarks.report.pages import printed
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "python -m tests.benchmarks.report"
@@ -18,7 +22,7 @@ COMMAND = "python -m tests.benchmarks.report"
 def pages(results: Path, decisions: Path) -> dict[Path, str]:
     """What each generated page should hold, by its path."""
     return {
-        results.with_name("RESULTS.md"): results_page(results),
+        results.with_name("RESULTS.md"): headlines_page(results),
         decisions / "README.md": index_of(decisions),
     }
 
@@ -31,8 +35,15 @@ def stale(results: Path, decisions: Path) -> list[Path]:
 
 def main(results: Path = RESULTS, decisions: Path = ROOT / "docs" / "decisions") -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", help="print this instead of writing: a benchmark, `targets` or `coverage`")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is stale")
-    if not parser.parse_args().check:
+    options = parser.parse_args()
+    if options.name:
+        try:
+            print(printed(results, options.name), end="")
+        except ValueError as error:
+            parser.error(str(error))
+    elif not options.check:
         for path, text in pages(results, decisions).items():
             path.write_text(text, encoding="utf-8")
     elif wrong := stale(results, decisions):

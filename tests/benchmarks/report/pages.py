@@ -1,4 +1,4 @@
-"""RESULTS.md: a table for each record, what missed its target, and what has run on which GPUs."""
+"""What `python -m tests.benchmarks.report NAME` prints: all numbers of a benchmark, missed targets, or GPU coverage."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,82 +6,66 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.report.rows import Peers, Row, number_rows, read_peers, read_records, target_rows
+from tests.benchmarks.report.tables import number, peers_cell, table, target_cell
 
-HEAD = """# Results
-
-This page is generated from `results/` by `python -m tests.benchmarks.report`. Do not edit it.
-A benchmark's `--record` adds its run to the record of its host kind.
-
-- *now* is the number of the newest run that has it. *run* is the line below the table that tells which run.
-- *spread* is the least and the largest repeat, where they are known.
-- *before* is the number of the run before that, and the change since.
-- Peers ran on the same kind of host. The factor is ours ÷ theirs.
-
-Hosts differ by some percent, and busy CPU cores by much more. A claim is a ratio taken in one run.
-The decisions behind the numbers are in [docs/decisions](../../docs/decisions/README.md).
-"""
+TARGETS, COVERAGE = "targets", "coverage"
 COLUMNS = ("number", "now", "spread", "target", "peer", "before", "run")
 
 
-def results_page(folder: Path) -> str:
-    """The text of RESULTS.md for the records in `folder`."""
-    records, peers = read_records(folder), read_peers(folder)
-    parts = [HEAD, _missed(records), *(_section(record, peers) for record in records), _coverage(folder)]
-    return "\n".join(parts)
+def printed(folder: Path, name: str) -> str:
+    """The text for `name`: a benchmark, TARGETS or COVERAGE. Raises ValueError with the names there are."""
+    records = read_records(folder)
+    if name == TARGETS:
+        return _missed(records)
+    if name == COVERAGE:
+        return _coverage(folder)
+    named = [record for record in records if record["benchmark"] == name]
+    if not named:
+        accepted = ", ".join([*dict.fromkeys(record["benchmark"] for record in records), TARGETS, COVERAGE])
+        raise ValueError(f"no benchmark is named {name!r}; one of {accepted} is accepted")
+    return "\n".join(_record(record, read_peers(folder)) for record in named)
 
 
 def _missed(records: Sequence[Mapping[str, Any]]) -> str:
     rows = [(record, row) for record in records for row in target_rows(record)]
-    missed = [(record, row) for record, row in rows if not row.reached]
+    missed = [(record, row) for record, row in rows if row.missed]
     lines = [
-        "## Targets",
+        f"{len(rows) - len(missed)} of {len(rows)} targets are reached. These are not:",
         "",
-        f"{len(rows) - len(missed)} of {len(rows)} are reached. These are not:",
-        "",
-        *_table(
+        *table(
             ("benchmark", "host", "number", "now", "target"),
-            [[one["benchmark"], one["host_kind"], row.name, _number(row.value), row.target] for one, row in missed],
+            [[one["benchmark"], one["host_kind"], row.name, number(row.value), str(row.target)] for one, row in missed],
         ),
     ]
     return "\n".join([*lines, ""])
 
 
-def _section(record: Mapping[str, Any], peers: Peers) -> str:
-    targets, numbers = target_rows(record), number_rows(record, peers)
-    shown = [*targets, *(row for row in numbers if row.peers)]
-    others = [row for row in numbers if not row.peers] if shown else []
-    lines = [f"## {record['benchmark']} on {record['host_kind']}", "", *_table(COLUMNS, _cells(shown or numbers))]
-    if others:
-        more = f"<details><summary>{len(others)} more</summary>"
-        lines += ["", more, "", *_table(COLUMNS, _cells(others)), "", "</details>"]
+def _record(record: Mapping[str, Any], peers: Peers) -> str:
+    """Targets, then numbers, each as its newest run has it; then the runs, which the last column counts."""
+    rows = [*target_rows(record), *number_rows(record, peers)]
     runs = enumerate(reversed(record["runs"]), 1)
-    return "\n".join([*lines, "", *(f"{number}. {_run_line(run)}" for number, run in runs), ""])
+    head = f"## {record['benchmark']} on {record['host_kind']}"
+    lines = [head, "", *table(COLUMNS, [_cells(row) for row in rows])]
+    return "\n".join([*lines, "", *(f"{which}. {_run_line(run)}" for which, run in runs), ""])
 
 
-def _cells(rows: Sequence[Row]) -> list[list[str]]:
+def _cells(row: Row) -> list[str]:
     return [
-        [
-            row.name,
-            _number(row.value),
-            f"{_number(row.spread[0])} to {_number(row.spread[1])}" if row.spread else "",
-            row.target if row.reached is None else f"{row.target}: {'reached' if row.reached else '**not reached**'}",
-            ", ".join(_peer(row.value, *peer) for peer in row.peers),
-            _before(row),
-            str(row.run),
-        ]
-        for row in rows
+        row.name,
+        number(row.value),
+        f"{number(row.spread[0])} to {number(row.spread[1])}" if row.spread else "",
+        target_cell(row.target, row.value),
+        peers_cell(row.value, row.peers),
+        _before(row),
+        str(row.run),
     ]
-
-
-def _peer(ours: float, name: str, theirs: float) -> str:
-    return f"{name}: {_number(theirs)} ({ours / theirs:.2f} ×)" if theirs else f"{name}: {_number(theirs)}"
 
 
 def _before(row: Row) -> str:
     if not row.before:
-        return "" if row.before is None else _number(row.before)
+        return "" if row.before is None else number(row.before)
     change = (row.value / row.before - 1) * 100
-    return f"{_number(row.before)} ({change:+.1f} %)"
+    return f"{number(row.before)} ({change:+.1f} %)"
 
 
 def _run_line(run: Mapping[str, Any]) -> str:
@@ -99,14 +83,4 @@ def _coverage(folder: Path) -> str:
         [one["what"], ", ".join(one["hosts"]) or "**none**", one["date"], one["commit"], one["outcome"]]
         for one in found["coverage"]
     ]
-    table = _table(("what", "on", "last", "commit", "outcome"), rows)
-    return "\n".join(["## What has run on which GPUs", "", *table, ""])
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |" for line in lines]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return "\n".join([*table(("what", "on", "last", "commit", "outcome"), rows), ""])

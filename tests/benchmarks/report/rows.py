@@ -8,26 +8,44 @@ from pathlib import Path
 from typing import Any
 
 Peers = Mapping[tuple[str, str], Sequence[tuple[str, float]]]  # by benchmark and number: name and value
+NO_RECORDS = ("peers", "coverage", "headlines")  # files among the records that are none
 Measured = tuple[int, dict[str, Any]]  # which run, counted from 1 for the newest; what it has
 
 
 @dataclass(frozen=True)
+class Target:
+    """What a number should be: at most or at least so much."""
+
+    limit: float
+    at_most: bool
+
+    def __str__(self) -> str:
+        return f"{'≤' if self.at_most else '≥'} {self.limit:.4g}"
+
+    def reached(self, value: float) -> bool:
+        return value <= self.limit if self.at_most else value >= self.limit
+
+
+@dataclass(frozen=True)
 class Row:
-    """One number. run: see Measured. before: of the newest run before that has it, too."""
+    """One number. run: see Measured. before: the number in the newest earlier run that has it."""
 
     name: str
     value: float
     spread: tuple[float, float] | None
-    target: str
-    reached: bool | None
+    target: Target | None
     peers: Sequence[tuple[str, float]]
     before: float | None
     run: int
 
+    @property
+    def missed(self) -> bool:
+        return self.target is not None and not self.target.reached(self.value)
+
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Of all benchmarks, in the order of their files' names."""
-    paths = [path for path in sorted(folder.glob("*.json")) if path.stem not in ("peers", "coverage")]
+    paths = [path for path in sorted(folder.glob("*.json")) if path.stem not in NO_RECORDS]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
@@ -52,7 +70,7 @@ def number_rows(record: Mapping[str, Any], peers: Peers) -> list[Row]:
         spread = tuple(measured["spread"]) if measured["spread"] else None
         before = found[1][1]["median"] if len(found) > 1 else None
         theirs = of_run or peers.get((benchmark, name), ())
-        rows.append(Row(name, measured["median"], spread, "", None, theirs, before, number))
+        rows.append(Row(name, measured["median"], spread, None, theirs, before, number))
     return sorted(rows, key=lambda row: _natural(row.name))
 
 
@@ -82,9 +100,6 @@ def _targets_of(run: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _target_row(name: str, found: Sequence[Measured]) -> Row:
     number, target = found[0]
     value, before = target["value"], found[1][1]["value"] if len(found) > 1 else None
-    if "at_most" in target:
-        limit, reached = f"≤ {target['at_most']:.4g}", value <= target["at_most"]
-    else:
-        limit, reached = f"≥ {target['at_least']:.4g}", value >= target["at_least"]
-    spread = target.get("spread")
-    return Row(name, value, tuple(spread) if spread else None, limit, reached, (), before, number)
+    limit = "at_most" if "at_most" in target else "at_least"
+    spread = tuple(target["spread"]) if target.get("spread") else None
+    return Row(name, value, spread, Target(target[limit], limit == "at_most"), (), before, number)

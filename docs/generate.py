@@ -16,15 +16,16 @@ PAGE = Path(__file__).resolve().with_name("configuration.md")
 INTRO = """\
 # Configuration
 
-A cluster is described by one YAML file. `tandem up FILE` reads it. This page is generated from the schema in
+One YAML file describes a cluster. `tandem up FILE` reads it. This page is generated from the schema in
 `cluster/config/sections.py` by `make docs`; `make check` fails when it is stale.
 
-- Every key may be left out. `deploy/local.yaml` lists all of them with their defaults.
+- Every key is optional. `deploy/local.yaml` lists all of them with their defaults.
 - `--set cache.num_pages=4096` overrides one key. The value is YAML. The option may be repeated.
 - `--model`, `--grpc-port`, `--http-port`, `--verify-kv` and `--api-key` override `model.path`, `gateway.port`,
   `gateway.http_port`, `island.verify_kv` and `security.api_key`.
-- A variable gives a key, too: `TANDEM_CACHE__NUM_PAGES=4096`. Two underscores stand for the dot, and the value is YAML.
-- Options come before variables, variables before the file, and the file before the defaults.
+- An environment variable sets a key, too: `TANDEM_CACHE__NUM_PAGES=4096`. Two underscores replace the dot. The value
+  is YAML.
+- Options override variables, variables override the file, and the file overrides the defaults.
 - Unknown keys are refused, and the error names the nearest known key.
 - No value is converted, except an integer where a fraction is accepted: `"16"` is not 16.
 - Relative paths start at the folder in which `tandem up` runs. `~` is your home.
@@ -33,41 +34,41 @@ A cluster is described by one YAML file. `tandem up FILE` reads it. This page is
 
 | key | rule |
 |---|---|
-| `cache.gpu_memory_utilization` | must be null where `cache.num_pages` is given, and where `island.device` is cpu |
+| `cache.gpu_memory_utilization` | must be null if `cache.num_pages` is given, and if `island.device` is cpu |
 | `cache.k_scale`, `cache.v_scale` | must be null unless `cache.kv_cache_dtype` is fp8_e4m3 |
-| `island.transport` | must be nvshmem or nixl where `island.device` is cuda, and another than nvshmem where it is cpu |
-| `island.prefill_ranks`, `island.decode_ranks` | must be 1 where `island.device` is cuda, except over nvshmem |
+| `island.transport` | must be nvshmem or nixl if `island.device` is cuda, and must not be nvshmem if it is cpu |
+| `island.prefill_ranks`, `island.decode_ranks` | must be 1 if `island.device` is cuda, except over nvshmem |
 | `gateway.host` | must be a loopback address unless `security` has a token and TLS |
-| `gateway.nodes` | must be launcher where `island.network` is loopback |
-| `gateway.node_resources`, `gateway.node_labels` | must be empty where `gateway.nodes` is launcher |
+| `gateway.nodes` | must be launcher if `island.network` is loopback |
+| `gateway.node_resources`, `gateway.node_labels` | must be empty if `gateway.nodes` is launcher |
 | `gateway.routing_policy` | must be prefix_aware unless `scheduler.roles` is split |
-| `scheduler.token_seconds`, `scheduler.token_share` | must be null and 0.9 where `scheduler.roles` is split |
-| `speculation.tokens`, `speculation.max_step_tokens` | must be 3 and 32 where `speculation.method` is none |
+| `scheduler.token_seconds`, `scheduler.token_share` | must be null and 0.9 if `scheduler.roles` is split |
+| `speculation.tokens`, `speculation.max_step_tokens` | must be 3 and 32 if `speculation.method` is none |
 | `speculation.max_ngram` | must be 3 unless `speculation.method` is ngram |
-| `gateway.cors_origins` | must be empty where `gateway.http_port` is null |
-| `record.max_mib`, `record.prompts` | must be 256 and false where `record.folder` is null |
-| `tracing.sample_ratio` | must be 1.0 where `tracing.endpoint` is null |
-| `metrics.host` | must be 127.0.0.1 where `metrics.port` is null |
-| `metrics.host` | the same as `gateway.host`, unless `metrics.public` is true |
+| `gateway.cors_origins` | must be empty if `gateway.http_port` is null |
+| `record.max_mib`, `record.prompts` | must be 256 and false if `record.folder` is null |
+| `tracing.sample_ratio` | must be 1.0 if `tracing.endpoint` is null |
+| `metrics.host` | must be 127.0.0.1 if `metrics.port` is null |
+| `metrics.host` | follows the rule of `gateway.host`, unless `metrics.public` is true |
 | `gateway.http_port` | must differ from `gateway.port` |
 | `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
 | `security.tls_at_proxy` | needs a token, and no `security.tls_cert` |
 | targets of `scaling` | need `metrics.enabled`, and `scaling.max_islands` or `scaling.max_workers` |
-| `num_islands` | at most `scaling.max_islands`; at least `scaling.min_islands` where a target is set |
+| `num_islands` | at most `scaling.max_islands`; at least `scaling.min_islands` if a target is set |
 | `scaling.max_workers` | needs a target and split `scheduler.roles`; at least the workers of `island` |
 | `scaling.min_prefill`, `scaling.min_decode` | at most the island's; above 1 they need `scaling.max_workers` |
-| `model.max_model_len` | at most what the checkpoint takes |
+| `model.max_model_len` | at most the checkpoint's limit |
 
-`tandem up` checks these rules, the checkpoint, the token file and the certificates before it starts a process. What it
-checks of the host stands in [operations](operations.md#start).
+`tandem up` checks these rules, the checkpoint, the token file and the certificates before it starts a process.
+[Operations](operations.md#start) lists its checks of the host.
 
-Other variables name no key:
+These environment variables do not set keys:
 
-| variable | what it is |
+| variable | meaning |
 |---|---|
-| `TANDEM_API_KEY` | the bearer token: `--api-key` of `tandem up`; `generate`, `status` and `scale` show it |
-| `TANDEM_TOKEN_FILE`, `TANDEM_TLS_CA`, `TANDEM_TLS_CERT`, `TANDEM_TLS_KEY` | what those three commands show and check |
+| `TANDEM_API_KEY` | the bearer token: `--api-key` of `tandem up`; `generate`, `status` and `scale` send it |
+| `TANDEM_TOKEN_FILE`, `TANDEM_TLS_CA`, `TANDEM_TLS_CERT`, `TANDEM_TLS_KEY` | the same for token file and certificates |
 | `TANDEM_KERNEL_CACHE` | folder of compiled kernels, see [GPU hosts](gpu-hosts.md#compiling-ahead) |
 | `HF_HUB_CACHE`, `HF_HOME` | where hub ids are looked up |
 """

@@ -11,39 +11,39 @@ from tandem.transfer.island_ranks import MAX_GPU_RANKS, MAX_RANKS, IslandRanks
 
 class IslandSection(Section):
     device: Literal["cpu", "cuda"] = "cpu"
-    """where workers compute; on cuda each has a GPU of its own"""
+    """the workers' device; on cuda each rank has its own GPU"""
     transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
-    """how workers write into each other's pages: CPUs by shared_memory or, between hosts, tcp; GPUs by nvshmem;
-    either by nixl, between hosts, too, in the clear"""
+    """how workers write into each other's pages. On CPUs: shared_memory, or tcp, also between hosts. On GPUs: nvshmem,
+    on one host. On both: nixl, also between hosts, without encryption"""
     num_prefill: AnyWorkers = Field(default=1, le=256)
-    """prefill workers; 0 where scheduler.roles is adaptive or colocated: decode workers compute all prompts then, and
-    one GPU makes an island"""
+    """prefill workers; with adaptive or colocated scheduler.roles it may be 0: decode workers then compute all prompts,
+    and one GPU is enough for an island"""
     num_decode: Workers = Field(default=1, le=256)
     """decode workers"""
     prefill_ranks: Ranks = Field(default=1, le=MAX_RANKS)
-    """processes of each prefill worker, on one host, each with a part of the model's heads, experts and columns, on
-    cuda each with a GPU, 8 at most; vLLM and SGLang call their number the tensor parallel size"""
+    """processes of each prefill worker, all on one host (vLLM's tensor parallel size). Each has a part of the model's
+    heads, experts and columns, and on cuda its own GPU; at most 8 on cuda"""
     decode_ranks: Ranks = Field(default=1, le=MAX_RANKS)
-    """processes of each decode worker; they may be more or fewer than those of a prefill worker"""
+    """processes of each decode worker; may differ from prefill_ranks"""
     num_signals: Requests | None = Field(default=None, le=1 << 16)
-    """requests whose KV one decode worker can await at a time; null is scheduler.max_sequences"""
+    """most requests whose KV one decode worker awaits at a time; null is scheduler.max_sequences"""
     lease_seconds: Seconds = Field(default=30.0, ge=0.05, le=3600)
-    """how long workers keep pages and work on for a gateway that shows no sign of life"""
+    """how long workers keep a silent gateway's pages and requests"""
     verify_kv: bool = False
-    """whether decode workers compare digests of the KV pushed to them"""
+    """whether decode workers verify digests of the KV pushed to them"""
     network: Literal["auto", "loopback", "node"] = "auto"
-    """how the gateway reaches workers: loopback, on its own host only; node, at their hosts' addresses with mutual TLS;
-    auto, node where Ray has several hosts when the cluster starts"""
+    """how the gateway reaches workers. loopback: on its own host only; node: at their hosts' addresses with mutual TLS;
+    auto: node if Ray has several hosts when the cluster starts"""
     span_hosts: bool = False
-    """whether an island's workers go to as many hosts as there are, by tcp or nixl; false puts them onto one host; the
-    ranks of a worker always share one"""
+    """whether an island's workers are spread over all hosts, with tcp or nixl; false puts them on one host. The ranks
+    of a worker always share a host"""
     node_resources: dict[str, float] = Field(default={}, max_length=64)
-    """Ray's resources that a host must have for an island, and how many"""
+    """Ray resources, and how many of each, that a host must have for an island"""
     node_labels: dict[str, str] = Field(default={}, max_length=64)
-    """Ray's labels that a host must have for an island, and their values"""
+    """Ray labels, with their values, that a host must have for an island"""
     threads_per_worker: Threads | None = Field(default=None, le=1024)
-    """threads of one worker; null shares the cores of its host evenly among the workers that num_islands, spread over
-    the hosts, bring there"""
+    """threads of one worker; null divides its host's cores equally among the host's workers, as num_islands islands are
+    spread over the hosts"""
 
     @property
     def ranks(self) -> IslandRanks:

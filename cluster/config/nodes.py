@@ -11,11 +11,12 @@ class GatewayNodes(Section):
     """The part of `gateway` that is about hosts."""
 
     host: str = "127.0.0.1"
-    """address to listen on; other hosts' gateways take 0.0.0.0, :: and loopback as they are, else their hosts' own"""
+    """address to listen on; gateways on other hosts also use 0.0.0.0, :: or loopback, and otherwise their own host's
+    address"""
     nodes: Literal["launcher", "all"] = "launcher"
-    """which hosts have a gateway: launcher, the host of `tandem up`; all, each host of the Ray that fits node_resources
-    and node_labels, also one that joins later. Any of them serves any island, and each has `processes` of its own"""
+    """hosts with a gateway. launcher: the host of `tandem up`; all: each host of the Ray that matches node_resources
+    and node_labels, also one that joins later. Any gateway serves any island, and each has `processes` processes"""
     node_resources: dict[str, float] = Field(default={}, max_length=64)
-    """Ray's resources that a host must have for a gateway, and how many"""
+    """Ray resources, and how many of each, that a host must have for a gateway"""
     node_labels: dict[str, str] = Field(default={}, max_length=64)
-    """Ray's labels that a host must have for a gateway, and their values"""
+    """Ray labels, with their values, that a host must have for a gateway"""

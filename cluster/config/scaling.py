@@ -14,25 +14,25 @@ class ScalingSection(Section):
     min_islands: Islands = Field(default=1, le=256)
     """fewest islands that the scaling policy keeps"""
     max_islands: Islands | None = Field(default=None, le=256)
-    """most islands that the scaling policy or `tandem scale --islands` may ask for; null is num_islands, at least 64"""
+    """most islands for the scaling policy and `tandem scale --islands`; null is num_islands, but at least 64"""
     max_workers: Workers | None = Field(default=None, ge=2, le=512)
-    """most workers that the policy gives an island, whose roles then follow load; null leaves islands' shapes alone"""
+    """most workers of an island, whose roles then follow the load; null leaves islands' shapes alone"""
     min_prefill: Workers = Field(default=1, le=256)
-    """fewest prefill workers that the policy leaves an island where max_workers is set"""
+    """fewest prefill workers that the policy leaves an island, with max_workers"""
     min_decode: Workers = Field(default=1, le=256)
-    """fewest decode workers that the policy leaves an island where max_workers is set"""
+    """fewest decode workers that the policy leaves an island, with max_workers"""
     queue_seconds: Seconds | None = Field(default=None, gt=0, le=3600)
-    """target: longest that requests should wait for room; more islands start where they wait longer; null is none"""
+    """target for the wait for room; more islands start if requests wait longer; null sets no target"""
     first_token_seconds: Seconds | None = Field(default=None, gt=0, le=80)
-    """target: nine first tokens in ten should come within so long; null is none"""
+    """target for the 90th percentile of times to the first token; null sets no target"""
     token_seconds: Seconds | None = Field(default=None, gt=0, le=10)
-    """target: nine gaps in ten between tokens should be at most so long; null is none"""
+    """target for the 90th percentile of gaps between tokens; null sets no target"""
     up_after_seconds: Seconds = Field(default=30.0, ge=1, le=3600)
-    """how long a target must be missed before islands or workers start; figures are of the last so many seconds"""
+    """how long a target must be missed before islands or workers start; figures cover this time"""
     down_after_seconds: Seconds = Field(default=300.0, ge=1, le=86400)
     """how long fewer islands or workers must have been enough before some end"""
     cooldown_seconds: Seconds = Field(default=60.0, ge=0, le=86400)
-    """how long the policy leaves things as they are behind a change of islands or roles, its own or another"""
+    """how long the policy does nothing after a change of islands or roles, by itself or by hand"""
 
     @property
     def targets(self) -> dict[str, float]:

@@ -65,18 +65,18 @@ class ModelSection(Section):
     """folder of a Hugging Face checkpoint, or the hub id of one in the Hugging Face cache, such as Qwen/Qwen3-8B; `~`
     and relative paths are resolved"""
     served_model_name: Names | None = None
-    """what clients call the model: all names are accepted, answers have the first; null is the hub id or the folder's
-    name"""
+    """the model's name for clients, or a list of names: all are accepted, answers have the first; null is the hub id or
+    the folder's name"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """element type of weights and KV; auto takes config.json's, or that of the stored weights where it names none"""
+    """element type of weights and KV; auto takes config.json's, or the stored weights' if config.json has none"""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
-    """where weights come from; dummy draws them at random and needs config.json only"""
+    """source of the weights; dummy makes random weights and needs only config.json"""
     generation_config: Literal["auto", "none"] = "auto"
-    """what requests get that name no temperature, top_p, top_k, min_p or repetition_penalty: with auto those that the
-    checkpoint's generation_config.json names; with none the protocol's defaults"""
+    """default temperature, top_p, top_k, min_p and repetition_penalty of requests: auto takes the checkpoint's
+    generation_config.json; none takes the protocol's defaults"""
     max_model_len: Positions | None = Field(default=None, le=1 << 24)
-    """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit, which RoPE of
-    type linear, dynamic or yarn multiplies by its factor"""
+    """most positions of one sequence, if the pages hold that many; null takes the checkpoint's limit, multiplied by the
+    factor of a RoPE of type linear, dynamic or yarn"""
 
     @property
     def names(self) -> list[str]:
@@ -91,30 +91,29 @@ class ModelSection(Section):
 
 class CacheSection(Section):
     page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, json_schema_extra={"unit": "positions"})
-    """positions in one KV page; 16-bit kernels on a GPU take at most 64; it has to divide the chunks in which layers of
-    Llama 4 attend"""
+    """positions in one KV page; on a GPU at most 64 in 16 bits; must divide the attention chunks of Llama 4"""
     num_pages: Pages | None = Field(default=None, le=1 << 24)
-    """KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU and what gpu_memory_utilization
-    leaves on a GPU"""
+    """KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU, and on a GPU as many as
+    gpu_memory_utilization allows"""
     gpu_memory_utilization: Fraction | None = None
     """fraction of a GPU's memory that weights, KV pages and workspace may take; null is 0.9, unless num_pages is
     given"""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """element type of stored K and V, latents and index keys; auto is model.dtype, or FP8 where the checkpoint asks
-    for it"""
+    """element type of stored K and V, latents and index keys; auto is model.dtype, or FP8 if the checkpoint says so"""
     k_scale: Factor | None = Field(default=None, allow_inf_nan=False)
-    """with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1. Latents carry
-    their own scales, and take null alone"""
+    """with fp8_e4m3, the factor of stored K in every layer; null takes the checkpoint's scales, or 1. Must be null for
+    latents, which carry their own scales"""
     v_scale: Factor | None = Field(default=None, allow_inf_nan=False)
     """the same for V"""
     prefix_sharing: bool = True
     """whether requests share the pages of equal prefixes"""
     state_interval: Positions | None = 512
-    """of a model with recurrent layers: a prefix is found at each multiple of this, where a snapshot of the states is
-    kept, and at the last full page; a multiple of page_size; null keeps none, and no prefix is found"""
+    """for models with recurrent layers: positions between two snapshots of the states. A cached prefix can end at a
+    snapshot, and there is one at the last full page, too. Must be a multiple of page_size; null keeps no snapshots, so
+    no prefix is cached"""
     state_share: Share = Field(default=0.25, ge=0, le=1)
-    """what these snapshots may take, as a share of the bytes of the pages with K and V. Above 0 there is room for one
-    for each 16 sequences at least, of max_sequences and 8 prompts"""
+    """memory of the snapshots, as a fraction of the bytes of the pages with K and V. Above 0 there is room for at least
+    one snapshot per 16 of max_sequences + 8"""
     host_bytes: Bytes | None = Field(default=None, le=1 << 44)
     """host memory of each worker for prefixes that its pages have no room for: they are copied there when they are
     evicted, and back when a prompt begins with one; null keeps none"""
@@ -149,26 +148,25 @@ class CacheSection(Section):
 
 class SchedulerSection(Section):
     roles: Literal["split", "adaptive", "colocated"] = "split"
-    """what workers do: with split, prefill workers compute prompts and decode workers decode; with adaptive, the router
-    decides for each request who does what, by the workers' loads; with colocated, each worker does both for its own
-    requests"""
+    """roles of workers. split: prefill workers compute prompts, and decode workers decode. adaptive: the router chooses
+    the workers of each request by their loads. colocated: each worker does both for its own requests"""
     max_batch_tokens: Tokens = Field(default=1024, le=1 << 20)
     """most tokens in one forward"""
     max_sequences: Sequences | None = Field(default=None, le=1 << 16)
     """most sequences in one forward; null is 512 on a GPU and 256 on a CPU"""
     token_seconds: Seconds | None = Field(default=None, gt=0, le=60)
-    """how long a sequence may wait for its next token because its worker computes prompts, too; shorter ones slow
+    """longest wait of a sequence for its next token while its worker also computes prompts; a shorter wait slows
     prompts down; null is 0.015 on a GPU, and no bound on a CPU"""
     first_token_seconds: Seconds | None = Field(default=None, gt=0, le=80)
-    """when the first token of a request should be there, from its arrival: workers compute first the prompts that can
-    still be in time, and give one prompt token in eight to others; a request may have its own; null computes prompts in
-    the order of their arrival"""
+    """target for the first token, from a request's arrival. Workers first compute the prompts that can still be in
+    time, and give one prompt token in eight to others. A request may have its own target; null computes prompts in
+    order of arrival"""
     token_share: Share = Field(default=TOKEN_SHARE, gt=0.5, lt=1)
     """the share of a sequence's tokens that should come within token_seconds; with a larger share, prompts take
     longer"""
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
-    """most messages that the clients of one decode worker get; when more tokens come, a message carries several; null
-    is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU"""
+    """most messages to the clients of one decode worker; with more tokens than that, a message carries several; null is
+    400 on a CPU, which also computes, and on a GPU as many as the gateway can write"""
 
 
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/,*]+)$")]
@@ -179,12 +177,12 @@ class GatewaySection(GatewayNodes):
     port: Port = 50051
     """gRPC port; 0 takes any free one"""
     http_port: Port | None = None
-    """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
+    """port of the OpenAI-compatible HTTP server; 0 takes any free one; null starts none"""
     routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
-    """how workers with split roles are chosen: by load, or also by what they hold of the prompt"""
+    """how workers with split roles are chosen: by load, or also by their cached prefixes of the prompt"""
     cors_origins: Origins = Field(default=[])
-    """web pages that browsers let call the HTTP server, by their origins, such as https://chat.example and
-    http://localhost:3000, in lower case and without a path; "*" stands for all"""
+    """origins of web pages that may call the HTTP server from a browser, such as https://chat.example and
+    http://localhost:3000, in lower case and without a path; "*" allows all"""
     processes: Processes | None = Field(default=None, le=64)
     """gateway processes of a host, sharing ports and limits; null is 1 for each 4 cores, at least 1 and at most 4"""
     max_queued: Requests = Field(default=1024, le=1 << 20)
@@ -194,29 +192,30 @@ class GatewaySection(GatewayNodes):
     max_sliding_tokens: Tokens = Field(default=1 << 20, le=1 << 31)
     """most tokens, prompt and output, of a request with `sliding`, which may be longer than the model's context"""
     max_attempts: Placements = Field(default=5, le=1000)
-    """how often a request is placed when workers are lost while they serve it"""
+    """how often a request is placed if workers are lost while they serve it"""
     queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
     """longest wait for room"""
     request_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
-    """longest life of one request"""
+    """longest duration of one request"""
     max_message_mib: Mebibytes | None = Field(default=None, le=1024)
-    """largest message or body; null is 4, or as much as 32 bytes a token of the model's context make, up to 16"""
+    """largest message or body; null is 4, or 32 bytes for each token of the model's context if that is more, at most
+    16"""
     max_bodies_mib: Mebibytes = Field(default=512, le=1 << 20)
-    """most bytes of requests being received or read, but for those up to 64 KiB; gateway processes of a host have equal
-    parts, of which one client's host may have half"""
+    """most bytes of requests that are being received or parsed, without requests of up to 64 KiB. The gateway processes
+    of a host have equal parts, and one client's host may use half of a part"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
     tool_parser: Literal[
         "auto", "none", "harmony", "tagged", "llama3_json", "mistral", "deepseek", "phi4_mini", "pythonic"
     ] = "auto"
-    """how the model writes tool calls; auto finds it in the checkpoint's chat template"""
+    """format of the model's tool calls; auto finds it in the checkpoint's chat template"""
     reasoning_parser: Literal["auto", "none", "harmony", "think", "mistral"] = "auto"
-    """how the model writes what it thinks before it answers; auto finds it in the checkpoint's chat template"""
+    """format of the model's reasoning before its answer; auto finds it in the checkpoint's chat template"""
     drain_seconds: Seconds = Field(default=0.0, ge=0, le=3600)
-    """how long the gateway serves on once it is told to stop; meanwhile it says that it is not ready"""
+    """how long the gateway still serves, but reports that it is not ready, once it is told to stop"""
     warm_up: bool | None = None
-    """whether the gateway sends requests of its own through new workers before it is ready, so that those of clients
-    find all compiled, connected and allocated; null does on a GPU"""
+    """whether the gateway warms new workers up with requests of its own before it is ready, so that clients' first
+    requests do not wait for compilation, connections or memory; null is true on a GPU"""
 
     @field_validator("routing_policy")
     @classmethod
@@ -237,20 +236,20 @@ class MetricsSection(Section):
     enabled: bool = True
     """whether requests are counted, and /metrics is served"""
     port: Port | None = None
-    """port of /metrics, /ready and /health alone; 0 takes any free one, null serves them on gateway.http_port"""
+    """separate port for /metrics, /ready and /health; 0 takes any free one; null serves them on gateway.http_port"""
     host: str = "127.0.0.1"
     """address that metrics.port listens on"""
     public: bool = False
-    """whether /metrics needs no token and may be asked for under any host name"""
+    """whether /metrics needs no token, and is served under any host name"""
 
 
 class LoggingSection(Section):
     access: bool = False
     """whether gateway processes log a line for each finished request"""
     format: Literal["text", "json"] = "text"
-    """how all processes write their logs: lines of text, or one JSON object a line"""
+    """format of all processes' logs: lines of text, or one JSON object a line"""
     folder: ResolvedPath | None = None
-    """folder of workers' and gateway processes' logs, a file each, on each host; null is stderr, which Ray keeps"""
+    """folder on each host with a log file for each worker and gateway process; null is stderr, which Ray keeps"""
 
     @property
     def settings(self) -> LogSettings:
@@ -262,19 +261,19 @@ class TracingSection(Section):
     keep: Annotated[int, Field(json_schema_extra={"unit": "requests"})] = Field(default=0, ge=0, le=1 << 16)
     """finished requests whose spans each gateway process keeps for `tandem trace`; 0 keeps none"""
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] | None = None
-    """where spans go by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; it needs the extra `tracing`"""
+    """URL for spans, by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; needs the extra `tracing`"""
     sample_ratio: Fraction = 1.0
-    """fraction of requests whose spans go to endpoint, where the caller's traceparent does not say"""
+    """fraction of requests whose spans go to endpoint, unless the caller's traceparent decides"""
 
 
 class RecordSection(Section):
     folder: ResolvedPath | None = None
-    """folder of records of what workers do, a file each, on each host, for `tandem replay`; null records nothing"""
+    """folder on each host with a record of each worker's actions, for `tandem replay`; null records nothing"""
     max_mib: Mebibytes = Field(default=256, le=1 << 20)
-    """most bytes of a worker's record, which ends when it is full"""
+    """largest record of a worker; a full record ends"""
     prompts: bool = False
-    """whether records hold prompts and answers as token ids; else nobody can read them there, and a replay compares
-    pages and pushes alone"""
+    """whether records hold the token ids of prompts and answers; without them a replay compares only pages and
+    pushes"""
 
     @property
     def settings(self) -> RecordSettings | None:
@@ -286,20 +285,20 @@ class SecuritySection(Section):
     """Whoever can reach the gateway may use it, unless it asks for a token."""
 
     token_file: ResolvedPath | None = None
-    """file with the bearer token that every call must carry; only its owner may read it"""
+    """file with the bearer token that every call must carry; readable by its owner only"""
     api_key: SecretStr | None = None
     """the bearer token itself, in place of token_file; better in TANDEM_SECURITY__API_KEY than in a file"""
     tls_cert: ResolvedPath | None = None
     """the gateway's certificate chain, PEM"""
     tls_key: ResolvedPath | None = None
-    """the key of tls_cert, PEM; only its owner may read it"""
+    """the key of tls_cert, PEM; readable by its owner only"""
     client_ca: ResolvedPath | None = None
     """PEM; clients must then show a certificate that it signed (mutual TLS)"""
     tls_at_proxy: bool = False
-    """whether TLS ends at a proxy in front of the gateway: with a token it then listens on any address without TLS, and
-    only the proxy may reach it there"""
+    """whether TLS ends at a proxy in front of the gateway. With a token, the gateway then listens on any address
+    without TLS; only the proxy must be able to reach it"""
     salt_by_token: bool = False
-    """whether callers share cached prefixes only with those of the same bearer token"""
+    """whether callers share cached prefixes only with callers of the same bearer token"""
 
     @property
     def server(self) -> ServerSecurity:
@@ -334,19 +333,20 @@ class SecuritySection(Section):
 
 class RecoverySection(Section):
     unresponsive_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
-    """a process that is silent for so long is ended and started again"""
+    """a process that is silent for this long is ended and started again"""
     stalled_seconds: Seconds = Field(default=300.0, gt=0, le=86400)
-    """a process whose start makes no progress for so long, in imports, weights or kernels, is ended and started again;
-    give it more time than one kernel takes to compile; where workers wait for each other, 60 s are the most"""
+    """a process whose start makes no progress for this long, in imports, weights or kernels, is ended and started
+    again. It must be longer than one kernel takes to compile. While workers wait for each other, the limit is at most
+    60 s"""
     partition_seconds: Seconds = Field(default=10.0, ge=1, le=3600)
-    """a link between hosts that is down for less costs a pause; a host that stays silent for twice as long and a second
-    is cut off: its workers end themselves, and three seconds later their island starts elsewhere"""
+    """a link between hosts may be down for this long at the cost of a pause. A host that is silent for twice this time
+    and a second is cut off: its workers end themselves, and three seconds later their island starts on other hosts"""
     drain_seconds: Seconds = Field(default=10.0, ge=0, le=86400)
-    """longest wait for what the other workers of a broken island, or a worker that is to leave one, can finish"""
+    """longest wait for requests that a broken island's other workers, or a leaving worker, can still finish"""
     max_restarts: Restarts = Field(default=10, le=1 << 20)
     """most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster"""
     window_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
-    """the time in which restarts are counted"""
+    """the time over which restarts are counted"""
 
     @property
     def silent_seconds(self) -> float:
@@ -362,9 +362,9 @@ class RecoverySection(Section):
 
 class RaySection(Section):
     num_cpus: Cpus | None = Field(default=None, le=1 << 16)
-    """CPUs that a Ray started here counts with; null is all. Each process of a worker or gateway counts as 0.1, which
-    limits how many there may be, and no more; island.threads_per_worker says with how many threads a worker computes"""
+    """CPUs of a Ray that `tandem up` starts; null is all. Each process of a worker or gateway takes 0.1, which limits
+    only their number. Set a worker's threads with island.threads_per_worker"""
     min_hosts: Hosts = Field(default=1, le=256)
-    """hosts that may have an island: as many must have joined the Ray of --address before anything starts"""
+    """hosts for islands that must have joined the Ray of --address before anything starts"""
     join_seconds: Seconds = Field(default=300.0, ge=0, le=86400)
     """how long a start waits for min_hosts"""

@@ -13,21 +13,20 @@ WITH_DRAFT = ("draft_model", "eagle3")  # methods that take speculation.draft
 
 class SpeculationSection(Section):
     method: Literal["none", "ngram", "draft_model", "mtp", "eagle3"] = "none"
-    """what drafts tokens that decode steps verify, so that a step may give several: ngram takes what followed the last
-    tokens where they stood before, draft_model asks a smaller model, mtp the checkpoint's layer for multi-token
-    prediction (DeepSeek-V3, GLM-4-MoE and Lite), eagle3 an EAGLE-3 head; outputs are the same with each,
-    but for what steps of several tokens round otherwise in 16 bits"""
+    """the drafter. Decode steps verify its tokens, so that a step may yield several. ngram: prompt lookup, the tokens
+    that followed an earlier occurrence of the last ones; draft_model: a smaller model; mtp: the checkpoint's layer for
+    multi-token prediction (DeepSeek-V3, GLM-4-MoE and Lite); eagle3: an EAGLE-3 head. Outputs stay the same, except
+    that steps of several tokens may round differently in 16 bits"""
     draft: Annotated[str, AfterValidator(find_model)] | None = Field(default=None, validate_default=True)
-    """of draft_model the smaller model, one with the same tokenizer, of eagle3 the head: a folder or hub id, as
-    model.path"""
+    """folder or hub id, as in model.path: with draft_model, of a smaller model with the same tokenizer; with eagle3, of
+    the head"""
     tokens: Tokens = Field(default=3, le=16)
-    """most tokens of a draft; fewer, down to none, are drafted where drafts are rejected"""
+    """most tokens of a draft; while drafts are rejected, they get shorter, down to none"""
     max_step_tokens: Tokens = Field(default=32, le=256)
-    """most tokens of a step with drafts, drafted ones and one for each sequence; from as many sequences on nothing is
-    drafted"""
+    """most tokens of a step with drafts: the drafted ones, and one for each sequence; steps of this many sequences have
+    no drafts"""
     max_ngram: Tokens = Field(default=3, le=16)
-    """of ngram, the longest run of last tokens that is looked for; a shorter one is taken where that did not stand
-    before"""
+    """with ngram, the most last tokens to look up; if they have no earlier occurrence, fewer are looked up"""
 
     @field_validator("draft")
     @classmethod

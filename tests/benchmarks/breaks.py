@@ -29,14 +29,13 @@ SECONDS = 120
 OTHERS = re.compile(r"tandem: (local|gpu-1p1d): |Usage: |Try ")
 HEAD = """# Mistakes and errors
 
-What the command says of {count} deliberate mistakes. Each error is one line, or a line for each finding, on stderr.
-Exit code 2 is a mistake in a command, a configuration or a checkpoint, and 1 is a failure. Seconds are CPU time of the
-whole command, on one machine. Errors of 2 s and more come after torch and Ray are imported. DIR is the folder of a
-checkpoint.
+The messages for {count} deliberate mistakes. Each error is one line on stderr, or one line for each finding.
+Exit code 2 means a mistake in a command, a configuration or a checkpoint; 1 means a failure. Seconds are the command's
+CPU time on one machine. Errors after 2 s or more come after the import of torch and Ray. DIR is a checkpoint's folder.
 
 `python -m tests.benchmarks.breaks --write` makes this page.
 
-| mistake | command | exit code | CPU seconds | what it says |
+| mistake | command | exit code | CPU seconds | message |
 |---|---|---|---|---|
 """
 

@@ -126,7 +126,7 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
         ("island.decode_ranks=0", ["island.decode_ranks is 0", "greater than or equal to 1"]),
         ("island.prefill_ranks=65", ["island.prefill_ranks is 65", "less than or equal to 64"]),
         ("island.device=tpu", ["island.device is 'tpu'", "'cpu' or 'cuda'"]),
-        ("gateway.nodes=each", ["gateway.nodes is 'each'", "'launcher' or 'all'", "which hosts have a gateway"]),
+        ("gateway.nodes=each", ["gateway.nodes is 'each'", "'launcher' or 'all'", "hosts with a gateway"]),
         ("gateway.node_labels={zone: a}", ["gateway.node_labels is {'zone': 'a'}", "set gateway.nodes=all"]),
         ("gateway.port=65536", ["gateway.port is 65536", "less than or equal to 65535"]),
         ("gateway.queue_seconds=0", ["gateway.queue_seconds is 0", "greater than 0"]),

@@ -75,8 +75,7 @@ class StartReport:
             now = time.monotonic()
             if now - self._said >= LINE_SECONDS:
                 self._said = now
-                workers = ": " + "; ".join(map(_worker, states)) if states else ""
-                self._write(f"still {self._phase} after {now - self._began:.0f} s{workers}")
+                self._write(f"{self._phase}, {now - self._began:.0f} s so far{_got_to(states)}")
 
     def _write(self, text: str) -> None:
         line = f"tandem: {self._cluster}: {text}"
@@ -115,9 +114,14 @@ class _Bars:
                 self._progress.update(self._tasks[name], description=text, completed=done, total=total or None)
 
 
+def _got_to(states: Sequence[State]) -> str:
+    """How far the workers are; empty where none answers."""
+    return ": " + "; ".join(map(_worker, states)) if states else ""
+
+
 def _worker(state: State) -> str:
     name, phase, done, total = state
-    got_to = f", {done / GIB:.1f} of {total / GIB:.1f} GiB" if phase == "weights" and total else ""
     if phase == "kernels":
-        got_to = f", {done} ready"
+        return f"{name} {done} ready"
+    got_to = f", {done / GIB:.1f} of {total / GIB:.1f} GiB" if phase == "weights" and total else ""
     return f"{name} {phase or 'waits'}{got_to}"

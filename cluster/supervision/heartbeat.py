@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 class Heartbeat:
     """Calls a process's ping() again and again, one call at a time.
 
-    The answer is None, or the phase of the start and a number that changes with progress. Time in which this process
-    was itself stopped does not count.
+    The answer is None, or the phase of the start and a number that changes with progress: in KERNELS, how many are
+    ready. Time in which this process was itself stopped does not count.
     """
 
     def __init__(self, process: ActorProcess) -> None:
@@ -67,8 +67,14 @@ class Heartbeat:
             self._warned_seconds = 0.0
         elif seconds >= 2 * self._warned_seconds:
             self._warned_seconds = seconds
-            what = "has not answered" if silent else "has made no progress"
-            log.warning("%s %s for %.1f s%s", self.process.name, what, seconds, self._in_phase)
+            log.warning("%s %s for %.1f s%s", self.process.name, self._complaint(silent), seconds, self._in_phase)
+
+    def _complaint(self, silent: bool) -> str:
+        if silent:
+            return "has not answered"
+        if self.phase == KERNELS and self.got_to:
+            return f"has {self.got_to[1]} kernels and graphs ready, and has finished no other"
+        return "has made no progress"
 
     def excess(self, recovery: RecoverySection) -> str:
         """Why the process must end; empty while it is within its limits."""

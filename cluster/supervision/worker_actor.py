@@ -61,7 +61,7 @@ class WorkerActor:
             self._worker.join(handles)
 
     def serve(self, host: str, identity: Identity | None) -> str:
-        with self._preparing("kernels"):
+        with self._preparing(KERNELS):
             return self._worker.serve(host, identity)
 
     def leave(self) -> None:
@@ -91,7 +91,8 @@ class WorkerActor:
         """Returns when the worker takes a command; one that hangs in a step does not. See Heartbeat."""
         self._worker.ping()
         phase = self._phase
-        return (phase, self._worker.prepared) if phase else None
+        got_to = self._worker.warm_parts if phase == KERNELS else self._worker.prepared
+        return (phase, got_to) if phase else None
 
     @contextmanager
     def _preparing(self, phase: str) -> Iterator[None]:

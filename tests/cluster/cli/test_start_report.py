@@ -61,8 +61,8 @@ def test_a_long_phase_says_again_and_again_how_far_it_is(
         report.show([])  # no worker answers
         report.show([(PREFILL, "kernels", 12, 0)])
     *_, kernels = (before := capsys.readouterr().err).splitlines()
-    assert kernels.endswith(f": {PREFILL} kernels, 12 ready")
+    assert kernels.endswith(f": {PREFILL} 12 ready")
     _, line, unanswered, _ = before.splitlines()
-    assert re.fullmatch(r"tandem: mine: still weights after \d+ s", unanswered)
-    assert line.startswith("tandem: mine: still weights after ")
-    assert line.endswith(f"s: {PREFILL} weights, 1.0 of 4.0 GiB; {DECODE} waits")
+    assert re.fullmatch(r"tandem: mine: weights, \d+ s so far", unanswered)
+    assert line.startswith("tandem: mine: weights, ")
+    assert line.endswith(f" s so far: {PREFILL} weights, 1.0 of 4.0 GiB; {DECODE} waits")

@@ -91,7 +91,7 @@ def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.Mo
     weights = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
     assert before == 0
     assert weights / 2 < loaded <= weights
-    assert loaded <= cached <= made < made_again == warm
+    assert 0 <= cached <= made < made_again == warm  # kernels and graphs, counted from 0
 
 
 def test_a_gateway_process_keeps_memory_for_the_next_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

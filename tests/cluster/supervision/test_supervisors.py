@@ -75,9 +75,14 @@ class TestHeartbeat:
         assert heartbeat.silent_seconds == 0
 
     def test_what_takes_long_is_told_whenever_it_has_doubled(self, caplog: pytest.LogCaptureFixture) -> None:
-        for phase, ticks, told in (("weights", 100, (15.0, 30.0)), ("kernels", 239, ()), ("kernels", 300, (120.0,))):
+        built = "has 7 kernels and graphs ready, and has finished no other"
+        for phase, ticks, told, what in (
+            ("weights", 100, (15.0, 30.0), "has made no progress"),
+            ("kernels", 239, (), built),
+            ("kernels", 300, (120.0,), built),
+        ):
             caplog.clear()
-            process = FakeProcess("p", lambda method, phase=phase: (phase, 1))
+            process = FakeProcess("p", lambda method, phase=phase: (phase, 7))
             heartbeat = Heartbeat(process)
             heartbeat.tick(0.5)
             for _ in range(ticks):
@@ -86,7 +91,7 @@ class TestHeartbeat:
             process.silent.add("ping")
             heartbeat.tick(0.5)
             assert [record.message for record in caplog.records] == [
-                f"p has made no progress for {seconds} s in phase '{phase}' of its start" for seconds in told
+                f"p {what} for {seconds} s in phase '{phase}' of its start" for seconds in told
             ]
 
     def test_who_is_silent_is_told(self, caplog: pytest.LogCaptureFixture) -> None:

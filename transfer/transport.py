@@ -1,14 +1,14 @@
-"""The contract of a transport: one-sided writes from this PE into the memory of the PEs of its island.
+"""The contract of a transport: one-sided writes from this PE into the memory of its island's PEs.
 
                  PE 0 (prefill)                        PE 1 (decode)
 control plane    open() → handle ───────┐       ┌───── open() → handle
                  join([h0, h1]) ◄───────┴───────┴────► join([h0, h1])
-                 cut(1), offer(1, e) → handle ────►    a new process in its place: open(), join()
+                 cut(1), offer(1, e) → handle ────►    a process that replaces it: open(), join()
                  reach(1, handle), admit(1)
 data             write_slots(1, …) ────────────────►   pools
                  write_tokens(1, …) ───────────────►   pools
-                 post(1, row, signal, payload)  ───►   mailbox(), read each step: all of it is there
-                 fence(1).is_quiet()                   (the sender may reuse what it wrote from)
+                 post(1, row, signal, payload)  ───►   mailbox(), read each step: all writes have arrived
+                 fence(1).is_quiet()                   (the sender may reuse its source memory)
 """
 
 import time
@@ -27,15 +27,15 @@ from tandem.transfer.membership import TransportConfig
 
 
 class Fence(Protocol):
-    """A mark behind the writes and posts to one PE that were issued before it."""
+    """A mark after all writes and posts to one PE so far."""
 
     def is_quiet(self) -> bool:
-        """Whether all of them are visible there, and their sources free; never waits. Raises as writes do."""
+        """Whether they are all visible there, and their sources can be reused. Never waits. Raises as writes do."""
         ...
 
 
 class QuietFence:
-    """The fence of a transport whose writes are done when their call returns."""
+    """The fence of a transport whose writes are complete when the call returns."""
 
     def is_quiet(self) -> bool:
         return True
@@ -49,8 +49,8 @@ class Transport(ABC):
     """
 
     quiet_seconds = 30.0  # longest wait of quiet()
-    silent_seconds = 0.0  # for so long a link to a peer may be down, and writes then go on
-    elastic = False  # whether cut(), offer(), reach() and admit() replace one peer while the others go on
+    silent_seconds = 0.0  # how long a link to a peer may be down before writes to it fail
+    elastic = False  # whether cut(), offer(), reach() and admit() can replace one peer while the others go on
 
     def __init__(self, config: TransportConfig) -> None:
         self.config = config
@@ -67,56 +67,60 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self) -> bytes:
-        """Makes this PE's memory, zeroed; its handle, for the control plane to carry to the other PEs. Called once."""
+        """Allocates this PE's memory, zeroed. Returns its handle, which the control plane carries to the other PEs.
+        Called once."""
 
     @abstractmethod
     def join(self, handles: Sequence[bytes]) -> None:
-        """Reaches every PE's memory; handles[i] is PE i's, its own included. On an error nothing stays mapped.
+        """Connects to every PE's memory. handles[i] is PE i's handle; this PE's is included. On an error nothing stays
+        mapped.
 
-        MembershipRefused when a handle is of another island, epoch or memory shape; PeerGone when its process ended.
+        Raises MembershipRefused if a handle has another island, epoch or memory shape, and PeerGone if its process has
+        ended.
         """
 
     @property
     @abstractmethod
     def pools(self) -> tuple[Tensor, ...]:
-        """The own pools: [num_pages[group], *layout.page_shape(group)] of each. Not to be used after close()."""
+        """This PE's pools, one a group: [num_pages[group], *layout.page_shape(group)]. Not to be used after close()."""
 
     @abstractmethod
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
-        """Rows token_indices (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to the peer's slots [n].
+        """Writes rows token_indices (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to peer slots [n].
 
-        To a peer of another shard go the heads that it holds, and nothing of a layer that it does not hold.
-        v is None for a group of one plane, see PageWriter. token_indices and slots are on the host. k and v may be
-        overwritten once the call returned (on a GPU: by later work of the same stream).
+        A peer with another shard gets only the heads and layers that it holds. v is None for a group of one plane, see
+        PageWriter. token_indices and slots are on the host. k and v may be overwritten once the call has returned (on a
+        GPU: by later work on the same stream).
         """
 
     @abstractmethod
     def write_slots(
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
-        """All layers of the own source_slots (int32 [n]) to the peer's target_slots [n]; see write_tokens for shards.
+        """Writes all layers of this PE's source_slots (int32 [n]) to the peer's target_slots [n]. See write_tokens for
+        shards.
 
-        Whole pages travel as such. The source may be read until a later fence is quiet, on a GPU behind all that is on
-        the current stream, or as soon as `stages`, if there are any, say.
+        Whole pages travel in one piece. The transport may read the source until a later fence is quiet. On a GPU it
+        begins after the work on the current stream, or, with `stages`, as soon as each stage is ready.
         """
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
-        """See PageWriter. None: all goes through write_tokens and write_slots."""
+        """See PageWriter. None: all writes go through write_tokens and write_slots."""
         return None
 
     def scratch(self, pe: int) -> int | None:
-        """The address, for kernels of this process, of config.scratch_bytes of a PE's memory beside its pages, which
-        join() has zeroed. None: this transport maps none."""
+        """The address, for this process's kernels, of config.scratch_bytes in a PE's memory outside its pages. join()
+        zeroes them. None: this transport maps no scratch memory."""
         return None
 
     @abstractmethod
     def fence(self, pe: int) -> Fence:
-        """Marks what has been issued towards that PE so far, stores of kernels through peer_pool() included."""
+        """Marks all writes and posts to that PE so far, also stores that kernels made through peer_pool()."""
 
     def quiet(self, pe: int) -> None:
-        """Waits for a fence: all earlier writes to that PE are visible there. TransportTimeout at a deadline."""
+        """Waits until all earlier writes to that PE are visible there. Raises TransportTimeout after quiet_seconds."""
         fence = self.fence(pe)
         deadline = time.monotonic() + self.quiet_seconds
         while not fence.is_quiet():  # no sleep: the shortest one takes 60 µs
@@ -127,20 +131,20 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
-        """Writes a row of the peer's mailbox, int64 each, behind all writes issued to that PE before.
+        """Writes a row of the peer's mailbox, two int64, after all earlier writes to that PE.
 
-        A reader that sees the signal also sees the payload and what those writes wrote. payload: may be an int64 tensor
-        [] that gets its value from what is launched so far. Never waits, except for that tensor where the peer's memory
-        is not mapped.
+        A reader that sees the signal also sees the payload and those writes. payload may be an int64 tensor [] that
+        launched work has yet to compute. The call never waits, except for that tensor if the peer's memory is not
+        mapped.
         """
 
     @abstractmethod
     def mailbox(self) -> Int64Array:
-        """int64 [num_signals, 2], a copy of the own rows (signal, payload); 0 where nothing was ever posted."""
+        """int64 [num_signals, 2]: a copy of this PE's rows (signal, payload). 0 in rows without a post."""
 
     @property
     def lost(self) -> str:
-        """Why a peer cannot be written any more in this epoch; empty where none is known lost. From any thread."""
+        """Why a peer cannot be written any more in this epoch; empty if no loss is known. From any thread."""
         return ""
 
     def loss(self, pe: int) -> str:
@@ -148,32 +152,32 @@ class Transport(ABC):
         return self.lost
 
     def cut(self, pe: int) -> None:
-        """Ends all between this PE and a peer, dead or alive: when it returns, nothing that the peer has written lands
-        here any more, and nothing is read here for it. From any thread; idempotent. TransportTimeout.
+        """Ends all traffic between this PE and a peer, dead or alive. After it returns, no write of the peer lands here
+        any more, and nothing is read here for it. From any thread; idempotent. Raises TransportTimeout.
 
-        Then writes and posts to the peer raise PeerGone, fences are quiet, and `lost` does not speak of it. Others do
-        not notice. See decision 0148.
+        Then writes and posts to the peer raise PeerGone, its fences are quiet, and `lost` does not name it. Other peers
+        do not notice. See decision 0148.
         """
         raise self._not_elastic(pe)
 
     def offer(self, pe: int, epoch: int) -> bytes:
-        """After cut(): a handle for the process that takes the peer's place in a later epoch, of its own. From any
-        thread. An offer that was not admitted ends with the next cut()."""
+        """After cut(): returns a handle for the process that replaces the peer in a later epoch. From any thread. The
+        next cut() ends an offer that was not admitted."""
         raise self._not_elastic(pe)
 
     def reach(self, pe: int, handle: bytes) -> None:
-        """After offer(): reaches the memory of the process that has taken the peer's place. From any thread. Raises
-        as join()."""
+        """After offer(): connects to the memory of the process that replaces the peer. From any thread. Raises as
+        join() does."""
         raise self._not_elastic(pe)
 
     def admit(self, pe: int) -> None:
-        """After reach(): from now on calls go to that process. The owner has ended all that it did for the one
-        before."""
+        """After reach(): from now on calls for `pe` go to that process. The owner has ended everything for the process
+        that it replaces."""
         raise self._not_elastic(pe)
 
     @abstractmethod
     def close(self) -> None:
-        """Releases all memory; idempotent. The own memory goes with the last tensor over it and the last peer."""
+        """Releases all memory; idempotent. This PE's own memory lives until its last tensor and its last peer end."""
 
     def _not_elastic(self, pe: int) -> TransportError:
         return TransportError(f"PE {pe} cannot be replaced: the peers of {type(self).__name__} stay for an epoch")

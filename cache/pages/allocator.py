@@ -1,6 +1,6 @@
-"""The pages of one pool: who uses them, who may still write into them, which are free.
+"""The pages of one pool: their references, the remote writers that hold them, and which are free.
 
-page_counts.c takes and gives back where it can be built, else numpy.
+page_counts.c takes pages and gives them back. Without a C compiler numpy does.
 """
 
 import ctypes
@@ -20,10 +20,10 @@ ONE = np.int32(1)  # an int would be cast for each page
 
 
 class PageAllocator:
-    """Reference counts of `num_pages` pages, and long runs first: maps get shorter and puts larger by the same act.
+    """Reference counts of `num_pages` pages. Long runs are taken first, so position maps are short and writes large.
 
-    A page has two lifetimes: its readers' (references) and its remote writer's (writers). It is free only when both
-    are over, and drains when only the second still runs.
+    Two counts keep a page: references (sequences and the prefix index read it) and writers (a remote writer may still
+    write it). The page is free when both are 0. It drains when only writers is above 0.
 
         allocate ──► references 1 ──retain/release──► 0 ─┐
                      writers 0 ────hold/settle─────► 0 ─┴─► free

@@ -1,4 +1,4 @@
-"""A cluster as a Python object: launch() starts one, connect() takes one that runs."""
+"""A cluster as a Python object: launch() starts one, connect() uses a running one."""
 
 from tandem.cluster.llm.launch import connect, launch
 from tandem.cluster.llm.llm import LLM, AsyncLLM

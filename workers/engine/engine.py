@@ -1,4 +1,4 @@
-"""All that a worker does on its device and towards its peers, as calls of three sorts."""
+"""The calls by which a worker uses its device and reaches its peers: actions, questions and polls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ Action = TypeVar("Action", bound=Callable[..., object])
 
 
 def action(method: Action) -> Action:
-    """Marks a call that changes what an engine holds: a record has it."""
+    """Marks a call that changes what an engine holds. Records contain these calls."""
     method.is_action = True  # type: ignore[attr-defined]
     return method
 
@@ -44,14 +44,15 @@ class Engine:
     """Owns the cache, the runner and this PE's end of the transport. Owned by the step thread (decision 0127).
 
     - Actions change what the engine holds. The same actions, in the same order, give the same page ids.
-    - Questions change nothing, and their answers follow from the actions before.
-    - Polls look at the device and at peers. What they lead to is an action.
+    - Questions change nothing. Their answers depend only on earlier actions.
+    - Polls look at the device and at peers. Their answers lead to actions.
 
-    Loops, handoff and service decide, and see nothing else of a worker's device. The ids of sequences are theirs.
+    Loops, handoff and service make decisions, and use a worker's device only through these calls. They choose the ids
+    of sequences.
     """
 
     def __init__(self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, shared: Ranks = ALONE) -> None:
-        """shared: in what the ranks of its worker meet."""
+        """shared: the collectives of the worker's ranks."""
         self._cache = cache
         self._shared = shared
         self._runner = runner
@@ -91,10 +92,10 @@ class Engine:
 
     @action
     def admit(self, sequence: int, asked: Admission) -> int:
-        """Adds a sequence with the room that is asked for. Returns how many tokens of its prompt are cached.
+        """Adds a sequence and reserves room for it. Returns how many tokens of its prompt are cached.
 
-        Raises OutOfPages, OutOfSequences, or InvalidArgument for a window that the cache does not take. Then the
-        sequence is not there.
+        Raises OutOfPages, OutOfSequences, or InvalidArgument for an unsupported window. On an error the sequence is not
+        added.
         """
         cache = self._cache
         prompt = asked.prompt
@@ -111,8 +112,8 @@ class Engine:
 
     @action
     def narrow(self, sequence: int, num_tokens: int, longest_append: int, sliding: SlidingWindow | None = None) -> None:
-        """Replaces the room of a sequence whose prompt is computed. sliding: the sequence begins to slide first. Raises
-        OutOfPages, and the room stays as it was."""
+        """Replaces the reserved room of a sequence whose prompt is computed. With `sliding` the sequence first begins
+        to slide. Raises OutOfPages, and then the room stays as it was."""
         if sliding is not None:
             self._cache.enable_sliding_window(sequence, sliding.window, sliding.sinks)
         self._cache.reserve(sequence, num_tokens, longest_append)
@@ -134,8 +135,8 @@ class Engine:
 
     @action
     def take_back(self, surplus: Mapping[int, int], *, is_last: bool) -> None:
-        """Takes back the last surplus[i] positions of sequence i, whose drafts were not accepted. is_last: no step was
-        launched behind theirs. Else that step stands so much earlier."""
+        """Takes back the last surplus[i] positions of sequence i, whose drafts were rejected. is_last: no step was
+        launched after theirs. Otherwise that step moves back by as many positions."""
         self._cache.pop_each(tuple(surplus), list(surplus.values()))
         if self._runner.drafts is not None and not is_last:
             self._runner.drafts.moved_back(surplus)
@@ -150,8 +151,8 @@ class Engine:
 
     @action
     def launch(self, step: Step) -> Launched:
-        """Launches one forward, with eager kernels computes it. A step with guided rows samples nothing before mask(),
-        and no other follows. Raises DraftsFailed."""
+        """Launches one forward; eager kernels compute it at once. A step with guided rows does not sample before
+        mask(), and no other step may follow before that. Raises DraftsFailed."""
         if step.rows is None:
             return self._launch_prompts(step)
         assert self._late is None, "mask() comes first"
@@ -162,7 +163,8 @@ class Engine:
 
     @action
     def prepare(self, rows: DecodeStep) -> None:
-        """They are being received, and will be launched next, with tokens not known yet. May be dropped."""
+        """Prepares rows whose KV is still arriving, and which are launched next, before their tokens are known. The
+        engine may drop this."""
         self._runner.foresee(rows.sequence_ids, rows.sampling, rows.positions)
 
     @action
@@ -237,7 +239,7 @@ class Engine:
 
     @action
     def withdraw(self, recall: Recall) -> None:
-        """It is not wanted any more."""
+        """Withdraws a recall that is not needed any more."""
         self._recalls.withdraw(recall)
 
     @action
@@ -248,13 +250,13 @@ class Engine:
     # Peers that change; see Transport.cut
 
     def part(self, pe: int) -> None:
-        """The peer was cut, and nothing here waits for it or writes to it any more."""
+        """Forgets a peer that was cut. Nothing here waits for it or writes to it any more."""
         self._recalls.forget(pe)
         self._recalled.forget(pe)
         self.peers = self.peers.with_epoch(pe, 0)
 
     def welcome(self, pe: int, epoch: int) -> None:
-        """Another process has the place of a peer that has gone."""
+        """Admits the process that replaces a lost peer."""
         self._transport.admit(pe)
         self.peers = self.peers.with_epoch(pe, epoch)
 
@@ -269,18 +271,18 @@ class Engine:
         return Capabilities(runner.overlaps, runner.drafts is not None, most, looks_up, self._sizes)
 
     def takes(self, num_sequences: int, num_tokens: int, rows: Sequence[int] = ()) -> bool:
-        """Whether one launch computes these rows and so many tokens of prompts. Without rows: whether a graph computes
-        the prompts, with which nothing can be pushed."""
+        """Whether one launch computes these rows and num_tokens prompt tokens. Without rows: whether a graph computes
+        the prompts, which cannot push KV."""
         if len(rows):
             return self._runner.takes_prompts(rows, num_sequences, num_tokens)
         return self._runner.has_prompt_graph(num_sequences, num_tokens)
 
     def room(self, num_tokens: int, longest_append: int, encoder_len: int = 0) -> Room:
-        """For one more sequence; see Admission."""
+        """Room for one more sequence; see Admission."""
         return self._cache.room(num_tokens, longest_append, encoder_len)
 
     def sequence(self, sequence: int) -> SequenceState:
-        """What it holds now."""
+        """What the sequence holds now."""
         return self._cache.sequence(sequence)
 
     def digest(self, sequence: int, begin: int, end: int, sliding: tuple[int, int] | None = None) -> int:
@@ -294,8 +296,8 @@ class Engine:
 
     @property
     def lets_go(self) -> bool:
-        """Whether pages are let go of that a forward may still use: of windows, or sequences that slide, which the one
-        before may read; or snapshots of states, which it may write."""
+        """Whether pages may be freed while the forward in flight still uses them: it may read the pages of windows and
+        sliding sequences, and write snapshots of states."""
         return self.layout.drops_past or self.layout.recurs or self._cache.any_slides()
 
     @property

@@ -1,7 +1,7 @@
 """The plan of a captured decode step: which program attends to which positions of which sequence.
 
-Attention takes as long as its longest program. So schedule_splits() cuts long sequences into pieces about as long as
-short ones are. It does so on the device, once a step, from the lengths as they are then; the host plans nothing.
+A step waits for its slowest attention program. So schedule_splits() divides long sequences into parts of about equal
+length. It runs on the device, once a step, with that step's lengths. The host plans nothing.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tandem.cache.plan.layout import KVLayout
 
 STATES_A_SNAPSHOT = 16
-"""However few pages keep all, snapshots take a sixteenth of what the states of sequences take: decision 0157."""
+"""However few pages keep all, snapshots take a sixteenth of what the states of sequences take: decision 0156."""
 
 
 @dataclass(frozen=True)

@@ -110,14 +110,8 @@ class Worker:
         def progress(loaded: int, total: int) -> None:
             self.loaded_bytes, self.total_bytes = before[0] + loaded, before[1] + total
 
-        target = load_decoder(
-            folder,
-            self.model_config,
-            load_format=config.load_format,
-            device=config.device,
-            report=progress,
-            ranks=self._ranks.ranks,
-        )
+        where = {"device": config.device, "ranks": self._ranks.ranks}
+        target = load_decoder(folder, self.model_config, load_format=config.load_format, report=progress, **where)
         before = self.loaded_bytes, self.total_bytes
         self._model: Model = target
         if self._drafter_config is not None:
@@ -329,9 +323,8 @@ class Worker:
         for captures in (FIRST_USE, captures_of(config)):
             self._prepared += 1
             await asyncio.wrap_future(self._step_thread.call(partial(loop.capture, captures)))
-        self._server = grpc.aio.server(
-            options=server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
-        )
+        checks = TokenRequired(config.token), WellFormedRequired()
+        self._server = grpc.aio.server(options=server_options(config), interceptors=checks)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         if identity is None:
             self._socket = PrivateSocket(self._server)

@@ -85,5 +85,5 @@ def test_none_by_default(model: Path) -> None:
     "origin", ["chat.example", "https://chat.example/", "https://Chat.example", "https://*.example"]
 )
 def test_what_is_no_origin(origin: str) -> None:
-    with pytest.raises(ConfigError, match=r"cors_origins\.0 is .*; it must be web pages that browsers let call"):
+    with pytest.raises(ConfigError, match=r"cors_origins\.0 is .*; it must be origins of web pages that may call"):
         load_config(None, {"gateway.cors_origins": [origin]})

@@ -116,9 +116,8 @@ class HostStore:
         shelf, before = self._shelves[evicted.group], self._down
         for digest, page in zip(evicted.digests, evicted.pages.tolist(), strict=True):
             self._down += shelf.put(digest, page)
-        if self._down > before and self._device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(self._device))
+        if self._down > before:
+            self._mark_copies()
 
     def has(self, digest: bytes) -> bool:
         return any(digest in shelf for shelf in self._shelves)
@@ -149,6 +148,8 @@ class HostStore:
         num_pages = sum(map(int, map(np.count_nonzero, found)))
         self._up += num_pages
         self._hits += num_pages > 0
+        if num_pages:
+            self._mark_copies()
         return found
 
     def settle(self) -> None:
@@ -160,6 +161,12 @@ class HostStore:
     def counts(self) -> StoreCounts:
         used = sum(shelf.num_used * shelf.page_bytes for shelf in self._shelves)
         return StoreCounts(self.memory.numel(), used, self._down, self._up, self._hits, self._bad)
+
+    def _mark_copies(self) -> None:
+        """Makes settle() wait for all copies that are queued."""
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._device))
 
     def _refuse_bad(self, wanted: Sequence[NamedPages], found: Sequence[NDArray[np.bool_]]) -> None:
         """Drops pages that changed on some rank, on each. The ranks meet once where none did."""

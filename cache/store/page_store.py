@@ -68,7 +68,8 @@ class PageStore(Protocol):
         ...
 
     def settle(self) -> None:
-        """Waits until all pages of put() are copied. Then a peer may write into them."""
+        """Waits until all pages of put() and fetch() are copied. Then a peer may write into them: a page that was
+        fetched may have been evicted since."""
         ...
 
     @property

@@ -52,6 +52,24 @@ def test_pages_may_be_overwritten_at_once(verify: bool) -> None:
     assert found.all() != verify
 
 
+def test_a_peer_may_write_after_settle() -> None:
+    """Into a page that was fetched and evicted while the device was busy: the copy does not come behind the write."""
+    pool = torch.randn(4, 1 << 18, device="cuda")
+    store = HostStore([pool], [4])
+    store.put(named(0))
+    store.settle()
+    busy = torch.randn(8192, 8192, device="cuda")
+    for _ in range(50):
+        busy = busy @ busy * 1e-3
+    store.fetch([NamedPages(0, named(0).digests, np.array([1], np.int32))])
+    store.put(NamedPages(0, named(0).digests, np.array([1], np.int32)))
+    store.settle()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        pool[1] = 7.0
+    torch.cuda.synchronize()
+    assert pool[1].eq(7.0).all()
+
+
 def test_prompts_of_a_cache_come_back() -> None:
     """A small pool: each prompt evicts the one before."""
     cache = SHAPE.cache(SHAPE.pool(20))

@@ -68,6 +68,14 @@ CACHE = (
         tests=("tests/cache/store/test_evicted_prefixes.py::test_a_small_store_keeps_the_beginning",),
     ),
     Mutant(
+        name="peer-before-a-page-that-comes-back",
+        file="cache/store/host_store.py",
+        find="        if num_pages:\n            self._mark_copies()\n",
+        replace="",
+        reason="A page that was fetched and evicted is copied before a peer writes it, or the copy lands over its KV.",
+        tests=("tests/cache/store/test_host_store.py::test_a_peer_waits_for_pages_that_come_back",),
+    ),
+    Mutant(
         name="bad-page-from-the-host",
         file="cache/store/host_store.py",
         find="                ok[index] = False\n",

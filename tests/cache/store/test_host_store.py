@@ -122,6 +122,34 @@ def test_two_words_that_changed_places_are_noticed() -> None:
     assert not store.fetch([wanted])[0].any()
 
 
+def test_a_peer_waits_for_pages_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that was fetched, evicted and given to a peer is written by a copy that is still queued."""
+    seen = list[str]()
+
+    class Event:
+        def record(self, stream: object) -> None:
+            seen.append("queued")
+
+        def synchronize(self) -> None:
+            seen.append("done")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    store = HostStore(pools_of(), SLOTS)
+    store._device = torch.device("cuda")
+    store.put(named(0, [1], [0]))
+    store.settle()
+    store.settle()
+    assert seen == ["queued", "done"]
+    store.fetch([named(0, [2], [1])])
+    store.settle()
+    assert seen == ["queued", "done"]
+    store.fetch([named(0, [1], [1])])
+    store.put(named(0, [1], [1]))
+    store.settle()
+    assert seen == ["queued", "done"] * 2
+
+
 def test_more_memory_than_there_is_is_refused_at_once() -> None:
     """Nothing grows with the number of slots before."""
     with pytest.raises(MemoryError, match=r"^no \d+ bytes of host memory can be had for evicted prefixes"):

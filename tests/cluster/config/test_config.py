@@ -419,6 +419,7 @@ def test_a_path_that_no_file_has_is_refused_by_its_key(key: str, path: str) -> N
         ("speculation.tokens", 5, "3 where speculation.method is 'none'", "split"),
         ("speculation.max_step_tokens", 64, "32 where speculation.method is 'none'", "split"),
         ("speculation.max_ngram", 5, "3 where speculation.method is 'none'", "split"),
+        ("cache.verify_host", True, "False where cache.host_bytes is null", "split"),
         ("gateway.cors_origins", ["*"], "[] where gateway.http_port is null", "split"),
         ("metrics.host", "::1", "'127.0.0.1' where metrics.port is null", "split"),
         ("record.max_mib", 5, "256 where record.folder is null", "split"),
@@ -431,6 +432,12 @@ def test_a_key_that_would_change_nothing_is_refused(key: str, value: object, acc
         load_config(None, {"scheduler.roles": beside, key: value})
     assert str(caught.value).startswith(f"{key} is ")
     assert f"; it must be {accepted}" in str(caught.value)
+
+
+def test_host_memory_for_prefixes_that_nobody_shares_is_refused() -> None:
+    assert refused("cache.prefix_sharing=false", "cache.host_bytes=4096") == [
+        "cache.host_bytes is 4096; it must be null where cache.prefix_sharing is False: no prefix is cached then"
+    ]
 
 
 def test_a_key_with_its_default_is_accepted_where_nothing_reads_it() -> None:

@@ -189,7 +189,9 @@ def _allocate(num_bytes: int, *, pinned: bool) -> Tensor:
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     except RuntimeError as error:
-        raise MemoryError(f"no {num_bytes} bytes of host memory can be had for evicted prefixes: {error}") from error
+        raise MemoryError(
+            f"cache.host_bytes: this host has no {num_bytes} bytes left; fewer are accepted: {error}"
+        ) from error
 
 
 def _words(pool: Tensor) -> Tensor:

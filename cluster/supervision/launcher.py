@@ -36,6 +36,7 @@ from tandem.cluster.supervision.process_modules import process_modules
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
     agreed_pages,
+    check_host_bytes,
     check_memory,
     gateway_processes,
     gateway_settings,
@@ -276,6 +277,8 @@ class Cluster:
         except StartFailed as error:
             each = f"island.num_prefill {section.num_prefill} and island.num_decode {section.num_decode}"
             raise StartFailed(f"num_islands is {islands}, each with {each}: {error}") from error
+        if len(self._processes.hosts) == 1:  # of other hosts the memory is not known here
+            check_host_bytes(self._config)
 
     def _island(self, max_model_len: int, network: Network, name: str, epoch: int, shape: Shape) -> Island:
         section = self._config.island.model_copy(update=asdict(shape))

@@ -189,3 +189,14 @@ def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None
             f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
             f"machine has {there / GIB:.1f} for them: at most {pages_in(worker, layout, there)} are accepted"
         )
+
+
+def check_host_bytes(config: ClusterConfig) -> None:
+    """ConfigError if cache.host_bytes of all workers together exceed this machine's memory. They are all on it."""
+    num_bytes, workers = config.cache.host_bytes, config.num_islands * len(config.island.ranks)
+    most = (machine_memory() - 1) // workers
+    if num_bytes is not None and num_bytes > most:
+        raise ConfigError(
+            f"cache.host_bytes is {num_bytes} in each of {workers} workers, all on this machine, which has "
+            f"{machine_memory() / GIB:.1f} GiB: at most {most} are accepted"
+        )

@@ -152,7 +152,7 @@ def test_a_peer_waits_for_pages_that_come_back(monkeypatch: pytest.MonkeyPatch) 
 
 def test_more_memory_than_there_is_is_refused_at_once() -> None:
     """Nothing grows with the number of slots before."""
-    with pytest.raises(MemoryError, match=r"^no \d+ bytes of host memory can be had for evicted prefixes"):
+    with pytest.raises(MemoryError, match=r"^cache\.host_bytes: this host has no \d+ bytes left"):
         HostStore(pools_of(), (1 << 45, 3))
 
 

@@ -105,6 +105,19 @@ def test_host_bytes_that_hold_nothing_or_are_not_there(num_bytes: int, tmp_path:
     assert not processes.specs
 
 
+def test_host_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker's alone would be."""
+    make_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(process_settings, "machine_memory", lambda: 4 << 30)
+    values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 64, "cache.host_bytes": 3 << 30}
+    processes, most = FakeProcesses(), ((4 << 30) - 1) // 3
+    with pytest.raises(
+        ConfigError, match=rf"^cache\.host_bytes is {3 << 30} in each of 3 workers, .* 4\.0 GiB: at most {most} are"
+    ):
+        Cluster(load_config(None, {**values, "island.num_decode": 2}), processes).start()
+    assert not processes.specs
+
+
 def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
     """The gateway keeps its number of pages."""
     make_checkpoint(tmp_path / "model")

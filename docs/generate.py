@@ -36,7 +36,7 @@ One YAML file describes a cluster. `tandem up FILE` reads it. This page is gener
 |---|---|
 | `cache.gpu_memory_utilization` | must be null if `cache.num_pages` is given, and if `island.device` is cpu |
 | `cache.k_scale`, `cache.v_scale` | must be null unless `cache.kv_cache_dtype` is fp8_e4m3 |
-| `cache.host_bytes` | must be null if `cache.prefix_sharing` is false |
+| `cache.host_bytes` | must be null if `cache.prefix_sharing` is false, or no snapshot of states is kept |
 | `cache.verify_host` | must be false if `cache.host_bytes` is null |
 | `island.transport` | must be nvshmem or nixl if `island.device` is cuda, and must not be nvshmem if it is cpu |
 | `island.prefill_ranks`, `island.decode_ranks` | must be 1 if `island.device` is cuda, except over nvshmem |

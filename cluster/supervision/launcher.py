@@ -38,6 +38,7 @@ from tandem.cluster.supervision.process_settings import (
     agreed_pages,
     check_host_bytes,
     check_memory,
+    check_snapshots,
     gateway_processes,
     gateway_settings,
     is_elastic,
@@ -241,6 +242,7 @@ class Cluster:
             drafter = _check_drafter(worker, model, tokenizer)
             check_ranks(self._config.island, (model, drafter))
             layout = kv_layout(model, worker.page_size, choose_scales(worker, model, drafter), drafter)
+            check_snapshots(worker, layout)
             default_sampling(folder, self._config.model.generation_config)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error

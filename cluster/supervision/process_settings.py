@@ -191,6 +191,17 @@ def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None
         )
 
 
+def check_snapshots(worker: WorkerConfig, layout: KVLayout) -> None:
+    """ConfigError if host memory is asked for prefixes of a model with states, of which no snapshots are kept."""
+    if worker.host_bytes is None or not layout.recurs or (worker.state_interval and worker.state_share):
+        return
+    key, value = ("state_share", "0") if worker.state_interval else ("state_interval", "null")
+    raise ConfigError(
+        f"cache.host_bytes is {worker.host_bytes}; it must be null where cache.{key} is {value} and the model has "
+        "recurrent layers: no prefix is cached then"
+    )
+
+
 def check_host_bytes(config: ClusterConfig) -> None:
     """ConfigError if cache.host_bytes of all workers together exceed this machine's memory. They are all on it."""
     num_bytes, workers = config.cache.host_bytes, config.num_islands * len(config.island.ranks)

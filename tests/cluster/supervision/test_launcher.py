@@ -118,6 +118,17 @@ def test_host_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monke
     assert not processes.specs
 
 
+@pytest.mark.parametrize(("key", "value", "shown"), [("state_interval", None, "null"), ("state_share", 0.0, "0")])
+def test_host_bytes_of_a_model_with_states_and_no_snapshots(
+    key: str, value: object, shown: str, tmp_path: Path
+) -> None:
+    """They would stay empty."""
+    make_checkpoint(tmp_path / "model", "qwen3_next")
+    values = {"model.path": str(tmp_path / "model"), "cache.host_bytes": 1 << 20, f"cache.{key}": value}
+    with pytest.raises(ConfigError, match=rf"^cache\.host_bytes is 1048576; .* null where cache\.{key} is {shown} and"):
+        Cluster(load_config(None, values), FakeProcesses()).start()
+
+
 def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
     """The gateway keeps its number of pages."""
     make_checkpoint(tmp_path / "model")

@@ -55,6 +55,7 @@ def test_islands_are_spread_over_the_hosts_and_serve_a_client_of_another(
 ) -> None:
     assert len({host for host, _ in cluster.islands().values()}) == 2
     replace(cluster, addresses=cluster.addresses[1:]).scale("--islands", "3")  # by another host's gateway
+    until(lambda: len(cluster.islands()) == 3)  # this gateway may hear of it after the one that was asked
     islands = cluster.islands()
     assert sorted(host for host, _ in islands.values()) == cluster.hosts.addresses[:3]
     for host, workers in islands.values():

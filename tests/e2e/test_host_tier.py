@@ -8,8 +8,8 @@ import pytest
 from tandem.cache.store.host_store import HostStore
 from tandem.cluster.cli.replayed_workers import replay_files
 from tandem.cluster.metrics.cluster_series import worker_families
-from tandem.proto import inference_pb2
 from tests.e2e.test_ranks import is_idle
+from tests.e2e.test_state_snapshots import cached_of, workers_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.encoder_models import greedy_behind, save_t5gemma
@@ -22,22 +22,6 @@ OUTPUT = 6
 FEW: dict[str, Any] = {"cache.num_pages": 20, "cache.host_bytes": 4 << 20, "cache.verify_host": True}
 """Pages for one prompt of PROMPTS and its output, and no more; host memory for all of them."""
 PROMPTS = [random_prompt(97 + number, number) for number in range(4)]
-
-
-def workers_of(island: Island) -> list[inference_pb2.WorkerInfo]:
-    with island.client() as client:
-        (info,) = client.cluster_info().islands
-    return list(info.workers)
-
-
-def cached_of(island: Island, prompt: list[int], expected: list[int], salt: str = "") -> int:
-    """How many tokens of the prompt were not computed; its tokens are compared."""
-    with island.client() as client:
-        updates = list(client.generate(prompt, cache_salt=salt, timeout=60, max_tokens=len(expected), **GREEDY))
-    assert tokens_of(updates) == expected
-    usage = updates[-1].usage
-    assert usage is not None
-    return usage.cached_tokens
 
 
 def spoil(island: Island) -> None:

@@ -44,9 +44,9 @@ def decode(
 
     schedule_splits() has been queued for the lengths that plan.tables have.
 
-    pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: rows of tokens may lie
-    apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a pool of 8-bit entries. out: where o is
-    written, contiguous; None: new memory.
+    pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: tokens may lie apart, and
+    heads of q, as those with gates between them do; a token's k is contiguous, and its v. head_dim: a power of two, at
+    least 16. fp8: of a pool of 8-bit entries. out: where o is written, contiguous; None: new memory.
     """
     rows, num_q_heads, head_dim = q.shape
     _, _, _, num_kv_heads, page_size, _ = pool.shape
@@ -81,6 +81,7 @@ def decode(
         preceding=tables.slots if tables.preceding is None else tables.preceding,
         output=output,
         q_token=q.stride(0),
+        q_apart=q.stride(1),
         k_token=0 if k is None else k.stride(0),
         v_token=0 if v is None else v.stride(0),
         cos_token=cos.stride(0),
@@ -123,9 +124,9 @@ def decode(
 def _decode(
     q, k, v, norm, cos, sin, pool, slots, kv_indices, schedule, sinks,
     factors, inverse, partial, counters, preceding, output,
-    q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps, entries,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    q_token, q_apart, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps,
+    entries, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr,
+    FEW_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr, RUNS: tl.constexpr,
     WINDOW: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr, ROTATE: tl.constexpr, FP8: tl.constexpr,
     PTX: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
@@ -169,7 +170,7 @@ def _decode(
         one = tl.arange(0, 1)[:, None]
         q_head = head * GROUP + (row % GROUP if PACK > 1 else row)
         query = _prepare(
-            q + tokens * q_token + q_head * HEAD_DIM, norm + q_head * HEAD_DIM,
+            q + tokens * q_token + q_head * q_apart, norm + q_head * HEAD_DIM,
             cos + tokens * cos_token, sin + tokens * sin_token, row < count * GROUP, column,
             eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
         )  # fmt: skip

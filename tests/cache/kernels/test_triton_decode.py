@@ -34,7 +34,7 @@ EPS = 1e-6
 class Case:
     """lengths: positions of each sequence, the new one included; 0: a row of padding. preceding: of a verify step, of
     each row how many of those right before are of its sequence. programs: that tiling is chosen for. fp8: pages of
-    8-bit entries, with scales of each head, of q, k and v in dtype.
+    8-bit entries, with scales of each head, of q, k and v in dtype. gated: something stands between heads of q.
     """
 
     lengths: tuple[int, ...] = (5, 1, 70, 0)
@@ -47,6 +47,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     norm: bool = False
+    gated: bool = False
     rotate: bool = True
     entries: int = 6
     programs: int = 1000
@@ -71,6 +72,7 @@ CASES = {
     "some sequences, heads of 128": Case(lengths=(300, 9), head_dim=128, page_size=16, programs=300, norm=True),
     "pages of 64": Case(lengths=(130, 64, 65), page_size=64),
     "heads are normed": Case(norm=True),
+    "gates behind heads": Case(gated=True, norm=True, rotary_dim=8),
     "no rotation": Case(rotate=False, norm=True),
     "partial rotary, normed": Case(rotary_dim=8, norm=True),
     "groups of 3": Case(q_heads=6, lengths=(130, 3)),
@@ -101,6 +103,9 @@ CASES = {
     "drafts, more than a tile holds": Case(
         lengths=tuple(range(130, 150)), preceding=tuple(range(20)), q_heads=1, kv_heads=1, entries=25
     ),
+    "drafts, gates behind heads": Case(
+        lengths=(60, 61, 62, 63), preceding=(0, 1, 2, 3), q_heads=14, gated=True, norm=True
+    ),
     "drafts, 8 bits": Case(lengths=(90, 91, 92, 7), preceding=(0, 1, 2, 0), fp8=True, entries=5),
 }
 
@@ -117,6 +122,8 @@ class Step:
         rows, dim = len(case.lengths), case.head_dim
         heads = (case.q_heads, case.kv_heads, case.kv_heads)
         self.q, self.k, self.v = draw(rows, sum(heads), dim).split(heads, 1)
+        if case.gated:
+            self.q = torch.stack((self.q, torch.full_like(self.q, torch.nan)), 2).view(rows, -1, dim)[:, ::2]
         self.fp8 = self.entries(case) if case.fp8 else None
         if self.fp8 is not None:
             # Triton's interpreter rounds wrongly: what is new needs no rounding, but where it is normed or rotated.

@@ -2,6 +2,7 @@
 
 Two starts, one after the other: the first may build kernels, the second finds them cached and is the one that counts.
 `ready_seconds` runs from the start of the process to its ready line; phases are what the cluster says of itself.
+--ranks 2: one worker of two GPUs, which computes prompts and decodes.
 """
 
 import os
@@ -26,7 +27,7 @@ from tests.benchmarks.results import at_most, plot, print_result, print_skipped,
 
 MODEL = "qwen3-8b"
 STOP_SECONDS = 60.0
-TARGET_SECONDS = 40.0
+TARGET_SECONDS, RANKS_TARGET_SECONDS = 40.0, 60.0
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def running_up(config: Path, model: Path, settings: Mapping[str, object]) -> Ite
         process.communicate(timeout=STOP_SECONDS)
 
 
-def start_once(config: Path, model: Path, settings: dict[str, object]) -> dict[str, Any]:
+def start_once(config: Path, model: Path, settings: Mapping[str, object]) -> dict[str, Any]:
     """Starts and stops a cluster by the command line."""
     with running_up(config, model, settings) as (name, seconds):
         state = running_cluster(name)
@@ -60,7 +61,7 @@ def start_once(config: Path, model: Path, settings: dict[str, object]) -> dict[s
         return {"ready_seconds": rounded(seconds), "phases": dict(state.start_seconds)}
 
 
-def result_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def result_of(first: dict[str, Any], second: dict[str, Any], target: float) -> dict[str, Any]:
     phases = list(second["phases"])
     bars = {
         name: [start["phases"][phase] for phase in phases] for name, start in (("first", first), ("second", second))
@@ -68,7 +69,7 @@ def result_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {
         "first": first,
         "second": second,
-        "targets": [at_most("tandem up to ready, kernels cached, s", second["ready_seconds"], TARGET_SECONDS)],
+        "targets": [at_most("tandem up to ready, kernels cached, s", second["ready_seconds"], target)],
         "plots": [plot("from tandem up to ready", "", "s", phases, bars)],
     }
 
@@ -76,14 +77,21 @@ def result_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--model", type=shape_name, choices=list(SHAPES), default=MODEL)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="GPUs of a worker")
     options = parser.parse_args()
     if torch.cuda.device_count() < 2:
         print_skipped("needs two CUDA devices of one host")
         return
+    config, settings, target = DEPLOY / "gpu-1p1d.yaml", {"model.load_format": "dummy"}, TARGET_SECONDS
+    if options.ranks > 1:
+        config, target = DEPLOY / "gpu-1.yaml", RANKS_TARGET_SECONDS
+        settings["island.decode_ranks"] = str(options.ranks)
     with tempfile.TemporaryDirectory() as folder:
         model = write_shape(options.model, Path(folder))
-        first, second = (start_once(DEPLOY / "gpu-1p1d.yaml", model, {"model.load_format": "dummy"}) for _ in range(2))
-    result = result_of(first, second) | ({} if options.model == MODEL else {"case": options.model})
+        first, second = (start_once(config, model, settings) for _ in range(2))
+    case = [] if options.model == MODEL else [options.model]
+    case += [f"{options.ranks} ranks"] if options.ranks > 1 else []
+    result = result_of(first, second, target) | ({"case": ", ".join(case)} if case else {})
     print_result(result, options, gpus=2)
 
 

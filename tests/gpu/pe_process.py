@@ -1,12 +1,14 @@
 """PEs in processes of their own, as NVSHMEM needs them, and a handle on each of them for the tests.
 
-Each has a GPU, which it shares with others where there are fewer.
+Each has a GPU, which it shares with others where there are fewer. As many use each GPU: where they do not, NVSHMEM's
+first collective never ends.
 """
 
 import ctypes
 import importlib.util
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,7 @@ NEEDS_NVSHMEM = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
     reason="needs a CUDA device and nvshmem4py",
 )
+PR_SET_PDEATHSIG = 1
 ANSWER_SECONDS = 300.0  # a worker's first kernels are compiled
 
 
@@ -179,6 +182,13 @@ def gpu_of(pe: int) -> int:
     return pe % torch.cuda.device_count()
 
 
+def gpus_for(num_pes: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls as many GPUs of this process as can have equally many PEs."""
+    there = max(1, torch.cuda.device_count())
+    used = next(count for count in range(min(there, num_pes), 0, -1) if num_pes % count == 0)
+    return [name_of_gpu(index) for index in range(used)]
+
+
 def name_of_gpu(index: int) -> str:
     """What CUDA_VISIBLE_DEVICES calls the index-th GPU that this process may use."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -193,10 +203,10 @@ def as_array(values: Tensor) -> np.ndarray:
 class PeProcess:
     """The parent's end of a process that has a `kind`; an error there is raised here, by its text."""
 
-    def __init__(self, pe: int, kind: Callable[[int], object] = Pe) -> None:
+    def __init__(self, pe: int, kind: Callable[[int], object] = Pe, num_pes: int = 1) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, pe), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, kind, pe, num_pes), daemon=True)
         self._process.start()
         theirs.close()
         self.pe = pe
@@ -251,7 +261,7 @@ def join(processes: list[PeProcess], config: TransportConfig, peer_access: bool)
 
 @contextmanager
 def pe_processes(count: int, kind: Callable[[int], object] = Pe) -> Iterator[list[PeProcess]]:
-    processes = [PeProcess(pe, kind) for pe in range(count)]
+    processes = [PeProcess(pe, kind, count) for pe in range(count)]
     try:
         yield processes
     finally:
@@ -259,7 +269,9 @@ def pe_processes(count: int, kind: Callable[[int], object] = Pe) -> Iterator[lis
             process.end()
 
 
-def _serve(connection: Connection, kind: Callable[[int], object], pe: int) -> None:
+def _serve(connection: Connection, kind: Callable[[int], object], pe: int, num_pes: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also within a collective that never ends
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_for(num_pes))
     state = kind(pe)
     while True:
         try:

@@ -45,8 +45,10 @@ def processes() -> Iterator[list[PeProcess]]:
 
 
 def shape_of(prefill: int, decode: int) -> dict[str, Any]:
+    """Four processes in all: there are two workers of the smaller side."""
     ranks = {"island.prefill_ranks": prefill, "island.decode_ranks": decode, "island.verify_kv": False}
-    return {**ranks, "scheduler.max_sequences": 8}
+    workers = {"island.num_prefill": 1 + (prefill < decode), "island.num_decode": 1 + (decode < prefill)}
+    return {**ranks, **workers, "scheduler.max_sequences": 8}
 
 
 @pytest.mark.parametrize("case", IN_FLOAT32)
@@ -54,8 +56,7 @@ def test_tokens_equal_transformers_in_float32(case: str, processes: list[PeProce
     family, prefill, decode = IN_FLOAT32[case]
     make_model(family).save_pretrained(tmp_path)
     due = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
-    used = processes[: prefill + decode]
-    with running_workers(used, tmp_path, "float32", settings=shape_of(prefill, decode)) as address:
+    with running_workers(processes, tmp_path, "float32", settings=shape_of(prefill, decode)) as address:
         assert complete_all(address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == due
         assert complete_all(address, PROMPTS[:2], max_tokens=OUTPUT, **GREEDY) == due[:2]
 
@@ -65,8 +66,7 @@ def test_logprobs_in_bfloat16(case: str, processes: list[PeProcess], tmp_path: P
     """As near to float32's as transformers' are."""
     family, fields, prefill, decode = IN_BFLOAT16[case]
     make_model(family, **fields).save_pretrained(tmp_path)
-    used = processes[: prefill + decode]
-    with running_workers(used, tmp_path, "bfloat16", settings=shape_of(prefill, decode)) as address:
+    with running_workers(processes, tmp_path, "bfloat16", settings=shape_of(prefill, decode)) as address:
         answers = complete_all_updates(address, PROMPTS, max_tokens=OUTPUT, logprobs=5, **GREEDY)
     check_logprobs(tmp_path, PROMPTS, answers)
 
@@ -85,12 +85,12 @@ def test_drafts_and_joint_steps_in_graphs(processes: list[PeProcess], tmp_path: 
 def test_a_killed_rank_ends_its_worker(tmp_path: Path) -> None:
     """Whose other rank waits for it on the device: typed, in bounded time, and without another token."""
     make_model("llama").save_pretrained(tmp_path)
-    lost = ""
+    lost, settings = "", {**shape_of(1, 2), "island.num_prefill": 1}
     with pe_processes(3, WorkerPe) as processes:
         together(processes, "hurry", WAIT_SECONDS)
         with (
             suppress(OSError),  # the killed one does not stop when it is asked to
-            running_workers(processes, tmp_path, "float32", settings=shape_of(1, 2)) as address,
+            running_workers(processes, tmp_path, "float32", settings=settings) as address,
             Client(address) as client,
         ):
             updates = client.generate(PROMPTS[2], max_tokens=150, **GREEDY)

@@ -42,6 +42,7 @@ from tandem.transfer.nvshmem.details import bytes_of, check_hosts, unique_id_of
 from tandem.transfer.nvshmem.device_puts import STAGING_BYTES, DevicePuts
 from tandem.transfer.nvshmem.kernels.device_build import build_device_puts
 from tandem.transfer.nvshmem.kernels.triton_push import post_row, push_slots, push_tokens
+from tandem.transfer.nvshmem.shard_pages import copy_region
 from tandem.transfer.page_pool import PagePool, movable, rows_for
 from tandem.transfer.transport import Fence, Int64Array, Transport
 
@@ -170,8 +171,7 @@ class NvshmemTransport(Transport):
         peer, region = self._peer_elements(pe, group), self._regions[pe][group]
         if region is not None:
             self._follow(stages[-1:])
-            with torch.cuda.stream(self._stream):
-                PagePool(self._mapped(pe, group)).copy(PagePool(self._symmetric[group]), plan, region)
+            copy_region(self._symmetric[group], self._mapped(pe, group), plan, region, self._stream)
             return
         if peer is not None:
             self._copy_slots(peer, group, plan, source_slots, target_slots, stages)
@@ -362,7 +362,7 @@ class NvshmemTransport(Transport):
             for num_layers, event in stages:
                 self._stream.wait_event(event)
                 offset, width = done * of_layer, (num_layers - done) * of_layer
-                copy_rows(targets + offset, sources + offset, plan.num_pages, page_bytes, width, stream)
+                copy_rows(targets + offset, sources + offset, plan.num_pages, *(page_bytes, page_bytes), width, stream)
                 done = num_layers
         if plan.source_slots.size:
             self._store_slots(own, peer, plan.source_slots, plan.target_slots)

@@ -9,6 +9,7 @@ from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.page_pool import PagePool
+from tandem.transfer.regions import Region
 from tests.cache.far_pages import far_pages
 
 triton_push = pytest.importorskip(
@@ -66,6 +67,19 @@ def test_slots(pools: list[Tensor], count: int) -> None:
     triton_push.push_slots(source, target, *slots)
     source_slots, target_slots = (of.long() for of in slots)
     PagePool(expected).put_slots(target_slots, PagePool(source).read_slots(source_slots))
+    assert same_bits(target, expected)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(slice(0, 2), slice(1, 3)), (slice(2, 3), slice(0, 1))])
+def test_heads(mine: slice, theirs: slice) -> None:
+    """Some heads of all layers go between pools of unlike heads."""
+    generator = torch.Generator().manual_seed(1)
+    source, target = (torch.randn(NUM_PAGES, 3, 2, heads, 4, 12, generator=generator).to(DEVICE) for heads in (5, 3))
+    region, expected = Region(slice(0, 3), mine, slice(0, 3), theirs), target.clone()
+    pages = [draw(4, NUM_PAGES, seed, torch.int32) for seed in (4, 5)]
+    triton_push.push_heads(source, target, *pages, region)
+    froms, tos = (of.long() for of in pages)
+    expected[tos, :, :, theirs] = source[froms][:, :, :, mine]
     assert same_bits(target, expected)
 
 

@@ -10,7 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.transfer.regions import Region
+
 ELEMENTS_PER_PROGRAM = 4096
+SPAN_PER_PROGRAM = 4096
+SPAN_WARPS = 4
 
 
 def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor) -> None:
@@ -38,6 +42,24 @@ def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slot
     block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), triton.next_power_of_2(rows))
     kernel: Any = _push_slots[(source_slots.shape[0], triton.cdiv(rows, block))]
     kernel(source, target, source_slots, target_slots, rows, page_size, head_dim, dim_pad, block)
+
+
+def push_heads(source: Tensor, target: Tensor, source_pages: Tensor, target_pages: Tensor, region: Region) -> None:
+    """A region's layers and heads of source_pages (int32 [n]) to target_pages of a pool of other heads; all inside.
+
+    Within a layer and plane of a page these heads are one span.
+    """
+    _, _, planes, _, page_size, head_dim = source.shape
+    span = region.num_heads * page_size * head_dim
+    first = region.layers.start * source.stride(1) + region.heads.start * source.stride(3)
+    peer_first = region.peer_layers.start * target.stride(1) + region.peer_heads.start * target.stride(3)
+    rows = region.num_layers * planes
+    kernel: Any = _push_spans[(source_pages.shape[0], rows, triton.cdiv(span, SPAN_PER_PROGRAM))]
+    kernel(
+        *(source, target, source_pages, target_pages, first, peer_first, span),
+        *(source.stride(0), source.stride(2), target.stride(0), target.stride(2), SPAN_PER_PROGRAM),
+        num_warps=SPAN_WARPS,
+    )
 
 
 def post_row(mailbox: Tensor, row: int, signal: int, payload: Tensor) -> None:
@@ -86,6 +108,20 @@ def _push_slots(
     begin = begin // PAGE_SIZE * page_elements + begin % PAGE_SIZE * HEAD_DIM
     end = end // PAGE_SIZE * page_elements + end % PAGE_SIZE * HEAD_DIM
     tl.store(target + end + within, tl.load(source + begin + within, mask=mask), mask=mask)
+
+
+@triton.jit
+def _push_spans(
+    source, target, source_pages, target_pages, source_first, target_first, span,
+    source_page, source_row, target_page, target_row, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A page has planes, one behind the other, of all its layers."""
+    begin = tl.load(source_pages + tl.program_id(0)).to(tl.int64)
+    end = tl.load(target_pages + tl.program_id(0)).to(tl.int64)
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    begin = begin * source_page + source_first + tl.program_id(1) * source_row
+    end = end * target_page + target_first + tl.program_id(1) * target_row
+    tl.store(target + end + at, tl.load(source + begin + at, mask=at < span), mask=at < span)
 
 
 @triton.jit(do_not_specialize=["row", "signal"])

@@ -121,13 +121,14 @@ def test_logprobs_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
 
 @pytest.mark.parametrize("family", DRAFTED)
 def test_drafts_change_no_token_in_float32(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
-    """Small models repeat themselves, so that drafts by prompt lookup hold."""
+    """Small models repeat themselves, so that drafts by prompt lookup hold, but for those that keep states: theirs are
+    mostly rejected, and go back to the states before."""
     make_model(family).save_pretrained(tmp_path)
     expected = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
     with running_workers(processes, tmp_path, "float32", "ngram") as address:
         answers = complete_all_updates(address, PROMPTS, max_tokens=OUTPUT, **GREEDY)
     assert [tokens_of(updates) for updates in answers] == expected
-    assert accepted_in(answers) > 0
+    check_drafts(family, answers)
 
 
 @pytest.mark.parametrize("family", DRAFTED)
@@ -136,7 +137,7 @@ def test_logprobs_of_verified_drafts_in_bfloat16(family: str, processes: list[Pe
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     with running_workers(processes, tmp_path, "bfloat16", "ngram") as address:
         answers = complete_all_updates(address, PROMPTS, max_tokens=OUTPUT, logprobs=5, **GREEDY)
-    assert accepted_in(answers) > 0
+    check_drafts(family, answers)
     check_logprobs(tmp_path, PROMPTS, answers)
 
 
@@ -145,6 +146,11 @@ def check_logprobs(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequ
     exact, theirs = (logprobs_of(folder, dtype, prompts, answers) for dtype in (torch.float32, torch.bfloat16))
     ours = np.array([logprob for updates in answers for _, _, logprob in entries_of(updates)])
     assert np.median(np.abs(ours - exact)) < ERROR_RATIO * np.median(np.abs(theirs - exact))
+
+
+def check_drafts(family: str, answers: Sequence[Sequence[GenerateUpdate]]) -> None:
+    assert sum(usage.drafted_tokens for updates in answers if (usage := updates[-1].usage)) > 0
+    assert accepted_in(answers) > 0 or family in KEEP_STATES
 
 
 def accepted_in(answers: Sequence[Sequence[GenerateUpdate]]) -> int:

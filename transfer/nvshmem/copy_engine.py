@@ -51,19 +51,12 @@ def copy_all(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream
 
 
 def copy_rows(
-    targets: Int64Array,
-    sources: Int64Array,
-    counts: Int32Array,
-    target_pitch: int,
-    source_pitch: int,
-    width: int,
-    stream: int,
+    targets: Int64Array, sources: Int64Array, counts: Int32Array, pitch: int, width: int, stream: int
 ) -> None:
-    """As copy_all, in one batch, each copy of counts[i] rows of `width` bytes, which stand as many bytes apart as the
-    pitch of their side says."""
+    """As copy_all, in one batch, each copy of counts[i] rows of `width` bytes, which stand `pitch` bytes apart on both
+    sides."""
     copies, failed = np.zeros((targets.size, WORDS_OF_ROWS), np.int64), ctypes.c_size_t(0)
-    operands = (copies, sources, source_pitch), (copies[:, WORDS_OF_OPERAND:], targets, target_pitch)
-    for operand, addresses, pitch in operands:
+    for operand, addresses in ((copies, sources), (copies[:, WORDS_OF_OPERAND:], targets)):
         operand[:, 0], operand[:, 1], operand[:, 2] = BY_POINTER, addresses, pitch
     copies[:, -4], copies[:, -3], copies[:, -2] = width, counts, 1
     copies[:, -1] = IN_STREAM_ORDER | OVERLAP_WITH_COMPUTE << 32

@@ -362,7 +362,7 @@ class NvshmemTransport(Transport):
             for num_layers, event in stages:
                 self._stream.wait_event(event)
                 offset, width = done * of_layer, (num_layers - done) * of_layer
-                copy_rows(targets + offset, sources + offset, plan.num_pages, *(page_bytes, page_bytes), width, stream)
+                copy_rows(targets + offset, sources + offset, plan.num_pages, page_bytes, width, stream)
                 done = num_layers
         if plan.source_slots.size:
             self._store_slots(own, peer, plan.source_slots, plan.target_slots)

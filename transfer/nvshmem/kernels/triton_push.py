@@ -13,8 +13,6 @@ from torch import Tensor
 from tandem.transfer.regions import Region
 
 ELEMENTS_PER_PROGRAM = 4096
-SPAN_PER_PROGRAM = 4096
-SPAN_WARPS = 4
 
 
 def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor) -> None:
@@ -54,11 +52,10 @@ def push_heads(source: Tensor, target: Tensor, source_pages: Tensor, target_page
     first = region.layers.start * source.stride(1) + region.heads.start * source.stride(3)
     peer_first = region.peer_layers.start * target.stride(1) + region.peer_heads.start * target.stride(3)
     rows = region.num_layers * planes
-    kernel: Any = _push_spans[(source_pages.shape[0], rows, triton.cdiv(span, SPAN_PER_PROGRAM))]
+    kernel: Any = _push_spans[(source_pages.shape[0], rows, triton.cdiv(span, ELEMENTS_PER_PROGRAM))]
     kernel(
         *(source, target, source_pages, target_pages, first, peer_first, span),
-        *(source.stride(0), source.stride(2), target.stride(0), target.stride(2), SPAN_PER_PROGRAM),
-        num_warps=SPAN_WARPS,
+        *(source.stride(0), source.stride(2), target.stride(0), target.stride(2), ELEMENTS_PER_PROGRAM),
     )
 
 

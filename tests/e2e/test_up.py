@@ -280,6 +280,11 @@ def _half_written(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 5000)
 
 
+def _without_lfs(folder: Path) -> None:
+    make_checkpoint(folder)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
 def _without_tokenizer(folder: Path) -> None:
     make_checkpoint(folder)
     (folder / "tokenizer.json").write_text("{")
@@ -319,9 +324,10 @@ def test_security_that_cannot_be(
         (lambda folder: None, "config.json"),
         (_named_by_config, "LlamaForCausalLM"),
         (_half_written, "model.safetensors is cut short: 5000 bytes"),
+        (_without_lfs, "model.safetensors is a Git LFS pointer, not the file; `git lfs pull` in "),
         (_without_tokenizer, "tokenizer.json is not a readable tokenizer"),
     ],
-    ids=["empty", "unknown architecture", "half written", "broken tokenizer"],
+    ids=["empty", "unknown architecture", "half written", "a pointer", "broken tokenizer"],
 )
 def test_a_model_folder_that_cannot_be_served(
     prepare: Callable[[Path], object],

@@ -9,6 +9,10 @@ class CheckpointMissing(ModelError):
     """A folder or a file of the checkpoint is not there."""
 
 
+class NotFetched(CheckpointMissing):
+    """A file holds a Git LFS pointer: the clone left the file itself on the server."""
+
+
 class InvalidConfig(ModelError):
     """A JSON file or a field of it cannot be used as it is."""
 

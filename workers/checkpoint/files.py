@@ -5,9 +5,10 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from tandem.workers.checkpoint.errors import CheckpointMissing
+from tandem.workers.checkpoint.errors import CheckpointMissing, NotFetched
 
 MAX_NAME = 255  # bytes of a file's name, as Linux has it
+POINTER = b"version https://git-lfs"  # the first bytes of a Git LFS pointer
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -63,7 +64,14 @@ def read_text(path: Path, limit: int) -> str:
             content = file.read(limit + 1)
         except OSError as error:
             raise CheckpointMissing(f"{path} cannot be read: {error.strerror}") from None
+    check_fetched(path, content)
     return content[:limit].decode("utf-8")
+
+
+def check_fetched(path: Path, first: bytes) -> None:
+    """NotFetched when a file's first bytes are those of a Git LFS pointer."""
+    if first.startswith(POINTER):
+        raise NotFetched(f"{path} is a Git LFS pointer, not the file; `git lfs pull` in {path.parent} fetches it")
 
 
 def check_size(path: Path, file: BinaryIO, limit: int) -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from tandem.workers.checkpoint.architectures import read_architecture
-from tandem.workers.checkpoint.errors import InvalidWeights, ModelError
+from tandem.workers.checkpoint.errors import InvalidWeights, ModelError, NotFetched
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.checkpoint.least_bytes import read_headers
 from tandem.workers.checkpoint.quantizations import read_method
@@ -50,7 +50,7 @@ def _check_headers(folder: Path, fields: Fields) -> None:
 
 def _read(folder: Path) -> list[tuple[Path, int, dict[str, object]]]:
     """Each file, where its last tensor ends, and the shapes of its tensors. None where one cannot be read, for which
-    loading has an error."""
+    loading has an error. Raises NotFetched."""
     try:
         return [
             (
@@ -60,6 +60,8 @@ def _read(folder: Path) -> list[tuple[Path, int, dict[str, object]]]:
             )
             for path, begin, header in read_headers(folder)
         ]
+    except NotFetched:
+        raise
     except (ModelError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return []
 

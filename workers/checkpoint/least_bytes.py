@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.fields import MAX_JSON_BYTES, Fields
-from tandem.workers.checkpoint.files import is_file_name, open_regular
+from tandem.workers.checkpoint.files import POINTER, check_fetched, is_file_name, open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDE = ("F32", "F64")  # which a model of 16 bits has in two bytes
@@ -28,7 +28,10 @@ def read_headers(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     what cannot be read it raises ModelError, OSError, ValueError, AttributeError and RecursionError."""
     for path in _files(folder):
         with open_regular(path) as file:
-            size = int.from_bytes(file.read(8), "little")
+            first = file.read(len(POINTER))
+            check_fetched(path, first)
+            size = int.from_bytes(first[:8], "little")
+            file.seek(8)
             header = json.loads(file.read(min(size, MAX_JSON_BYTES)))
         header.pop("__metadata__", None)
         yield path, 8 + size, header

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidWeights
-from tandem.workers.checkpoint.files import open_regular
+from tandem.workers.checkpoint.files import POINTER, check_fetched, open_regular
 
 HEADER_LIMIT = 32 << 20  # bytes: 100,000 tensors take 12 MB
 MAX_TENSORS = 1 << 18  # of a file
@@ -66,7 +66,8 @@ class SafetensorsFile:
     """One open file; use as a context manager. Opening checks the header and that the file is as long as it says."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointMissing when the file is not there, InvalidWeights when it is cut short or malformed."""
+        """Raises CheckpointMissing when the file is not there, NotFetched when it is a Git LFS pointer, InvalidWeights
+        when it is cut short or malformed."""
         self.path = path
         try:
             self._file: BinaryIO = open_regular(path)
@@ -121,6 +122,7 @@ class SafetensorsFile:
 
     def _read_header(self) -> dict[str, StoredTensor]:
         size = self.path.stat().st_size
+        check_fetched(self.path, os.pread(self._file.fileno(), len(POINTER), 0))
         prefix = self._file.read(8)
         header_bytes = int.from_bytes(prefix, "little")
         if len(prefix) == 8 and HEADER_LIMIT < header_bytes <= size - 8:

@@ -9,7 +9,7 @@ import pytest
 from tandem.cluster.tools.architectures import ARCHITECTURES, SIZES
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.architectures import related
-from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, ModelError, UnknownArchitecture
+from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, ModelError, NotFetched, UnknownArchitecture
 from tandem.workers.checkpoint.first_checks import first_checks
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
@@ -45,6 +45,17 @@ def test_good_checkpoints_pass(tmp_path: Path, arch: str) -> None:
 def test_the_length_is_told_where_it_is_plain(tmp_path: Path, rope: dict[str, object], longest: int | None) -> None:
     change(tmp_path, rope_scaling=rope)
     assert first_checks(tmp_path, has_weights=False) == longest
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_pointers_of_git_lfs_are_told(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path, arch="llama", seed=1)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5516032\n")
+    told = rf"{name} is a Git LFS pointer, not the file; `git lfs pull` in {tmp_path} fetches it"
+    with pytest.raises(NotFetched, match=told):
+        first_checks(tmp_path, has_weights=True)
+    with pytest.raises(NotFetched, match=told):
+        check_weights(tmp_path, load_config(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tandem.cluster.errors import (
     TandemError,
     UsageError,
 )
-from tandem.cluster.tools.architectures import ARCHITECTURES
+from tandem.cluster.tools.architectures import ARCHITECTURES, MTP_FIELDS
 from tandem.proto.sampling import Sampling
 from tandem.workers.checkpoint.errors import ModelError
 
@@ -326,14 +326,17 @@ def make_model(
     arch: Annotated[Family, typer.Option(help="Chooses the model's family.")] = "llama",
     size: Annotated[Literal["tiny", "small"], typer.Option(help="Takes 2 layers of 64, or 4 of 256.")] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Seeds the random weights.")] = 0,
+    mtp: Annotated[bool, typer.Option("--mtp", help="Adds a layer for multi-token prediction.")] = False,
 ) -> None:
     """Write a checkpoint of random weights, with a tokenizer."""
     try:
         if folder.exists() and any(folder.iterdir()):  # perhaps a checkpoint that somebody needs
             raise UsageError(f"{folder} is not empty; it must be a new or an empty folder")
+        if mtp and arch not in MTP_FIELDS:
+            raise UsageError(f"--mtp is given with --arch {arch}; {', '.join(MTP_FIELDS)} are accepted")
         from tandem.cluster.tools.random_checkpoint import make_checkpoint
 
-        make_checkpoint(folder, arch=arch, size=size, seed=seed)
+        make_checkpoint(folder, arch=arch, size=size, seed=seed, mtp=mtp)
     except OSError as error:
         raise TandemError(f"{folder}: cannot be written: {error.strerror}") from None
     print(f"wrote {folder}")

@@ -15,8 +15,8 @@ class SpeculationSection(Section):
     method: Literal["none", "ngram", "draft_model", "mtp", "eagle3"] = "none"
     """the drafter. Decode steps verify its tokens, so that a step may yield several. ngram: prompt lookup, the tokens
     that followed an earlier occurrence of the last ones; draft_model: a smaller model; mtp: the checkpoint's layer for
-    multi-token prediction (DeepSeek-V3, GLM-4-MoE and Lite); eagle3: an EAGLE-3 head. Outputs stay the same, except
-    that steps of several tokens may round differently in 16 bits"""
+    multi-token prediction (DeepSeek-V3, GLM-4-MoE and Lite, Qwen3-Next, Qwen3.5); eagle3: an EAGLE-3 head. Outputs stay
+    the same, except that steps of several tokens may round differently in 16 bits"""
     draft: Annotated[str, AfterValidator(find_model)] | None = Field(default=None, validate_default=True)
     """folder or hub id, as in model.path: with draft_model, of a smaller model with the same tokenizer; with eagle3, of
     the head"""

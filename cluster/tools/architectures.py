@@ -197,6 +197,11 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "seed_oss": {"architectures": ["SeedOssForCausalLM"]},
     "t5gemma": {"architectures": ["T5GemmaForConditionalGeneration"], "is_encoder_decoder": True},
 }
+# The families that may have a layer for multi-token prediction which drafts, and the field that counts such layers.
+MTP_FIELDS: dict[str, str] = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"), "num_nextn_predict_layers"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "mtp_num_hidden_layers"),
+}
 # The families whose configs have an object for each half: what these write besides the common fields.
 HALVES: dict[str, dict[str, object]] = {
     "t5gemma": {
@@ -208,8 +213,9 @@ HALVES: dict[str, dict[str, object]] = {
 }
 
 
-def config_fields(arch: str, size: str, dtype: str) -> dict[str, object]:
-    """config.json without special tokens. arch: of ARCHITECTURES; size: of SIZES; dtype: as config.json names it."""
+def config_fields(arch: str, size: str, dtype: str, *, mtp: bool = False) -> dict[str, object]:
+    """config.json without special tokens. arch: of ARCHITECTURES; size: of SIZES; dtype: as config.json names it. mtp:
+    with a layer for multi-token prediction; arch is then of MTP_FIELDS."""
     sizes = SIZES[size]
     common: dict[str, object] = {
         **sizes,
@@ -222,7 +228,7 @@ def config_fields(arch: str, size: str, dtype: str) -> dict[str, object]:
         "dtype": dtype,
     }
     if arch not in HALVES:
-        return {**common, **ARCHITECTURES[arch]}
+        return {**common, **ARCHITECTURES[arch], **({MTP_FIELDS[arch]: 1} if mtp else {})}
     whole = {name: common[name] for name in ("model_type", "vocab_size", "tie_word_embeddings", "dtype")}
     halves = {name: {**common, **HALVES[arch]} for name in ("encoder", "decoder")}
     return {**whole, **ARCHITECTURES[arch], **halves}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.drafters.eagle3 import Eagle3Parameters, eagle3_config
-from tandem.workers.models.drafters.mtp import MtpParameters, mtp_config
+from tandem.workers.models.drafters.mtp import MtpNames, MtpParameters, mtp_config
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weight_names import is_norm, layer_weights, named_weights
@@ -167,17 +167,15 @@ def _mtp(target: ModelConfig, ring: Ring, more: float) -> tuple[Tensors, Tensors
     """The layer for multi-token prediction: all its weights, and those that are not random. more: times the target's
     logits."""
     config = mtp_config(target)
-    parameters, prefix = MtpParameters(config, META, ALL_DENSE), f"model.layers.{target.num_layers}"
+    parameters, names = MtpParameters(config, META, ALL_DENSE), MtpNames.of(target)
     hidden = config.hidden_size
     join = torch.zeros(hidden, 2 * hidden, dtype=config.dtype)
     live = torch.arange(ring.size)
     join[0, 0] = OUTWEIGHS / sqrt(hidden / 2)
     join[1 + ring.drafted(), 1 + live] = OUTWEIGHS / sqrt(hidden / 2)
-    weights = layer_weights(config, 0, parameters.layer, prefix, joined=False)
-    weights |= {f"{prefix}.{name}.weight": parameters.embedding_norm for name in ("enorm", "hnorm")}
     norm = torch.full((hidden,), more, dtype=parameters.out_norm.dtype)
-    special = {f"{prefix}.eh_proj.weight": join, f"{prefix}.shared_head.norm.weight": norm}
-    return weights | special, special
+    special = {f"{names.join}.weight": join, f"{names.out_norm}.weight": norm}
+    return parameters.named(config, names) | special, special
 
 
 def _write_json(folder: Path, config: Mapping[str, Any]) -> None:

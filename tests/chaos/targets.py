@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
-from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
+from tests.support.likely_drafters import make_head, make_llama, make_mtp, make_smaller
 
 SEED, DRAFT_TOKENS = 3, 4
 OF_FAMILIES: dict[str, dict[str, Any]] = {
@@ -14,7 +14,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
 DRAFTED: dict[str, tuple[Callable[[Path], Path], Callable[[Path, Path], Path] | None]] = {
     "ngram": (make_llama, None),
     "draft_model": (make_llama, make_smaller),
-    "mtp": (make_glm, None),
+    "mtp": (make_mtp, None),
     "eagle3": (make_llama, make_head),
 }
 """By speculation.method: what makes the model, and what makes its drafter's checkpoint."""

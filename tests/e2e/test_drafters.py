@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tandem.workers.speculation.model_drafter import ModelDrafter
 from tests.support.client_requests import complete, complete_all, tokens_of
 from tests.support.http_client import COMPLETIONS, answer
 from tests.support.island import Island, running_island
-from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
+from tests.support.likely_drafters import make_head, make_llama, make_mtp, make_smaller
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import random_prompt
 from tests.support.steady_steps import STEADY
@@ -67,14 +68,24 @@ class Drafted:
             yield island
 
 
-@pytest.fixture(scope="module", params=["draft_model", "mtp", "eagle3"])
+Make = Callable[[Path], Path]
+KINDS: dict[str, tuple[str, Make, Callable[[Path, Path], Path] | None]] = {
+    "draft_model": ("draft_model", make_llama, make_smaller),
+    "mtp": ("mtp", make_mtp, None),
+    "eagle3": ("eagle3", make_llama, make_head),
+    "states": ("mtp", partial(make_mtp, arch="qwen3_next"), None),
+}
+"""speculation.method, what makes the model, and what makes its drafter's checkpoint."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafted]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = (make_glm if request.param == "mtp" else make_llama)(folder / "model")
-    settings: dict[str, Any] = {"speculation.method": request.param, "speculation.tokens": 4}
-    if request.param != "mtp":
-        make = make_smaller if request.param == "draft_model" else make_head
-        settings["speculation.draft"] = str(make(folder / "draft", model))
+    method, make, make_draft = KINDS[request.param]
+    model = make(folder / "model")
+    settings: dict[str, Any] = {"speculation.method": method, "speculation.tokens": 4}
+    if make_draft is not None:
+        settings["speculation.draft"] = str(make_draft(folder / "draft", model))
     with running_island(model, {"gateway.http_port": 0}) as plain:
         yield Drafted(model, settings, plain)
 
@@ -206,7 +217,7 @@ def test_a_stop_within_an_accepted_draft_ends_the_answer(drafted: Drafted, serve
     until(lambda: whole(served))
 
 
-@pytest.mark.gate("mtp")
+@pytest.mark.gate("mtp", "states")
 def test_requests_that_move_lose_no_token(drafted: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Back and forth between both workers, with the drafter's KV."""
     looks = itertools.count()

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.support.checkpoints import make_model
 from tests.support.client_requests import GREEDY, complete, complete_all
 from tests.support.island import running_island
-from tests.support.likely_drafters import make_glm, make_llama, make_smaller
+from tests.support.likely_drafters import make_llama, make_mtp, make_smaller
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 from tests.support.quantized_checkpoints import (
@@ -20,6 +20,7 @@ from tests.support.quantized_checkpoints import (
     MODELOPT,
     SINGLE,
     Quantize,
+    all_but,
     blocks_of,
     by_rows,
     by_tensor,
@@ -77,7 +78,7 @@ def test_two_ranks(scheme: str, tmp_path: Path) -> None:
 @pytest.mark.gate("mtp")
 @pytest.mark.parametrize("method", ["mtp", "draft_model"])
 def test_drafters_in_fp8(method: str, tmp_path: Path) -> None:
-    model = (make_glm if method == "mtp" else make_llama)(tmp_path / "model")
+    model = make_mtp(tmp_path / "model") if method == "mtp" else make_llama(tmp_path / "model")
     settings: dict[str, Any] = {"speculation.method": method, "speculation.tokens": 3, "island.num_decode": 1}
     if method == "draft_model":
         draft = make_smaller(tmp_path / "draft", model)
@@ -92,3 +93,20 @@ def test_drafters_in_fp8(method: str, tmp_path: Path) -> None:
         usage = complete(island.address, prompts[1], max_tokens=30, **GREEDY)[-1].usage
         assert usage is not None
         assert usage.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("arch", [pytest.param("qwen3_next", marks=pytest.mark.long), "qwen3_5_moe"])
+def test_a_layer_in_fp8_drafts_beside_states(arch: str, tmp_path: Path) -> None:
+    """As published: what joins the embedding and the hidden state keeps 16 bits, and experts are one by one."""
+    model = make_mtp(tmp_path / "model", arch)
+    meant = shutil.copytree(model, tmp_path / "meant")
+    tensors = quantize_folder(model, CHANNEL, all_but("mtp.fc", all_but("conv1d", by_rows)))
+    save_file({name: one.contiguous() for name, one in tensors.items()}, meant / SINGLE, {"format": "pt"})
+    prompts = [random_prompt(length, seed=length, vocab_size=512) for length in (3, 20, 45)]
+    due = greedy_all(load_oracle(meant), prompts, 30)
+    settings = {"model.dtype": "float32", "speculation.method": "mtp"}
+    with running_island(model, settings) as island, island.client() as client:
+        assert complete_all(island.address, prompts, max_tokens=30, **GREEDY) == due
+        (info,) = client.cluster_info().islands
+        counters = info.workers[1].counters
+        assert counters.drafted_tokens / 4 < counters.accepted_tokens

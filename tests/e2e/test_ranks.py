@@ -18,7 +18,7 @@ from tests.support.checkpoints import CASES, save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.encoder_models import greedy_behind, save_t5gemma
 from tests.support.island import Island, running_island
-from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
+from tests.support.likely_drafters import make_head, make_llama, make_mtp, make_smaller
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 from tests.support.tvm_cache import TvmCache
@@ -89,9 +89,11 @@ def test_requests_that_move_between_unlike_workers(
 
 
 @pytest.mark.gate("ngram", "draft_model", "mtp")
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp", "eagle3", "mtp of states"])
 def test_drafts(method: str, tmp_path: Path) -> None:
-    model = (make_glm if method == "mtp" else make_llama)(tmp_path / "model")
+    arch = "qwen3_next" if method.endswith("states") else "glm4_moe"
+    method = method.removesuffix(" of states")
+    model = make_mtp(tmp_path / "model", arch) if method == "mtp" else make_llama(tmp_path / "model")
     settings: dict[str, Any] = {"speculation.method": method, "speculation.tokens": 3, "island.num_decode": 1}
     if method in ("draft_model", "eagle3"):
         make = make_smaller if method == "draft_model" else make_head

@@ -35,7 +35,7 @@ from tandem.workers.replay.record_file import FRAME, RecordReader
 from tandem.workers.replay.value_types import RANK_LOST, TokensEntry, schema
 from tests.e2e.test_adaptive import in_graphs
 from tests.support.island import running_island
-from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
+from tests.support.likely_drafters import make_head, make_llama, make_mtp, make_smaller
 from tests.support.local_processes import LocalProcesses
 from tests.support.moves import move_back_and_forth
 from tests.support.waiting import until
@@ -154,13 +154,13 @@ def test_a_storm_is_replayed(files: list[Path]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["draft_model", "mtp", "eagle3", "fp8", "states"])
+@pytest.mark.parametrize("kind", ["draft_model", "mtp", "eagle3", "fp8", "states", "mtp of states"])
 def test_other_storms_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "states":
-        make_checkpoint(model := tmp_path / "model", "qwen3_next")
+    if "states" in kind:
+        make_checkpoint(model := tmp_path / "model", "qwen3_next", mtp="mtp" in kind)
     else:
-        model = (make_glm if kind == "mtp" else make_llama)(tmp_path / "model")
-    settings: dict[str, Any] = {"speculation.method": kind, "speculation.tokens": 4}
+        model = (make_mtp if kind == "mtp" else make_llama)(tmp_path / "model")
+    settings: dict[str, Any] = {"speculation.method": kind.removesuffix(" of states"), "speculation.tokens": 4}
     if kind in ("draft_model", "eagle3"):
         make = make_smaller if kind == "draft_model" else make_head
         settings["speculation.draft"] = str(make(tmp_path / "draft", model))
@@ -171,7 +171,7 @@ def test_other_storms_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytes
         settings = {"cache.kv_cache_dtype": "fp8_e4m3"}
     elif kind == "states":
         settings = {"cache.state_interval": 16}
-    storm, files = record_storm(model, tmp_path / "records", settings, 40, KINDS[:-1] if kind == "states" else KINDS)
+    storm, files = record_storm(model, tmp_path / "records", settings, 40, KINDS[:-1] if "states" in kind else KINDS)
     summary = replay_files(files)
     assert summary.difference is None
     assert summary.tokens

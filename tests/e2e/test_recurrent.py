@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
@@ -13,11 +14,13 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, UnsupportedFeature
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.load import check_drafter_weights
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
 from tandem.workers.runner.model_cache import kv_layout
 from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all
+from tests.support.draft_heads import save_mtp
 from tests.support.http_client import COMPLETIONS, answer
 from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
@@ -32,6 +35,7 @@ VISION: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=32, num_heads=2, depth=1, patch_size=4, out_hidden_size=64,
     num_position_embeddings=16,
 )  # fmt: skip
+MTP = SpeculationSettings("mtp")
 SECTIONS = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
 
 
@@ -84,11 +88,17 @@ def save_with_images(case: str, folder: Path) -> Any:
 @pytest.mark.gate("qwen3_5")
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
 def test_the_text_decoder_of_a_model_for_images(case: str, tmp_path: Path) -> None:
-    oracle = save_with_images(case, tmp_path)
+    """Its layer for multi-token prediction drafts."""
+    oracle, path = save_with_images(case, tmp_path), tmp_path / "model.safetensors"
+    stored = load_file(save_mtp(tmp_path / "text", case) / path.name)
+    save_file(load_file(path) | {name: one for name, one in stored.items() if name.startswith("mtp.")}, path)
     prompts = [random_prompt(length, length) for length in (1, CHUNK + 1, 2 * CHUNK - 2)]
     expected = greedy_all(oracle, prompts, OUTPUT)
-    with running_island(tmp_path) as island:
-        assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+    for method in ("none", "mtp"):
+        with running_island(tmp_path, {"speculation.method": method}) as island, island.client() as client:
+            assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+            (info,) = client.cluster_info().islands
+            assert (info.workers[1].counters.drafted_tokens > 0) == (method == "mtp")
 
 
 def test_other_tensors_are_named(tmp_path: Path) -> None:
@@ -170,13 +180,47 @@ def test_layers_by_an_interval(tmp_path: Path) -> None:
     assert [group.layers for group in layout.groups] == [(1, 3), (0, 2)]
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_no_head_drafts_for_it(method: Any, tmp_path: Path) -> None:
-    config = load_config(save_checkpoint("qwen3_next", tmp_path))
-    with pytest.raises(
-        UnsupportedFeature, match=f"speculation.method is '{method}'; Qwen3NextForCausalLM keeps recurr"
-    ):
+@pytest.mark.parametrize(
+    ("case", "method", "message"),
+    [
+        ("nemotron_h", "eagle3", "'eagle3'; layers of NemotronHForCausalLM are one block each, and a head takes what"),
+        ("nemotron_h", "mtp", "NemotronHForCausalLM has 0 layers for multi-token prediction, and a checkpoint with 1"),
+        ("kimi_linear", "mtp", "KimiLinearForCausalLM has 0 layers for multi-token prediction, and a checkpoint with"),
+    ],
+)
+def test_no_such_head_drafts_for_it(case: str, method: Any, message: str, tmp_path: Path) -> None:
+    config = load_config(save_checkpoint(case, tmp_path))
+    with pytest.raises(UnsupportedFeature, match=message):
         load_drafter_config(SpeculationSettings(method=method, draft=str(tmp_path)), config)
+
+
+@pytest.mark.parametrize(
+    ("case", "field"), [("qwen3_next", "num_nextn_predict_layers"), ("qwen3_5", "mtp_num_hidden_layers")]
+)
+def test_one_layer_for_multi_token_prediction_drafts(case: str, field: str, tmp_path: Path) -> None:
+    """It has experts as the first layer has, and weights of its own."""
+    rewrite(save_checkpoint(case, tmp_path), {field: 2, "decoder_sparse_step": 2})
+    with pytest.raises(UnsupportedFeature, match="has 2 layers for multi-token prediction, and a checkpoint with 1"):
+        load_drafter_config(MTP, load_config(tmp_path))
+    rewrite(tmp_path, {field: None})
+    config = load_config(tmp_path)
+    drafter = load_drafter_config(MTP, config)
+    assert drafter is not None
+    assert (drafter.num_layers, drafter.moe is not None and 0 in drafter.moe.layers) == (1, False)
+    with pytest.raises(UnsupportedFeature, match=r"has no weights mtp\.\*, those of a layer for multi-token predict"):
+        check_drafter_weights(tmp_path, MTP, config, drafter)
+
+
+def test_a_layer_with_an_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
+    path, config = save_mtp(tmp_path, "qwen3_5") / "model.safetensors", load_config(tmp_path)
+    drafter = load_drafter_config(MTP, config)
+    assert drafter is not None
+    check_drafter_weights(tmp_path, MTP, config, drafter)
+    tensors = load_file(path)
+    save_file(tensors | {"mtp.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    check_weights(tmp_path, config)
+    with pytest.raises(InvalidWeights, match=r"has mtp\.embed_tokens\.weight, which Qwen3_5ForCausalLM does not use"):
+        check_drafter_weights(tmp_path, MTP, config, drafter)
 
 
 def test_it_drafts_for_nothing(tmp_path: Path) -> None:

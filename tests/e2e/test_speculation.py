@@ -200,7 +200,9 @@ def test_a_draft_model_drafts(small_model: Path, outputs: list[list[int]], plain
 
 
 @pytest.mark.gate("deepseek_v3")
-@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next-options", "qwen3_5", "qwen3_5-tied", "qwen3_5_moe"]
+)
 def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path, case: str) -> None:
     """Multi-token prediction over both roles; a random layer is seldom right."""
     model = save_mtp(tmp_path / "model", case)

@@ -145,3 +145,34 @@ def test_a_model_drafts_beside_states(roles: str, tmp_path: Path) -> None:
         assert complete_all(island.address, prompts, max_tokens=30, **GREEDY) == expected
         assert sum(one.counters.drafted_tokens for one in workers_of(island))
         until(lambda: is_idle(island))
+
+
+@pytest.mark.gate("qwen3_5_moe-split")
+@pytest.mark.parametrize("roles", ["split", "adaptive"])
+@pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_a_layer_of_the_checkpoint_drafts_beside_states(
+    arch: str, roles: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of its drafts hold. Requests are cancelled beside, or move, and what was drafted is a prefix."""
+    settings: dict[str, Any] = {"scheduler.roles": roles, "speculation.method": "mtp", **SETTINGS}
+    if roles == "adaptive":
+        move_back_and_forth(2, monkeypatch)
+        settings["scheduler.token_seconds"] = 0.02
+    make_checkpoint(tmp_path, arch, mtp=True)
+    oracle, prompts = load_oracle(tmp_path), [random_prompt(20 + 19 * number, number, 512) for number in range(4)]
+    expected = greedy_all(oracle, prompts, 40)
+    with running_island(tmp_path, settings) as island, island.client() as client:
+        for prompt in prompts[2:]:
+            cancelled = client.generate(prompt, max_tokens=30, **GREEDY)
+            next(cancelled)
+            cancelled.close()
+        updates = complete_all_updates(island.address, prompts, max_tokens=40, **GREEDY)
+        assert [tokens_of(one) for one in updates] == expected
+        counters = [one.counters for one in workers_of(island)]
+        drafted, accepted = sum(one.drafted_tokens for one in counters), sum(one.accepted_tokens for one in counters)
+        assert drafted / 4 < accepted < drafted
+        moves = sum(one[-1].timings.moves for one in updates if one[-1].timings is not None)
+        assert (moves > 0) == (roles == "adaptive")
+        until(lambda: is_idle(island))
+        turn = prompts[3] + expected[3] + random_prompt(9, 9, 512)
+        assert cached_of(island, turn, greedy(oracle, turn, 9)) >= len(prompts[3]) // 16 * 16

@@ -62,6 +62,11 @@ def with_mtp_of_glm(folder: Path) -> SpeculationSettings:
     return SpeculationSettings("mtp", 4, 32)
 
 
+def with_mtp_beside_states(folder: Path) -> SpeculationSettings:
+    save_mtp(folder / "target", "qwen3_next", **sizes_on_gpu("qwen3_next"))
+    return SpeculationSettings("mtp", 4, 32)
+
+
 def with_eagle3(folder: Path) -> SpeculationSettings:
     make_model("llama", num_hidden_layers=8, **sizes_on_gpu("llama")).save_pretrained(folder / "target")
     save_eagle3(folder / "head", whole_vocab=True, hidden=256, head_dim=64)
@@ -74,6 +79,7 @@ KINDS: dict[str, Callable[[Path], SpeculationSettings]] = {
     "mtp": with_mtp,
     "mtp in 8 bits": with_mtp,
     "mtp of GLM-4-MoE": with_mtp_of_glm,
+    "mtp beside states": with_mtp_beside_states,
     "eagle3": with_eagle3,
 }
 
@@ -191,7 +197,7 @@ def flat(arrays: Drafted) -> Int64Array:
 
 # FlashInfer plans attention over latents for the lengths themselves: no step of theirs follows one that is not read.
 # Over latents in 8 bits Triton attends. States are taken back on the host's word.
-AHEAD = [kind for kind in KINDS if kind not in ("mtp", "draft_model beside states")]
+AHEAD = [kind for kind in KINDS if kind != "mtp" and not kind.endswith("beside states")]
 CASES = [(kind, False) for kind in KINDS] + [(kind, True) for kind in AHEAD]
 
 

@@ -11,30 +11,38 @@ from torch import Tensor
 from tests.support.checkpoints import make_model
 
 VOCAB, DRAFT_VOCAB = 199, 60
+MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
+MTP_APART = "mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "fc"  # Qwen's names
 
 
 def save_mtp(folder: Path, case: str = "deepseek_v3", **changes: Any) -> Path:
-    """A model of two layers, of a case of `checkpoints`, and one for multi-token prediction. changes: of its
+    """A model of a case of `checkpoints`, and a layer for multi-token prediction like its last one. changes: of its
     configuration."""
     make_model(case, **changes).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(4)
+    fields = json.loads((folder / "config.json").read_text())
+    generator, count = torch.Generator().manual_seed(4), fields["num_hidden_layers"]
 
     def drawn(like: Tensor, scale: float = 1.0) -> Tensor:
         return torch.randn(like.shape, generator=generator) * scale
 
+    apart = case.startswith(("qwen3_next", "qwen3_5"))
+    root, layer, norms, join = MTP_APART if apart else (f"model.layers.{count}.", "", MTP_NORMS, "eh_proj")
+    last = f"model.layers.{count - 1}."
     for name, tensor in list(tensors.items()):
-        if name.startswith("model.layers.1."):
-            tensors[name.replace(".1.", ".2.", 1)] = 1 + drawn(tensor, 0.2) if tensor.dim() == 1 else drawn(tensor, 0.1)
+        if name.startswith(last):
+            own = root + layer + name.removeprefix(last)
+            tensors[own] = 1 + drawn(tensor, 0.2) if tensor.dim() == 1 else drawn(tensor, 0.1)
     norm = tensors["model.norm.weight"]
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"model.layers.2.{name}.weight"] = 1 + drawn(norm, 0.2)
-    tensors["model.layers.2.eh_proj.weight"] = drawn(torch.empty(norm.numel(), 2 * norm.numel()), 0.2)
-    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for name in norms:
+        tensors[f"{root}{name}.weight"] = 1 + drawn(norm, 0.2)
+    tensors[f"{root}{join}.weight"] = drawn(torch.empty(norm.numel(), 2 * norm.numel()), 0.2)
+    if not apart:
+        tensors[f"{root}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{root}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
+    number = "mtp_num_hidden_layers" if case.startswith("qwen3_5") else "num_nextn_predict_layers"
+    (folder / "config.json").write_text(json.dumps(fields | {number: 1}))
     return folder
 
 

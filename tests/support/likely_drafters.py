@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.cluster.tools.random_checkpoint import make_checkpoint
+from tandem.cluster.tools.random_checkpoint import FAINT, OUTPUTS, make_checkpoint
 
-ADDED = 0.15  # of what a random layer adds to its input
+ADDED = FAINT  # of what a random layer adds to its input
 NUM_LAYERS = 8  # of the llama: EAGLE-3 takes three of 7 or more
 HIDDEN, HEAD_DIM = 64, 16  # of both targets
 SHARPNESS = 3.0  # of the head's attention: it sees its own position almost alone
@@ -33,18 +33,9 @@ def make_llama(folder: Path) -> Path:
     return folder
 
 
-def make_glm(folder: Path) -> Path:
+def make_mtp(folder: Path, arch: str = "glm4_moe") -> Path:
     """With a layer for multi-token prediction."""
-    make_checkpoint(folder, "glm4_moe", seed=3)
-    tensors = _faint(_load(folder))
-    for name, tensor in list(tensors.items()):
-        if name.startswith("model.layers.1."):
-            tensors[name.replace(".1.", ".2.", 1)] = tensor.clone()
-    of_embedding, of_hidden = torch.eye(HIDDEN), ADDED * torch.eye(HIDDEN).roll(1, 0)
-    tensors["model.layers.2.eh_proj.weight"] = torch.cat((of_embedding, of_hidden), 1)
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"model.layers.2.{name}.weight"] = tensors["model.norm.weight"].clone()
-    _save(folder, tensors, num_nextn_predict_layers=1)
+    make_checkpoint(folder, arch, seed=3, mtp=True)
     return folder
 
 
@@ -88,8 +79,7 @@ def make_head(folder: Path, target: Path) -> Path:
 
 def _faint(tensors: Tensors) -> Tensors:
     """With layers that add little."""
-    ends = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
-    return {name: tensor * ADDED if name.endswith(ends) else tensor for name, tensor in tensors.items()}
+    return {name: tensor * ADDED if name.endswith(OUTPUTS) else tensor for name, tensor in tensors.items()}
 
 
 def _load(folder: Path) -> Tensors:

@@ -104,7 +104,8 @@ class ModelConfig:
     self_attn_norms: bool = False  # in weight names the norms around attention are those of self_attn
     encoder: "ModelConfig | None" = None  # each layer attends to its output, too; its own eos and head mean nothing
     decoder_start_token_id: int | None = None  # with an encoder: what the decoder begins with
-    num_extra_layers: int = 0  # layers behind the others that a checkpoint may hold, and that are not served
+    num_extra_layers: int = 0  # layers for multi-token prediction that a checkpoint may hold; they can draft
+    extra_root: str | None = None  # what their weight names begin with; None: they are numbered behind the others
     shard: Shard = WHOLE  # whose heads and columns the numbers above count, see shard_config
     kv_replicas: int = 1  # ranks that have the same of the num_kv_heads
 
@@ -118,6 +119,13 @@ class ModelConfig:
             return tuple(map(span_of, windows))
         chunk, chunked = Chunk(self.chunked.size), self.chunked.layers
         return tuple(chunk if layer in chunked else ALL for layer in range(self.num_layers))
+
+    @property
+    def extra_weights(self) -> tuple[str, ...]:
+        """What the weight names of layers for multi-token prediction begin with."""
+        if self.extra_root is not None:
+            return (f"{self.extra_root}.",)
+        return tuple(f"{self.weight_root}.layers.{self.num_layers + extra}." for extra in range(self.num_extra_layers))
 
     def has_mixer(self, layer: int) -> bool:
         """Whether it attends, or keeps a state."""

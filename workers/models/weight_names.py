@@ -31,7 +31,7 @@ from tandem.workers.models.parameters import (
 from tandem.workers.models.recurrent.parameters import RecurrentParameters, recurrent_weights
 from tandem.workers.weights.weight import split_weights
 
-NORM = re.compile(r"norm(?:_\d|_f)?\.weight$")
+NORM = re.compile(r"norm(?:_\d|_f|_embedding|_hidden)?\.weight$")
 FACTORS = ("layer_scalar", "router.scale", "router.per_expert_scale", "linear_attn.norm.weight")
 
 

@@ -315,12 +315,11 @@ def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tens
 def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether the tensor follows from others, belongs to a layer or an expert that is not held here, or makes K or V of
     a layer that reads another's."""
-    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
     elsewhere = set(range(0 if config.moe is None else config.moe.num_experts)) - set(config.experts)
     return (
         is_scale(name)
         or name.endswith("rotary_emb.inv_freq")
-        or any(name.startswith(f"model.layers.{layer}.") for layer in extra)
+        or name.startswith(config.extra_weights)
         or ((match := KEY_OR_VALUE.match(name)) is not None and int(match[1]) in config.readers)
         or ((match := EXPERT.search(name)) is not None and int(match[1]) in elsewhere)
     )

@@ -386,6 +386,13 @@ class TestMakeModel:
         assert run("make-model", str(tmp_path / "m"), *option) == 2
         assert option[0] in capsys.readouterr().err
 
+    def test_a_layer_that_drafts(self, tmp_path: Path, capsys: Capture) -> None:
+        assert run("make-model", str(tmp_path / "m"), "--arch", "qwen3_5", "--mtp") == 0
+        capsys.readouterr()
+        code, line = failed(capsys, "make-model", str(tmp_path / "other"), "--mtp")
+        assert code == 2
+        assert "--mtp is given with --arch llama; deepseek_v3, glm4_moe" in line
+
     def test_choices_are_the_known_ones(self, capsys: Capture) -> None:
         from tandem.cluster.tools.architectures import ARCHITECTURES, SIZES
 

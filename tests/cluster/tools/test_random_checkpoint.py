@@ -6,12 +6,17 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.cluster.text.tokenizer import Tokenizer
-from tandem.cluster.tools.architectures import ARCHITECTURES, HALVES, SIZES
+from tandem.cluster.tools.architectures import ARCHITECTURES, HALVES, MTP_FIELDS, SIZES
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import InvalidConfig
+from tandem.workers.config import SpeculationSettings
+from tandem.workers.models.drafters.load import check_drafter_weights
+from tandem.workers.models.drafters.mtp import mtp_config
 from tandem.workers.models.weights import INDEX, load_decoder
 from tests.support.encoder_models import EncoderRunner
 from tests.workers.reference_attention import ReferenceAttention, Sequence
+
+MTP = SpeculationSettings("mtp")
 
 
 def load_oracle(folder: Path, **options: Any) -> Any:
@@ -52,6 +57,16 @@ def test_transformers_loads_it_and_agrees(tmp_path: Path, arch: str) -> None:
         attention.batch = [(Sequence(prompt.shape[1]), prompt.shape[1])]
         logits = load_decoder(tmp_path, config).forward(prompt[0], attention, torch.arange(prompt.shape[1]))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_drafts_is_beside_what_transformers_loads(tmp_path: Path) -> None:
+    """The layer alone is what it does not know."""
+    config = make_checkpoint(tmp_path, "qwen3_5_moe", mtp=True)
+    _, report = load_oracle(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert check_drafter_weights(tmp_path, MTP, config, mtp_config(config)) is None
+    with pytest.raises(InvalidConfig, match=f"mtp is given with arch 'llama'; {', '.join(MTP_FIELDS)} are accepted"):
+        make_checkpoint(tmp_path, mtp=True)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -3,6 +3,7 @@ buffers, each launched before the tokens of the one before are read, against tra
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
+from tests.support.draft_heads import save_mtp
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.support.prompt_programs import PAGE, PromptRunner, RunInOnePlace
 from tests.workers.loop_pair import LoopPair
@@ -148,12 +150,16 @@ def test_drafts_are_verified(captured: bool, tmp_path: Path, on_triton: list[int
 
 
 @pytest.mark.long
-def test_a_model_drafts_beside_states(tmp_path: Path, on_triton: list[int]) -> None:
-    """Workers with graphs of steps, verify steps and drafts. States stay as they are while another model drafts."""
-    target = save_checkpoint("qwen3_next-options", tmp_path / "target")
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
+def test_a_model_drafts_beside_states(
+    method: Literal["draft_model", "mtp"], tmp_path: Path, on_triton: list[int]
+) -> None:
+    """Workers with graphs of steps, verify steps and drafts. States stay as they are while another model drafts, or the
+    layer of the checkpoint."""
+    target = save_mtp(tmp_path / "target", "qwen3_next-options")
     oracle = load_oracle(target)
     drafter = save_checkpoint("llama", tmp_path / "drafter")
-    speculation = SpeculationSettings("draft_model", 3, 8, draft=str(drafter))
+    speculation = SpeculationSettings(method, 3, 8, draft=str(drafter) if method == "draft_model" else "")
     loops = LoopPair(
         target,
         num_pages=64,

@@ -1,6 +1,7 @@
 """Heads draft what naive versions of them draft, after every step, and change no token."""
 
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.pool_sizes import SnapshotRule
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.engine.engine import Engine
 from tandem.workers.models.drafters.head import HeadedDecoder
+from tandem.workers.models.drafters.mtp import MtpHead, MtpNames, load_mtp, mtp_config
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import load_decoder
 from tandem.workers.speculation.draft_length import DraftLength
 from tandem.workers.speculation.draft_policy import DraftPolicy
 from tandem.workers.speculation.drafter import DraftAsk
@@ -30,12 +36,15 @@ from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import RunInOnePlace
 from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import DECODE, LoopPair
+from tests.workers.reference_attention import ReferenceAttention
+from tests.workers.reference_attention import Sequence as CachedSequence
 
 if TYPE_CHECKING:
     from transformers.generation.candidate_generator import MTPCandidateGenerator
     from transformers.modeling_layers import MtpModel
 
 LENGTH, NUM_TOKENS = 3, 16
+CPU = torch.device("cpu")
 Naive = Callable[[Sequence[int], int], list[int]]
 """The tokens, so many, that a naive head drafts behind a context."""
 
@@ -119,7 +128,10 @@ class Watched(ModelDrafter):
         return draft
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+STATELESS = ["deepseek_v3", "glm4_moe"]
+
+
+@pytest.fixture(scope="module", params=[*STATELESS, "qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def mtp_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_mtp(tmp_path_factory.mktemp("mtp"), request.param)
 
@@ -177,6 +189,8 @@ def check(
                 chained[*request.prompt.token_ids.tolist(), *request.output] = draft.tolist()
 
     options: dict[str, Any] = {"kernels": TableKernels} if in_graphs else {}
+    if load_config(target).recurrent is not None:
+        options["snapshots"] = SnapshotRule(16, 8, len(prompts))
     loops = LoopPair(target, num_pages=64, speculation=speculation, drafter=make, **options)
     for runner in loops.runners if in_graphs else ():
         runner.capture_steps(8, RunInOnePlace())
@@ -208,22 +222,65 @@ def check(
     loops.assert_free()
 
 
-@pytest.mark.usefixtures("always_drafting", "with_mtp")
-def test_mtp_drafts_what_its_layer_says(mtp_folder: Path) -> None:
+def load_mtp_oracle(folder: Path) -> tuple[Any, "MtpModel"]:
+    """The model, and its layer for multi-token prediction, which transformers does not know of Qwen's."""
     from transformers.modeling_layers import MtpModel
 
-    oracle = load_oracle(mtp_folder)
-    mtp = MtpModel.from_pretrained(oracle)
+    oracle: Any = load_oracle(folder)
+    if load_config(folder).extra_root is not None:
+        oracle.config.num_mtp_layers, oracle.config.mtp_layer_types = 1, ["full_attention"]
+    return oracle, MtpModel.from_pretrained(oracle)
+
+
+@pytest.mark.usefixtures("with_mtp")
+@torch.inference_mode()
+def test_the_logits_of_a_layer_are_those_of_transformers(mtp_folder: Path) -> None:
+    oracle, mtp = load_mtp_oracle(mtp_folder)
+    context, positions = torch.tensor([random_prompt(70, seed=2)]), torch.arange(69)[None]
+    ids, following = context[:, :-1], context[:, 1:]
+    hidden = oracle.model(ids).last_hidden_state
+    expected: Any = mtp.forward_layer(0, hidden, positions, None, input_ids=following)
+    config = load_config(mtp_folder)
+    own = mtp_config(config)
+    head = MtpHead(own, load_mtp(mtp_folder, own, config, CPU), load_decoder(mtp_folder, config))
+    cached = ReferenceAttention(own)
+    cached.batch = [(CachedSequence(69), 69)]
+    given = head(head.enter(hidden[0]), following[0], cached)
+    torch.testing.assert_close(head.logits(given), oracle.lm_head(expected[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_a_layer_may_be_stored_as_one_tensor(tmp_path: Path) -> None:
+    """Whatever the target's are stored as."""
+    folder = save_mtp(tmp_path / "one by one", "qwen3_5_moe")
+    joined = shutil.copytree(folder, tmp_path / "joined")
+    tensors, block = load_file(folder / "model.safetensors"), "mtp.layers.0.mlp.experts"
+
+    def of_all(name: str) -> Tensor:
+        return torch.stack([tensors.pop(f"{block}.{expert}.{name}.weight") for expert in range(8)])
+
+    tensors[f"{block}.gate_up_proj"] = torch.cat((of_all("gate_proj"), of_all("up_proj")), 1)
+    tensors[f"{block}.down_proj"] = of_all("down_proj")
+    save_file(tensors, joined / "model.safetensors", {"format": "pt"})
+    config = load_config(folder)
+    own, names = mtp_config(config), MtpNames.of(config)
+    one_by_one, at_once = (load_mtp(one, own, config, CPU).named(own, names) for one in (folder, joined))
+    assert one_by_one.keys() == at_once.keys()
+    assert all(torch.equal(tensor, at_once[name]) for name, tensor in one_by_one.items())
+
+
+@pytest.mark.usefixtures("always_drafting", "with_mtp")
+def test_mtp_drafts_what_its_layer_says(mtp_folder: Path) -> None:
+    oracle, mtp = load_mtp_oracle(mtp_folder)
     check(mtp_folder, SpeculationSettings("mtp", LENGTH, 32), partial(draft_mtp, oracle, mtp))
 
 
 @pytest.mark.usefixtures("with_mtp")
+@pytest.mark.parametrize("mtp_folder", STATELESS, indirect=True)
 def test_the_naive_layer_drafts_what_transformers_does(mtp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.generation.candidate_generator import MTPCandidateGenerator
-    from transformers.modeling_layers import MtpModel
 
-    oracle, prompt = load_oracle(mtp_folder), random_prompt(9, seed=9)
-    mtp, given, theirs = MtpModel.from_pretrained(oracle), {}, MTPCandidateGenerator.get_candidates
+    (oracle, mtp), prompt = load_mtp_oracle(mtp_folder), random_prompt(9, seed=9)
+    given, theirs = {}, MTPCandidateGenerator.get_candidates
 
     def noted(self: "MTPCandidateGenerator", input_ids: Any, *args: Any, **options: Any) -> Any:
         ids, logits = theirs(self, input_ids, *args, **options)
@@ -252,6 +309,18 @@ def test_eagle3_drafts_what_its_head_says(tmp_path: Path, whole_vocab: bool, in_
     naive = partial(draft_eagle3, load_oracle(target), tensors)
     speculation = SpeculationSettings("eagle3", LENGTH, 32, draft=str(tmp_path / "head"))
     check(target, speculation, naive, in_graphs=in_graphs, follows=follows)
+
+
+@pytest.mark.usefixtures("always_drafting")
+@pytest.mark.gate("qwen3_5")
+@pytest.mark.parametrize("case", ["qwen3_5", "kimi_linear"])
+def test_eagle3_drafts_beside_states(tmp_path: Path, case: str) -> None:
+    """It takes the inputs of two layers with states, and of one that attends."""
+    target, kinds = tmp_path / "target", ["linear_attention", "full_attention"] * 4
+    make_model(case, num_hidden_layers=8, layer_types=kinds).save_pretrained(target)
+    tensors = save_eagle3(tmp_path / "head", whole_vocab=False)
+    speculation = SpeculationSettings("eagle3", LENGTH, 32, draft=str(tmp_path / "head"))
+    check(target, speculation, partial(draft_eagle3, load_oracle(target), tensors))
 
 
 def test_a_head_that_is_always_wrong_leaves_steps_to_the_target(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
 
     It computes in the target's dtype. Raises ModelError.
     """
-    if target.recurrent is not None and speculation.method in ("mtp", "eagle3"):
+    if target.single_blocks is not None and speculation.method == "eagle3":
         raise UnsupportedFeature(
-            f"speculation.method is {speculation.method!r}; {target.architecture} keeps recurrent states: none, ngram "
-            "and draft_model are accepted"
+            f"speculation.method is {speculation.method!r}; layers of {target.architecture} are one block each, and a "
+            "head takes what whole layers do: none, ngram and draft_model are accepted"
         )
     if target.hyper is not None and speculation.method in ("mtp", "eagle3"):
         raise UnsupportedFeature(

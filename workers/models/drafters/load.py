@@ -29,7 +29,7 @@ def load_drafter(
         own = load_decoder(draft, drafter, load_format=load_format, device=device, report=report, ranks=target.ranks)
         return DraftedDecoder(target, own)
     if speculation.method == "mtp":
-        mtp = load_mtp(folder, drafter, model.num_layers, device, load_format, report)
+        mtp = load_mtp(folder, drafter, model, device, load_format, report)
         return HeadedDecoder(target, MtpHead(drafter, mtp, target))
     eagle3 = load_eagle3(draft, drafter, model, device, load_format, report)
     return HeadedDecoder(target, Eagle3Head(drafter, eagle3, target))
@@ -43,6 +43,6 @@ def check_drafter_weights(
     if speculation.method == "draft_model":
         check_weights(draft, drafter)
     elif speculation.method == "mtp":
-        load_mtp(folder, drafter, target.num_layers, META)
+        load_mtp(folder, drafter, target, META)
     else:
         load_eagle3(draft, drafter, target, META)

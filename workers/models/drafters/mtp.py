@@ -1,7 +1,11 @@
-"""Multi-token prediction (DeepSeek-V3, GLM-4-MoE): a further layer predicts the token after the next one."""
+"""Multi-token prediction: a further layer of the checkpoint predicts the token after the next one.
+
+DeepSeek-V3 and GLM-4-MoE number it behind the others. Qwen3-Next and Qwen3.5 have it apart, as a full-attention layer.
+"""
 
 import dataclasses
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,29 +17,60 @@ from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder, prepare_layer
 from tandem.workers.models.parameters import LayerParameters, allocate_layer, allocators
-from tandem.workers.models.weight_names import layer_weights
+from tandem.workers.models.weight_names import is_norm, layer_weights
 from tandem.workers.models.weights import Blueprint, ReportBytes, load
 from tandem.workers.weights.allocator import Forms
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
     """Of the layer by itself. UnsupportedFeature unless the checkpoint has one."""
-    if target.num_extra_layers != 1 or target.moe is None:
+    if target.num_extra_layers != 1:
         raise UnsupportedFeature(
             f"speculation.method is mtp; {target.architecture} has {target.num_extra_layers} layers for multi-token "
-            "prediction, and a checkpoint with 1 (num_nextn_predict_layers) is accepted"
+            "prediction, and a checkpoint with 1 (num_nextn_predict_layers or mtp_num_hidden_layers) is accepted"
         )
     if target.latent is not None and target.latent.index is not None:
         raise UnsupportedFeature(
             f"speculation.method is mtp; the layers of {target.architecture} have indexers, and only layers without "
             "are served as drafters: take ngram or draft_model"
         )
-    moe = dataclasses.replace(target.moe, layers=frozenset({0}))  # always with experts
-    return dataclasses.replace(target, num_layers=1, num_extra_layers=0, moe=moe)
+    moe, numbered = target.moe, target.extra_root is None
+    if moe is not None and (numbered or 0 in moe.layers):  # the last layer has experts; one that is apart is as layer 0
+        moe = dataclasses.replace(moe, layers=frozenset({0}))
+    return dataclasses.replace(target, num_layers=1, num_extra_layers=0, extra_root=None, moe=moe, recurrent=None)
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """What a checkpoint calls the modules of such a layer. copies: tensors of the target's that it stores again."""
+
+    prefix: str  # of all its tensors, with the dot
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    join: str
+    out_norm: str
+    copies: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, target: ModelConfig) -> "MtpNames":
+        """target: a config that mtp_config() takes."""
+        (prefix,) = target.extra_weights
+        if target.extra_root is not None:
+            names, copies = ("layers.0", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), ()
+        else:
+            names, copies = ("", "enorm", "hnorm", "eh_proj", "shared_head.norm"), ("embed_tokens", "shared_head.head")
+        layer, embedding_norm, hidden_norm, join, out_norm = ((prefix + name).removesuffix(".") for name in names)
+        stored_again = tuple(f"{prefix}{name}.weight" for name in copies)
+        return cls(prefix, layer, embedding_norm, hidden_norm, join, out_norm, stored_again)
+
+    def own(self, name: str) -> bool:
+        """Whether this tensor of the checkpoint is to be read for the layer."""
+        return name.startswith(self.prefix) and name not in self.copies
 
 
 class MtpParameters:
-    """What a checkpoint stores under model.layers.N, N the number of the target's layers."""
+    """The tensors of one such layer."""
 
     def __init__(self, config: ModelConfig, device: torch.device, forms: Forms) -> None:
         new, new_norm = allocators(config, device, forms)
@@ -44,32 +79,38 @@ class MtpParameters:
         self.embedding_norm, self.hidden_norm, self.out_norm = (new_norm(hidden) for _ in range(3))
         self.join = new.linear(hidden, 2 * hidden)  # of the embedding, then the hidden state
 
-    def named(self, config: ModelConfig, prefix: str, stored: Collection[str]) -> dict[str, Tensor]:
+    def named(self, config: ModelConfig, names: MtpNames, stored: Collection[str] = ()) -> dict[str, Tensor]:
+        """config: what mtp_config() gives. See named_weights."""
         joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
-        return layer_weights(config, 0, self.layer, prefix, joined) | {
-            f"{prefix}.enorm.weight": self.embedding_norm,
-            f"{prefix}.hnorm.weight": self.hidden_norm,
-            **self.join.named(f"{prefix}.eh_proj"),
-            f"{prefix}.shared_head.norm.weight": self.out_norm,
+        return layer_weights(config, 0, self.layer, names.layer, joined) | {
+            f"{names.embedding_norm}.weight": self.embedding_norm,
+            f"{names.hidden_norm}.weight": self.hidden_norm,
+            **self.join.named(names.join),
+            f"{names.out_norm}.weight": self.out_norm,
         }
 
 
 def load_mtp(
     folder: Path,
     config: ModelConfig,
-    index: int,
+    target: ModelConfig,
     device: torch.device,
     load_format: str = "safetensors",
     report: ReportBytes | None = None,
 ) -> MtpParameters:
-    """index: of the layer in the checkpoint. On the meta device they are only checked. Raises as load_parameters."""
-    prefix = f"model.layers.{index}"
-    shared = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")  # copies of the target's
-    blueprint = Blueprint(
-        lambda stored, device, forms: MtpParameters(config, device, forms),
-        lambda mtp, stored: mtp.named(config, prefix, stored),
-        lambda name: name.startswith(f"{prefix}.") and name not in shared,
-    )
+    """config: what mtp_config() gives. On the meta device they are only checked. Raises as load_parameters, and
+    UnsupportedFeature where the checkpoint has no such layer."""
+    names = MtpNames.of(target)
+
+    def allocate(stored: Collection[str], device: torch.device, forms: Forms) -> MtpParameters:
+        if not stored and load_format != "dummy":
+            raise UnsupportedFeature(
+                f"speculation.method is mtp; {folder} has no weights {names.prefix}*, those of a layer for multi-token "
+                "prediction, and a checkpoint with them is accepted"
+            )
+        return MtpParameters(config, device, forms)
+
+    blueprint = Blueprint(allocate, lambda mtp, stored: mtp.named(config, names, stored), names.own)
     return load(folder, config, blueprint, device, load_format, report)
 
 
@@ -80,6 +121,9 @@ class MtpHead:
 
     def __init__(self, config: ModelConfig, parameters: MtpParameters, target: DenseDecoder) -> None:
         """Takes over filled parameters."""
+        for name, weight in parameters.named(config, MtpNames.of(target.config)).items():
+            if is_norm(name):
+                weight.add_(config.norm_offset)
         self._kernels = choose_layer_kernels(target.device, config.dtype)
         self._eps = config.rms_norm_eps
         self._target = target

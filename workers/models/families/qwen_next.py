@@ -2,14 +2,14 @@
 rotates a quarter of each head, in the others. Experts beside a gated shared one, or a dense feed-forward.
 
 Of the models for images the text decoder is served: their vision weights are not read. For text the three positions of
-its RoPE are equal, so that RoPE is the usual one. Layers for multi-token prediction are not read.
+its RoPE are equal, so that RoPE is the usual one. The layer for multi-token prediction is read where it drafts.
 """
 
 import dataclasses
 from functools import partial
 
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.models.config import ModelConfig, read_dense_config
+from tandem.workers.models.config import MAX_LAYERS, ModelConfig, read_dense_config
 from tandem.workers.models.families.deepseek import refuse_others
 from tandem.workers.models.families.llama4 import fields_of_text
 from tandem.workers.models.moe import ExpertNames, read_moe
@@ -25,11 +25,11 @@ NAMES = ExpertNames(
 )
 # When absent, as in transformers.
 HEAD_DIM, ROTATED, EXPERT_SIZE = 256, 0.25, 512
-SKIPPED = ("mtp.", "model.visual.", "visual.")
+SKIPPED = ("model.visual.", "visual.")
 
 
 def read_qwen3_next(fields: Fields) -> ModelConfig:
-    config = _read_hybrid(fields, num_kv_heads=2, by_key_head=True)
+    config = _read_hybrid(fields, num_kv_heads=2, by_key_head=True, extra="num_nextn_predict_layers")
     if fields.integer("num_experts", 512) == 0:
         return config
     step = fields.integer("decoder_sparse_step", 1, minimum=1)
@@ -64,7 +64,10 @@ def _fields_of_text(fields: Fields) -> Fields:
     return Fields({**values, "tie_word_embeddings": fields.boolean("tie_word_embeddings", False)}, text.source)
 
 
-def _read_hybrid(fields: Fields, *, num_kv_heads: int, by_key_head: bool) -> ModelConfig:
+def _read_hybrid(
+    fields: Fields, *, num_kv_heads: int, by_key_head: bool, extra: str = "mtp_num_hidden_layers"
+) -> ModelConfig:
+    """extra: the field that counts layers for multi-token prediction."""
     refuse_others(fields, hidden_act="silu", attn_output_gate=True)
     config = read_dense_config(
         fields,
@@ -83,6 +86,8 @@ def _read_hybrid(fields: Fields, *, num_kv_heads: int, by_key_head: bool) -> Mod
         norm_offset=1.0,
         weight_prefix=("model.language_model.", "model."),
         skipped_weights=SKIPPED,
+        num_extra_layers=fields.integer(extra, 1, maximum=MAX_LAYERS),
+        extra_root="mtp",
     )
 
 

@@ -16,6 +16,7 @@ from tandem.transfer.errors import MembershipRefused
 from tandem.workers.worker import Worker
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all
+from tests.support.draft_heads import save_mtp
 from tests.support.island import running_island
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
@@ -70,6 +71,14 @@ def test_scales_of_layers_in_the_checkpoint(name: str, tmp_path: Path) -> None:
     model, scales = load_oracle(folder), random_scales(2, 1)
     add_scales(folder, scales, name)
     check_tokens(folder, model, scales, {"cache.kv_cache_dtype": "fp8_e4m3"})
+
+
+def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path) -> None:
+    """It has no scales in the checkpoint, and needs none: its K and V decide drafts alone."""
+    folder = save_mtp(tmp_path / "model", "glm4_moe")
+    model, scales = load_oracle(folder), random_scales(2, 1)
+    add_scales(folder, scales, NAMES[0])
+    check_tokens(folder, model, scales, {"cache.kv_cache_dtype": "fp8_e4m3", "speculation.method": "mtp"})
 
 
 @pytest.mark.parametrize("settings", [{}, RANKS], ids=["1+1", "2+2"])

@@ -38,13 +38,17 @@ def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
 
 def choose_scales(config: WorkerConfig, model: ModelConfig, drafter: ModelConfig | None = None) -> KVScales | None:
     """None where K and V are stored as they are computed. Scales in `config` go before the
-    checkpoint's; 1 where neither has any. drafter: its layers follow; it stores as `model` does."""
+    checkpoint's; 1 where neither has any, and for a layer of the checkpoint that drafts. drafter: its layers follow; it
+    stores as `model` does."""
     if not stores_fp8(config.kv_cache_dtype, model):
         return None
     own = _scales_of(config, config.model_path, model)
     if drafter is None:
         return own
-    behind = _scales_of(config, config.speculation.draft, drafter)
+    if config.speculation.draft:
+        behind = _scales_of(config, config.speculation.draft, drafter)
+    else:
+        behind = KVScales.uniform(drafter.num_layers, config.k_scale or 1.0, config.v_scale or 1.0)
     return KVScales(own.k + behind.k, own.v + behind.v)
 
 

@@ -91,7 +91,7 @@ def write_target(config: Mapping[str, Any], folder: Path, holds: float) -> Path:
     if read.num_extra_layers:
         more, own = _mtp(read, ring, SURE / likely)
         weights, special = weights | more, special | own
-    _write(weights, special, folder)
+    _write(weights, special, folder, read.norm_offset)
     return folder
 
 
@@ -173,7 +173,7 @@ def _mtp(target: ModelConfig, ring: Ring, more: float) -> tuple[Tensors, Tensors
     live = torch.arange(ring.size)
     join[0, 0] = OUTWEIGHS / sqrt(hidden / 2)
     join[1 + ring.drafted(), 1 + live] = OUTWEIGHS / sqrt(hidden / 2)
-    norm = torch.full((hidden,), more, dtype=parameters.out_norm.dtype)
+    norm = torch.full((hidden,), more - config.norm_offset, dtype=parameters.out_norm.dtype)
     special = {f"{names.join}.weight": join, f"{names.out_norm}.weight": norm}
     return parameters.named(config, names) | special, special
 
@@ -183,8 +183,8 @@ def _write_json(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _write(weights: Tensors, special: Tensors, folder: Path) -> None:
-    """One file, tensor by tensor: safetensors' own writer wants all of them in memory."""
+def _write(weights: Tensors, special: Tensors, folder: Path, norm_offset: float = 0.0) -> None:
+    """One file, tensor by tensor: safetensors' own writer wants all of them in memory. norm_offset: of ModelConfig."""
     header, end = {}, 0
     for name, tensor in weights.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -195,16 +195,18 @@ def _write(weights: Tensors, special: Tensors, folder: Path) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in weights.items():
-            for part in _values(name, tensor, special, blocks):
+            for part in _values(name, tensor, special, blocks, 1 - norm_offset):
                 file.write(part.contiguous().view(torch.uint8).numpy().data)
 
 
-def _values(name: str, tensor: Tensor, special: Tensors, blocks: Mapping[torch.dtype, Tensor]) -> Iterator[Tensor]:
-    """Parts of what is stored of the tensor, one after another."""
+def _values(
+    name: str, tensor: Tensor, special: Tensors, blocks: Mapping[torch.dtype, Tensor], norm: float
+) -> Iterator[Tensor]:
+    """Parts of what is stored of the tensor, one after another. norm: of norms, each number."""
     if name in special:
         yield special[name].flatten()
     elif is_norm(name):
-        yield torch.ones(tensor.numel(), dtype=tensor.dtype)
+        yield torch.full((tensor.numel(),), norm, dtype=tensor.dtype)
     elif tensor.dim() == 1:
         yield torch.zeros(tensor.numel(), dtype=tensor.dtype)
     else:

@@ -72,7 +72,7 @@ from tandem.workers.models.registry import load_config
 from tests.benchmarks.drafted_models import write_drafter, write_target
 from tests.benchmarks.measured import rounded
 from tests.benchmarks.model_shapes import COMMON, SHAPES, add_tokenizer, shape_name, write_shape, write_tiny
-from tests.benchmarks.mtp import AIR
+from tests.benchmarks.mtp import AIR, AIR_CUT, HYBRID
 from tests.benchmarks.mtp import TINY as TINY_AIR
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.pair import running_cluster
@@ -84,7 +84,7 @@ CONFIGS = {0: "local.yaml", 1: "gpu-1.yaml", 2: "gpu-1p1d.yaml", 4: "gpu-2p2d.ya
 ROLES = ("adaptive", "colocated", "split")
 METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 OFF = "off"  # in place of a method
-TINY, AIR_CUT = "tiny", "glm-air-cut"  # the second is GLM-4.5-Air's with few layers and experts, for its MTP
+TINY = "tiny"
 EIGHT_LAYERS = {"num_hidden_layers": 8}  # of the tiny model with drafts: an EAGLE-3 head takes the inputs of three
 PARTS_OF_LIMIT = (0.45, 0.6, 0.75)
 DRAWN = 20_000  # lengths, of which the limit takes the mean
@@ -378,8 +378,8 @@ def parse_options() -> argparse.Namespace:
     given.frontends = list(dict.fromkeys(given.frontends or ["http"]))
     if given.gpus == 1 and "split" in given.roles:
         parser.error("--roles has split, which needs --gpus 2 or 4")
-    if "mtp" in given.speculation and given.shape not in (TINY, AIR_CUT):
-        parser.error(f"--speculation has mtp, which needs --shape {AIR_CUT}")
+    if "mtp" in given.speculation and given.shape not in (TINY, AIR_CUT, HYBRID):
+        parser.error(f"--speculation has mtp, which needs --shape {AIR_CUT} or {HYBRID}")
     return given
 
 

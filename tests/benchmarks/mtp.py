@@ -10,7 +10,8 @@ Numbers are medians over the rounds, in ms.
     less_without   with MTP − the mean of both without
     drift          between both without
 
-The shape is GLM-4.5-Air's with few layers and experts (`cut`). Without GPUs it is a tiny one on the CPU.
+The shape is GLM-4.5-Air's with few layers and experts (`cut`), or Qwen3-Next's with few layers. Without GPUs it is a
+tiny one on the CPU.
 """
 
 import json
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.measured import Measured
+from tests.benchmarks.model_shapes import COMMON, SHAPES
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.pair import Request, Requests, running_cluster
 from tests.benchmarks.results import Numbers, at_most, print_result, rounded
@@ -58,7 +60,11 @@ AIR = {
     "use_qk_norm": False,
     "vocab_size": 151_552,
 }
-CUT = {"num_hidden_layers": "12 of 46", "n_routed_experts": "32 of 128"}
+AIR_CUT, HYBRID = "glm-air-cut", "qwen3-next-8-layers"
+CUTS: dict[str, dict[str, str]] = {
+    AIR_CUT: {"num_hidden_layers": "12 of 46", "n_routed_experts": "32 of 128"},
+    HYBRID: {"num_hidden_layers": "8 of 48"},
+}
 TINY = {
     "first_k_dense_replace": 1,
     "head_dim": 16,
@@ -133,13 +139,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     usual = list(CONFIGS)[min(torch.cuda.device_count(), 2)]
     parser.add_argument("--config", choices=CONFIGS, default=usual, help=f"of deploy/; here {usual}")
+    parser.add_argument("--shape", choices=CUTS, default=AIR_CUT, help="on GPUs")
     add_list(parser, "--lengths", int, default=None, help=f"of prompts; default {LENGTHS}, on a CPU {TINY_LENGTHS}")
     options = parser.parse_args()
     roles, gpus = CONFIGS[options.config]
     lengths = options.lengths or (LENGTHS if gpus else TINY_LENGTHS)
     found: dict[int, dict[str, dict[str, float]]] = {length: {} for length in lengths}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(AIR if gpus else AIR | TINY), encoding="utf-8")
+        shape = COMMON | SHAPES[HYBRID] if options.shape == HYBRID else AIR
+        (Path(folder) / "config.json").write_text(json.dumps(shape if gpus else AIR | TINY), encoding="utf-8")
         for name, method in METHODS.items():
             with (
                 running_cluster(options.config, Path(folder), settings(method, roles, gpus)) as cluster,
@@ -147,8 +155,9 @@ def main() -> None:
             ):
                 for length in lengths:
                     found[length][name] = measure(requests, length, options.rounds)
-    results: Numbers = {f"prompts of {length}": compared(numbers) for length, numbers in found.items()}
-    cut = {"cut": CUT} if gpus else {}
+    of_shape = "" if options.shape == AIR_CUT else f" of {options.shape}"
+    results: Numbers = {f"prompts of {length}{of_shape}": compared(numbers) for length, numbers in found.items()}
+    cut = {"cut": CUTS[options.shape]} if gpus else {}
     print_result({**cut, **results, "targets": targets_of(results) if gpus else []}, options, gpus=gpus)
 
 

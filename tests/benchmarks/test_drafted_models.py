@@ -11,9 +11,31 @@ from safetensors.torch import load_file
 
 from tandem.workers.models.registry import load_config
 from tests.benchmarks.drafted_models import FIRST_LIVE, Ring, write_draft, write_target
-from tests.benchmarks.mtp import AIR, TINY
+from tests.benchmarks.model_shapes import COMMON, SHAPES
+from tests.benchmarks.mtp import AIR, HYBRID, TINY
+from tests.support.client_requests import complete_all
+from tests.support.island import running_island
+from tests.support.oracle import random_prompt
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY_HYBRID = {
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 2048,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "shared_expert_intermediate_size": 32,
+    "torch_dtype": "float32",
+    "vocab_size": 512,
+}
 
 
 def chances(folder: Path) -> torch.Tensor:
@@ -62,3 +84,16 @@ def test_drafts_of_each_method_hold_as_often_as_is_wanted() -> None:
         assert numbers["accepted"] == pytest.approx(0.5, abs=0.08)
         assert numbers["messages_tokens"] > 1.5
         assert numbers["token_to_off"] > 0
+
+
+@pytest.mark.long
+def test_drafts_of_a_hybrid_model_hold_as_often_as_is_wanted(tmp_path: Path) -> None:
+    """Its norms have an offset, and three of its layers keep states."""
+    target = write_target(COMMON | SHAPES[HYBRID] | TINY_HYBRID, tmp_path / "target", 0.7)
+    prompts = [random_prompt(40 + 10 * number, number, 512) for number in range(8)]
+    with running_island(target, {"speculation.method": "mtp"}) as island, island.client() as client:
+        complete_all(island.address, prompts, max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
+        (info,) = client.cluster_info().islands
+        counters = info.workers[1].counters
+        assert counters.drafted_tokens > 500
+        assert counters.accepted_tokens / counters.drafted_tokens == pytest.approx(0.5, abs=0.08)

@@ -217,7 +217,7 @@ def test_a_stop_within_an_accepted_draft_ends_the_answer(drafted: Drafted, serve
     until(lambda: whole(served))
 
 
-@pytest.mark.gate("mtp", "states")
+@pytest.mark.gate("mtp")
 def test_requests_that_move_lose_no_token(drafted: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Back and forth between both workers, with the drafter's KV."""
     looks = itertools.count()

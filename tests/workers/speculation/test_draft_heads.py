@@ -269,6 +269,7 @@ def test_experts_of_a_layer_may_be_stored_as_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("always_drafting", "with_mtp")
+@pytest.mark.gate("deepseek_v3", "glm4_moe", "qwen3_next")
 def test_mtp_drafts_what_its_layer_says(mtp_folder: Path) -> None:
     oracle, mtp = load_mtp_oracle(mtp_folder)
     check(mtp_folder, SpeculationSettings("mtp", LENGTH, 32), partial(draft_mtp, oracle, mtp))

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--attacker", action="store_true", help="attacks the gateway's ports meanwhile")
     parser.add_argument("--roles", choices=[*ROLES], default="adaptive", help="with colocated, islands of one worker")
     parser.add_argument("--arch", choices=[*ARCHITECTURES], default="llama", help="of the random model")
-    parser.add_argument("--speculate", choices=[*DRAFTED], help="with a model that its drafts suit, not that of --arch")
+    parser.add_argument("--speculate", choices=[*DRAFTED], help="over a model that its drafts suit; see make_target")
     parser.add_argument("--ranks", action="store_true", help="one island, whose workers have two processes each")
     parser.add_argument("--transport", choices=[name for name, one in TRANSPORTS.items() if "cpu" in one.devices])
     parser.add_argument("--ray", action="store_true", help="over `tandem up`, with a real Ray")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.cluster.tools.architectures import MTP_FIELDS
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tests.support.likely_drafters import make_head, make_llama, make_mtp, make_smaller
 
@@ -22,13 +23,16 @@ DRAFTED: dict[str, tuple[Callable[[Path], Path], Callable[[Path, Path], Path] | 
 
 def make_target(folder: Path, arch: str = "llama", speculate: str | None = None) -> tuple[Path, dict[str, Any]]:
     """A model below `folder`, and dotted keys of its cluster's configuration. speculate: a key of DRAFTED, whose model
-    has a family of its own."""
+    has a family of its own, unless `arch` may have a layer for multi-token prediction that drafts."""
     model = folder / "model"
     if speculate is None:
         make_checkpoint(model, arch=arch, size="tiny", seed=SEED)
         return model, OF_FAMILIES.get(arch, {})
     make, make_draft = DRAFTED[speculate]
-    make(model)
+    if speculate == "mtp" and arch in MTP_FIELDS:
+        make_mtp(model, arch)
+    else:
+        make(model)
     settings = {"speculation.method": speculate, "speculation.tokens": DRAFT_TOKENS}
     if make_draft is not None:
         settings["speculation.draft"] = str(make_draft(folder / "draft", model))

@@ -41,6 +41,18 @@ def test_nothing_is_lost_in_a_storm(tmp_path: Path, roles: str, drafter: str | N
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("roles", ["split", "adaptive"])
+def test_nothing_is_lost_where_a_layer_drafts_beside_states(tmp_path: Path, roles: str) -> None:
+    model, settings = make_target(tmp_path, "qwen3_next", "mtp")
+    outcome = Storm(model, tmp_path / "faults", seed=1, roles=roles, settings=settings).run(16, 40)
+    assert not outcome.errors
+    assert outcome.finished >= 25
+    assert outcome.placed_again > 0
+    assert outcome.accepted > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
 def test_nothing_is_lost_while_workers_of_one_island_are_replaced(tmp_path: Path, transport: str) -> None:
     """They are lost faster than others take their places, so that several join together."""

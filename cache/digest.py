@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.shard import HeldNumbers
 
 DIGEST_BITS = 31
 POSITIONS_AT_A_TIME = 1024  # bounds the copies of a long sequence
@@ -28,15 +29,14 @@ def digest_kv(
 
     Σ word · weight(column) · weight(position) modulo 2⁶⁴, of which the upper half is taken: as quick as a sum, in any
     order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
-    Columns are those of all ranks' heads. Of ranks with the same heads the first weighs them.
+    Columns are those of all ranks. Of ranks that hold the same ones the first weighs them.
     """
     total: Tensor | int = 0
     layout, numbers, border = cache.layout, _group_numbers(cache.layout), cache.sequence(sequence).border
     for index, (group, paging) in enumerate(zip(layout.groups, layout.paging, strict=True)):
-        replicas = layout.shard.size if group.kind.whole_on_ranks else group.kind.replicas
-        if layout.shard.rank % replicas:
+        held = _held_by(layout, index)
+        if not held:
             continue
-        first_head = layout.shard.rank // replicas * group.num_kv_heads
         seen = max(paging.num_entries(begin), layout.first_wanted(index, end))
         stop = paging.num_entries(end)
         if group.keeps.given:
@@ -54,7 +54,8 @@ def digest_kv(
             beside = layout.num_layers * numbers[index]
             for layer, (k, v) in zip(group.layers, gathered, strict=True):
                 salt = 2 * (beside + layer)
-                total = total + _weigh(k, first, salt, first_head) + _weigh(v, first, salt + 1, first_head)
+                for one in held:
+                    total = total + _weigh(k, first, salt, one) + _weigh(v, first, salt + 1, one)
     return add_up(int(total) & (1 << 64) - 1) >> 32 & (1 << DIGEST_BITS) - 1
 
 
@@ -64,10 +65,20 @@ def _group_numbers(layout: KVLayout) -> list[int]:
     return [0 if group.kind.attended else next(more) for group in layout.groups]
 
 
-def _weigh(entries: Tensor, position: int, salt: int, first_head: int) -> Tensor:
-    """int64 []: of entries [n, heads, dim] that stand at `position` … . first_head: theirs among all ranks'."""
-    words = entries.reshape(entries.shape[0], -1).view(WORDS[entries.element_size()]).long()
-    columns = _weights((salt << 32) + first_head * entries.shape[-1], words.shape[1], words.device)
+def _held_by(layout: KVLayout, index: int) -> list[HeldNumbers]:
+    """What this rank weighs of an entry of a group."""
+    kind, shard = layout.groups[index].kind, layout.shard
+    sharers = shard.size if kind.whole_on_ranks else kind.replicas
+    count = kind.num_kv_heads * kind.head_dim
+    held = kind.held(shard) or (HeldNumbers(0, shard.rank // sharers * count, count, sharers),)
+    return [one for one in held if shard.rank % one.sharers == 0]
+
+
+def _weigh(entries: Tensor, position: int, salt: int, held: HeldNumbers) -> Tensor:
+    """int64 []: of entries [n, heads, dim] that stand at `position` … ."""
+    words = entries.reshape(entries.shape[0], -1).view(WORDS[entries.element_size()])
+    words = words[:, held.begin : held.begin + held.count].long()
+    columns = _weights((salt << 32) + held.whole, words.shape[1], words.device)
     positions = _weights(position, words.shape[0], words.device)
     return ((words * columns).sum(1) * positions).sum()
 

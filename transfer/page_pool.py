@@ -5,9 +5,9 @@ from torch import Tensor
 
 from tandem.cache.kernels.page_memory import movable
 from tandem.transfer.copy_plan import CopyPlan
-from tandem.transfer.regions import Region
+from tandem.transfer.regions import ALL_OF_THEM, Region
 
-ALL_OF_THEM = slice(None)
+WHOLE_PAGES = Region(ALL_OF_THEM, ALL_OF_THEM, ALL_OF_THEM, ALL_OF_THEM)
 
 
 class PagePool:
@@ -48,25 +48,35 @@ class PagePool:
         return movable(values)
 
     def read_slots(self, slots: Tensor, region: Region | None = None) -> Tensor:
-        """A copy of slots (int64 [n]), all layers or those of a region: [n, layers, planes, heads, head_dim]."""
-        layers, heads = (ALL_OF_THEM, ALL_OF_THEM) if region is None else (region.layers, region.heads)
-        return self._pages[slots // self._page_size, layers, :, heads, slots % self._page_size]
+        """A copy of slots (int64 [n]), all of them or a region: [n, layers, planes, heads, head_dim or fewer]."""
+        of, pages, offsets = region or WHOLE_PAGES, slots // self._page_size, slots % self._page_size
+        parts = [self._pages[..., numbers][pages, of.layers, :, of.heads, offsets] for numbers in of.numbers]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def put_slots(self, slots: Tensor, values: Tensor, region: Region | None = None) -> None:
         """What read_slots() of a like pool gave, or of a region of a peer's, to slots (int64 [n])."""
-        layers, heads = (ALL_OF_THEM, ALL_OF_THEM) if region is None else (region.layers, region.heads)
-        self._pages[slots // self._page_size, layers, :, heads, slots % self._page_size] = values
+        of, pages, offsets = region or WHOLE_PAGES, slots // self._page_size, slots % self._page_size
+        begin = 0
+        for numbers in of.numbers:
+            target = self._pages[..., numbers]
+            end = begin + target.shape[-1]
+            target[pages, of.layers, :, of.heads, offsets] = values[..., begin:end]
+            begin = end
 
     def copy(self, source: "PagePool", plan: CopyPlan, region: Region | None = None) -> None:
         """All of a plan. Its slots must lie inside both pools. region: of the source's pages; None: all of them."""
+        if region is not None and region.is_empty:
+            return
         own = None if region is None else region.reversed
         runs = zip(plan.source_pages.tolist(), plan.target_pages.tolist(), plan.num_pages.tolist(), strict=True)
         for source_page, target_page, num_pages in runs:
             pages, source_pages = self._pages[target_page:][:num_pages], source._pages[source_page:][:num_pages]
-            if region is not None:
-                pages = pages[:, region.peer_layers, :, region.peer_heads]
-                source_pages = source_pages[:, region.layers, :, region.heads]
-            pages.copy_(source_pages)
+            if region is None:
+                pages.copy_(source_pages)
+                continue
+            for numbers, of_source in zip(region.peer_numbers, region.numbers, strict=True):
+                part = source_pages[:, region.layers, :, region.heads, :, of_source]
+                pages[:, region.peer_layers, :, region.peer_heads, :, numbers].copy_(part)
         if plan.source_slots.size:
             arrays = (torch.from_numpy(slots).long() for slots in (plan.source_slots, plan.target_slots))
             slots, targets = (array.to(self.pool.device) for array in arrays)
@@ -75,6 +85,7 @@ class PagePool:
 
 def rows_for(k: Tensor, v: Tensor | None, token_indices: Tensor, region: Region | None) -> tuple[Tensor, Tensor | None]:
     """Rows token_indices of k and v [num_tokens, num_kv_heads, head_dim], of the heads of a region; contiguous."""
+    assert region is None or region.numbers == (ALL_OF_THEM,), "states go by slots"
 
     def rows_of(plane: Tensor) -> Tensor:
         rows = plane.index_select(0, token_indices)

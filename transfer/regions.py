@@ -1,7 +1,8 @@
-"""What pages of unlike shards of a model have in common: the layers and heads that both hold."""
+"""What pages of unlike shards of a model have in common: the layers, heads and numbers that both hold."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from tandem.cache.plan.errors import InvalidArgument
@@ -12,14 +13,22 @@ if TYPE_CHECKING:  # as in wire_map
     from tandem.cache.plan.layout import KVLayout
 
 
+ALL_OF_THEM = slice(None)
+
+
 @dataclass(frozen=True)
 class Region:
-    """Layers and heads of a page of one PE, and where they stand in a peer's page of the same group: as many each."""
+    """Layers and heads of a page of one PE, and where they stand in a peer's page of the same group: as many each.
+
+    numbers: the numbers of a head that both hold, in slices; see Kind.held.
+    """
 
     layers: slice
     heads: slice
     peer_layers: slice
     peer_heads: slice
+    numbers: tuple[slice, ...] = (ALL_OF_THEM,)
+    peer_numbers: tuple[slice, ...] = (ALL_OF_THEM,)
 
     @property
     def num_layers(self) -> int:
@@ -29,6 +38,10 @@ class Region:
     def num_heads(self) -> int:
         return self.heads.stop - self.heads.start
 
+    def count_numbers(self, of_head: int) -> int:
+        """How many of a head's numbers are in the region."""
+        return sum(len(range(of_head)[numbers]) for numbers in self.numbers)
+
     @property
     def is_empty(self) -> bool:
         return self.num_layers == 0 or self.num_heads == 0
@@ -36,7 +49,7 @@ class Region:
     @property
     def reversed(self) -> "Region":
         """As the peer sees it."""
-        return Region(self.peer_layers, self.peer_heads, self.layers, self.heads)
+        return Region(self.peer_layers, self.peer_heads, self.layers, self.heads, self.peer_numbers, self.numbers)
 
     def peer_layer(self, layer: int) -> int | None:
         """Where a layer of the own group stands in the peer's; None where the peer does not hold it."""
@@ -68,8 +81,9 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
     pairs.append(("number of layer groups", len(own.groups), len(peer.groups)))
     for index, groups in enumerate(zip(own.groups, peer.groups, strict=False)):
         kinds = [
-            vars(group.kind) | {"kind": type(group.kind).__name__, "num_kv_heads": None, "replicas": None}
-            for group in groups
+            vars(group.kind.whole(layout.shard))
+            | {"kind": type(group.kind).__name__, "num_kv_heads": None, "replicas": None}
+            for layout, group in zip((own, peer), groups, strict=True)
         ]
         for name in sorted(kinds[0] | kinds[1]):
             pairs.append((f"{name} of group {index}", kinds[0].get(name), kinds[1].get(name)))
@@ -82,9 +96,9 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
 
 
 def _num_heads(layout: "KVLayout", group: "LayerGroup") -> int:
-    """Of all ranks. Each rank holds all of a latent."""
-    ranks = 1 if group.kind.whole_on_ranks else layout.shard.size // group.kind.replicas
-    return group.num_kv_heads * ranks
+    """Of all ranks. Each rank holds all of a latent, and some numbers of the only head of a state."""
+    divides_heads = not (group.kind.whole_on_ranks or group.kind.held(layout.shard))
+    return group.num_kv_heads * (layout.shard.size // group.kind.replicas if divides_heads else 1)
 
 
 def _region(own: "KVLayout", peer: "KVLayout", group: int) -> Region:
@@ -97,15 +111,37 @@ def _region(own: "KVLayout", peer: "KVLayout", group: int) -> Region:
         raise InvalidArgument(f"layer {misplaced[0]} stands in group {group} here, and in another at the peer")
     common = [layer for layer in mine if layer in theirs]
     heads, peer_heads = _common_heads(own, peer, group)
-    if not common or heads.stop <= heads.start:
+    numbers = _common_numbers(own, peer, group)
+    if not common or heads.stop <= heads.start or not numbers:
         return EMPTY
     begin, peer_begin = mine.index(common[0]), theirs.index(common[0])
     if mine[begin : begin + len(common)] != common or theirs[peer_begin : peer_begin + len(common)] != common:
         raise InvalidArgument(f"group {group} holds layers {mine} here and {theirs} at the peer, in unlike order")
-    return Region(slice(begin, begin + len(common)), heads, slice(peer_begin, peer_begin + len(common)), peer_heads)
+    layers, peer_layers = (slice(first, first + len(common)) for first in (begin, peer_begin))
+    return Region(layers, heads, peer_layers, peer_heads, *zip(*numbers, strict=True))
+
+
+def _common_numbers(own: "KVLayout", peer: "KVLayout", group: int) -> list[tuple[slice, slice]]:
+    """Slices of a head's numbers here and at the peer, in the same order on both sides. Two ranks that share a key head
+    and no state exchange nothing: its numbers come from the ranks that send the states."""
+    mine, theirs = (layout.groups[group].kind.held(layout.shard) for layout in (own, peer))
+    if not mine:
+        return [(ALL_OF_THEM, ALL_OF_THEM)]
+    found, has_heads = dict[int, tuple[slice, slice]](), False
+    for here, there in product(mine, theirs):
+        begin = max(here.whole, there.whole)
+        end = min(here.whole + here.count, there.whole + there.count)
+        if begin < end:
+            places = ((one.begin - one.whole + begin, one.begin - one.whole + end) for one in (here, there))
+            number, peer_number = (slice(*place) for place in places)
+            found[begin] = number, peer_number
+            has_heads |= here.sharers == there.sharers == 1
+    return [found[begin] for begin in sorted(found)] if has_heads else []
 
 
 def _common_heads(own: "KVLayout", peer: "KVLayout", group: int) -> tuple[slice, slice]:
+    if own.groups[group].kind.held(own.shard):  # one head, of which each rank has some numbers
+        return slice(0, 1), slice(0, 1)
     mine, theirs = (_first_head(layout, layout.groups[group]) for layout in (own, peer))
     begin = max(mine, theirs)
     end = min(mine + own.groups[group].num_kv_heads, theirs + peer.groups[group].num_kv_heads)

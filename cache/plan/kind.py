@@ -12,6 +12,7 @@ import torch
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import Fp8Rows
+from tandem.cache.plan.shard import HeldNumbers, Shard
 from tandem.cache.plan.spans import ALL, Span
 
 
@@ -36,7 +37,7 @@ class Kind(ABC):
     readable = False
     """Whether later layers may attend to what a layer has stored: see KVLayout.readers."""
     whole_on_ranks = False
-    """Whether each rank of a shard holds whole entries; else it holds some heads of them."""
+    """Whether each rank of a shard holds whole entries; else it holds some heads of them, or what held() says."""
     no_scales: str | None = None
     """Why entries cannot be stored in 8 bits: what a layout has groups with. None: they can."""
     no_sliding: str | None = None
@@ -46,6 +47,15 @@ class Kind(ABC):
     def rotated(self) -> int | None:
         """How many of an entry's last numbers RoPE rotates; None: as many of a head's as it says."""
         return None
+
+    def held(self, shard: Shard) -> tuple[HeldNumbers, ...]:
+        """Which numbers of a whole entry a rank's entry has, in its order, for kinds whose ranks divide the numbers of
+        the only head. Empty: ranks divide heads, or nothing."""
+        return ()
+
+    def whole(self, shard: Shard) -> "Kind":
+        """For kinds with held(): what a worker of one rank would keep. Others return themselves."""
+        return self
 
     def fp8_rows(self, dtype: torch.dtype) -> Fp8Rows | None:
         """How a cache of 8 bits stores an entry whose numbers are computed in `dtype`; None: each number by the scales

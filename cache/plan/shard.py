@@ -55,6 +55,19 @@ class Shard:
         return range(first, first + each)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldNumbers:
+    """A run of `count` numbers that a rank holds: they begin at `begin` here, and at `whole` among those of all ranks.
+
+    sharers: how many consecutive ranks hold the run. Each computes it, by products of one shape, so the bits are equal.
+    """
+
+    begin: int
+    whole: int
+    count: int
+    sharers: int = 1
+
+
 class HeadRun(NamedTuple):
     """Consecutive KV heads of a rank, and the PE and heads there that are the same ones."""
 

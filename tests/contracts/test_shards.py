@@ -178,7 +178,8 @@ def test_heads_are_mapped_as_regions_say(own: int, peers: int) -> None:
     for rank, layout in enumerate(ranks(own)):
         found = []
         for peer, theirs in enumerate(ranks(peers)):
-            region = regions_between(layout, theirs)[0] or Region(*(slice(0, heads),) * 4)
+            every = slice(0, heads)
+            region = regions_between(layout, theirs)[0] or Region(every, every, every, every)
             if not region.is_empty:
                 ranges = (range(one.start, one.stop) for one in (region.heads, region.peer_heads))
                 found.append(HeadRun(10 + peer, *ranges))

@@ -141,10 +141,11 @@ def read_signal(data: bytes, num_signals: int) -> SignalFrame:
 
 
 def entry_bytes(layout: KVLayout, kind: Kind, group: int, region: Region | None = None) -> int:
-    """Of a slot in all layers, or of a token in one; of the layers and heads of a region."""
+    """Of a slot in all layers, or of a token in one; of what a region has of them."""
     of = layout.groups[group]
     layers, heads = len(of.layers), of.num_kv_heads
     one = layout.entry_bytes(group) // (layers * heads)
     if region is not None:
-        layers, heads = region.num_layers, region.num_heads
+        layers, heads, row = region.num_layers, region.num_heads, layout.page_shape(group)[-1]
+        one = one // row * region.count_numbers(row)
     return one * heads * (layers if kind == Kind.SLOTS else 1)

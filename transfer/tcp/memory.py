@@ -60,7 +60,7 @@ class PageMemory:
         pool, of = self.pools[group], self.layout.groups[group]
         layers, heads, row = len(of.layers), of.num_kv_heads, self.layout.page_shape(group)[-1]
         if region is not None:
-            layers, heads = region.num_layers, region.num_heads
+            layers, heads, row = region.num_layers, region.num_heads, region.count_numbers(row)
         if kind == Kind.TOKENS:
             planes = values.view(of.planes, slots.shape[0], heads, row)
             where = ALL_OF_THEM if region is None else region.heads

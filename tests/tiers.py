@@ -101,6 +101,7 @@ NOT_UNIT = (
     "tests/workers/models/test_kv_scales.py",
     "tests/workers/models/test_int4.py",
     "tests/workers/models/test_quantized.py",
+    "tests/workers/models/test_recurrent_sharding.py",
     "tests/workers/models/test_sharding.py",
     "tests/workers/models/test_small_batch_decoder.py",
     "tests/workers/models/test_t5gemma.py",

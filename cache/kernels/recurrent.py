@@ -2,10 +2,16 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Self
 
 from torch import Tensor
+
+from tandem.cache.plan.shard import HeldNumbers, Shard
+
+HeadParts = tuple[tuple[str, int], ...]
+"""Parts of a row of numbers: the field of a StateShape that counts the part's heads, and the numbers of each head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +28,12 @@ class StateShape(ABC):
 
     @property
     @abstractmethod
-    def channels(self) -> int:
+    def channel_parts(self) -> HeadParts:
         """What a token gives to the convolution."""
+
+    @property
+    def channels(self) -> int:
+        return sum(getattr(self, field) * each for field, each in self.channel_parts)
 
     @property
     @abstractmethod
@@ -49,6 +59,44 @@ class StateShape(ABC):
         """Of an entry: the tail [tail, channels], then the state."""
         return self.tail * self.channels + math.prod(self.state)
 
+    def sharers(self, shard: Shard) -> int:
+        """How many ranks share a key head or a group once they divide this shape: 1 unless there are more ranks than
+        these. InvalidArgument when the ranks cannot divide it."""
+        few = self.divisor[0]
+        return shard.replicas(f"{few} of recurrent layers", getattr(self, few))
+
+    def divided(self, shard: Shard) -> Self:
+        """The shape of a rank, which has some heads and the key heads or groups that serve them. InvalidArgument when
+        the ranks cannot divide it."""
+        few, many = self.divisor
+        serving = len(shard.kv_heads(f"{few} of recurrent layers", getattr(self, few)))
+        return replace(self, **{few: serving, many: len(shard.part(f"{many} of recurrent layers", self.heads))})
+
+    def undivided(self, shard: Shard, sharers: int) -> Self:
+        """The shape of which divided() made this one. sharers: what its sharers() gave."""
+        few, many = self.divisor
+        serving = getattr(self, few) * (shard.size // sharers)
+        return replace(self, **{few: serving, many: self.heads * shard.size})
+
+    def held(self, parts: HeadParts, shard: Shard, sharers: int) -> Iterator[HeldNumbers]:
+        """Of a rank with this shape: where its numbers stand among those of all ranks, a run for each of `parts`."""
+        begin = whole = 0
+        for field, each in parts:
+            count, ranks = getattr(self, field) * each, sharers if field == self.divisor[0] else 1
+            yield HeldNumbers(begin, whole + shard.rank // ranks * count, count, ranks)
+            begin, whole = begin + count, whole + shard.size // ranks * count
+
+    def held_of_entry(self, shard: Shard, sharers: int) -> Iterator[HeldNumbers]:
+        """As held(), of the numbers of an entry."""
+        of_all = self.undivided(shard, sharers)
+        for row in range(self.tail):
+            for one in self.held(self.channel_parts, shard, sharers):
+                begin, whole = row * self.channels + one.begin, row * of_all.channels + one.whole
+                yield HeldNumbers(begin, whole, one.count, one.sharers)
+        numbers = math.prod(self.state)
+        before, before_all = self.tail * self.channels, self.tail * of_all.channels
+        yield HeldNumbers(before, before_all + shard.rank * numbers, numbers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaShape(StateShape):
@@ -63,8 +111,9 @@ class DeltaShape(StateShape):
     divisor = "key_heads", "value_heads"
 
     @property
-    def channels(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    def channel_parts(self) -> HeadParts:
+        keys = "key_heads", self.key_dim
+        return keys, keys, ("value_heads", self.value_dim)
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -98,8 +147,9 @@ class SsdShape(StateShape):
     divisor = "groups", "num_heads"
 
     @property
-    def channels(self) -> int:
-        return self.num_heads * self.head_dim + 2 * self.groups * self.state_size
+    def channel_parts(self) -> HeadParts:
+        of_groups = "groups", self.state_size
+        return ("num_heads", self.head_dim), of_groups, of_groups
 
     @property
     def state(self) -> tuple[int, int, int]:

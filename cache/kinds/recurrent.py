@@ -15,6 +15,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.shard import HeldNumbers, Shard
 from tandem.cache.plan.spans import LAST
 
 MAY_BE_NONE = tuple(RecurrentInputs._field_defaults)
@@ -24,9 +25,10 @@ MOST_GPU_DIM = 128  # a program of Triton's kernels has a head's keys and values
 @dataclass(frozen=True)
 class Recurrent(ServedKind):
     """One plane of one head, float32: the tail of a causal convolution, then the state. Tokens change it by the
-    rule of its shape."""
+    rule of its shape. A rank has the shape of its own heads. sharers: see StateShape.sharers."""
 
     shape: StateShape
+    sharers: int = 1
 
     num_kv_heads = 1
     keeps = LAST
@@ -35,13 +37,18 @@ class Recurrent(ServedKind):
     takes = RecurrentInputs
     serves = "recur"
     holds = "a state"
-    whole_on_ranks = True
     no_scales = "states; only K and V have 8 bits"
     no_sliding = "states"
 
     @property
     def head_dim(self) -> int:  # type: ignore[override]
         return self.shape.numbers
+
+    def held(self, shard: Shard) -> tuple[HeldNumbers, ...]:
+        return tuple(self.shape.held_of_entry(shard, self.sharers))
+
+    def whole(self, shard: Shard) -> "Recurrent":
+        return Recurrent(self.shape.undivided(shard, self.sharers))
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
         """Other groups come first, and keep no encoder's entries."""

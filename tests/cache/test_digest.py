@@ -8,14 +8,18 @@ from hypothesis import strategies as st
 
 from tandem.cache import digest
 from tandem.cache.digest import DIGEST_BITS, digest_kv
+from tandem.cache.kernels.recurrent import StateShape
 from tandem.cache.kinds.kv import KV
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import SKIP
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.shard import WHOLE, Shard
 from tests.cache.naive import cache_of, draw_inputs, layout_of, pools_of, run, windowed
 from tests.cache.peer_writer import PeerWriter
+from tests.support.state_parts import DELTA, SSD, part_of_pools
+from tests.support.state_parts import layout_of as layout_of_states
 
 PAGE, LENGTH = 4, 22
 SEQUENCE = 7
@@ -126,3 +130,44 @@ def test_with_windows_it_is_of_what_a_later_query_sees() -> None:
             entry.neg_()
             assert digest_kv(receiver, SEQUENCE, 0, LENGTH) != sent
             entry.neg_()
+
+
+@pytest.mark.parametrize("shape", [DELTA, SSD], ids=["delta", "ssd"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_a_model_with_states_get_the_digest_of_one(shape: StateShape, size: int) -> None:
+    """What several ranks hold counts once, and each rank's part counts."""
+    generator = torch.Generator().manual_seed(4)
+    layout = layout_of_states(shape, WHOLE, PAGE)
+    whole = [torch.randn(8, *layout.page_shape(group), generator=generator) for group in range(2)]
+    words: list[int] = []
+    due = digest_of_states(shape, WHOLE, whole, words)
+    (of_all,) = words
+    words.clear()
+    for rank in range(size):
+        digest_of_states(shape, Shard(rank, size), whole, words)
+    assert sum(words) % (1 << 64) == of_all
+    assert due == of_all >> 32 & (1 << DIGEST_BITS) - 1
+    whole[1][..., -1] *= -1  # of the last head
+    *first, last = words
+    digest_of_states(shape, Shard(size - 1, size), whole, words)
+    assert words[-1] != last
+    digest_of_states(shape, Shard(0, size), whole, words)
+    assert words[-1] == first[0]
+
+
+def digest_of_states(shape: StateShape, shard: Shard, whole: list[torch.Tensor], words: list[int]) -> int:
+    """words: gets what the rank adds to the digest. The sequence takes the first pages."""
+    layout, pools = (
+        layout_of_states(shape, shard, PAGE),
+        [one.contiguous() for one in part_of_pools(whole, shape, shard)],
+    )
+    ropes = [RopeParameters("none", 4), RopeParameters("none", 0)]
+    cache = PagedKVCache(layout, pools, max_sequences=1, max_sequence_length=64, rope=ropes, writer=None)
+    cache.add_sequence(SEQUENCE)
+    cache.prepare_receive(SEQUENCE, LENGTH)
+
+    def keep(word: int) -> int:
+        words.append(word)
+        return word
+
+    return digest_kv(cache, SEQUENCE, 0, LENGTH, add_up=keep)

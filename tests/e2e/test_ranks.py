@@ -14,7 +14,7 @@ from tandem.cluster.client import Client
 from tandem.cluster.metrics.cluster_series import worker_families
 from tandem.proto import inference_pb2
 from tandem.transfer.rank_transport import RankTransport
-from tests.support.checkpoints import CASES, save_checkpoint
+from tests.support.checkpoints import CASES, make_model, save_checkpoint, sizes_for_ranks
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.encoder_models import greedy_behind, save_t5gemma
 from tests.support.island import Island, running_island
@@ -36,6 +36,8 @@ GATE = (
     "deepseek_v4-1+2",
     "gpt_oss-2+4",
     "qwen3_next-1+2",
+    "kimi_linear-2+1",
+    "nemotron_h-2+2",
 )
 
 
@@ -57,10 +59,10 @@ def is_idle(island: Island) -> bool:
 )
 def test_tokens_of_every_family(case: str, prefill: int, decode: int, tmp_path: Path) -> None:
     """Alone, then all at once, which finds prefixes, beside requests that are cancelled."""
-    folder = save_checkpoint(case, tmp_path)
+    make_model(case, **sizes_for_ranks(case, max(prefill, decode))).save_pretrained(tmp_path)
     prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    due = greedy_all(load_oracle(folder), prompts, OUTPUT)
-    with running_island(folder, shape_of(prefill, decode)) as island, island.client() as client:
+    due = greedy_all(load_oracle(tmp_path), prompts, OUTPUT)
+    with running_island(tmp_path, shape_of(prefill, decode)) as island, island.client() as client:
         for prompt, tokens in zip(prompts[:3], due[:3], strict=True):
             assert tokens_of(complete(island.address, prompt, max_tokens=OUTPUT, **GREEDY)) == tokens
         for prompt in prompts[3:]:
@@ -69,6 +71,8 @@ def test_tokens_of_every_family(case: str, prefill: int, decode: int, tmp_path: 
             cancelled.close()
         assert complete_all(island.address, prompts * 2, max_tokens=OUTPUT, **GREEDY) == due * 2
         until(lambda: is_idle(island))
+        (found,) = client.cluster_info().islands
+        assert not any(worker.counters.corrupt for worker in found.workers)
     assert len(island.workers) == prefill + decode
 
 

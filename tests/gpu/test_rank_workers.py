@@ -12,7 +12,7 @@ from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, togethe
 from tests.gpu.test_families import accepted_in, check_logprobs, running_workers
 from tests.gpu.worker_process import WorkerPe
 from tests.support.checkpoints import make_model, sizes_on_gpu
-from tests.support.client_requests import GREEDY, complete_all, complete_all_updates
+from tests.support.client_requests import GREEDY, complete_all, complete_all_updates, tokens_of
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 from tests.support.waiting import until
 
@@ -21,13 +21,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), NEEDS_NVSHMEM]
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((1, 16, 47, 49, 149))]
 OUTPUT = 12
 WAIT_SECONDS = 10.0
-# Families by what they have: plain; experts; latents and experts; windows; experts, biases and sinks.
+# Families by what they have: plain; experts; latents and experts; windows; experts, biases and sinks; recurrent states,
+# of heads by key head and by part.
 IN_FLOAT32 = {
     "llama-1+2": ("llama", 1, 2),
     "qwen3_moe-2+1": ("qwen3_moe", 2, 1),
     "deepseek_v3-2+2": ("deepseek_v3", 2, 2),
     "gemma3-2+1": ("gemma3", 2, 1),
     "gpt_oss-1+2": ("gpt_oss", 1, 2),
+    "qwen3_next-1+2": ("qwen3_next", 1, 2),
+    "qwen3_5-2+1": ("qwen3_5", 2, 1),
 }
 # By Triton's attention (heads of 96) and FlashInfer's, in CUDA graphs; latents.
 IN_BFLOAT16: dict[str, tuple[str, dict[str, int], int, int]] = {
@@ -80,6 +83,28 @@ def test_drafts_and_joint_steps_in_graphs(processes: list[PeProcess], tmp_path: 
         answers = complete_all_updates(address, PROMPTS, max_tokens=4 * OUTPUT, logprobs=5, **GREEDY)
     assert accepted_in(answers) > 0
     check_logprobs(tmp_path, PROMPTS, answers)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)], ids=["1+2", "2+1", "2+2"])
+def test_each_rank_has_its_heads_of_the_states(
+    prefill: int, decode: int, processes: list[PeProcess], tmp_path: Path
+) -> None:
+    """Prefixes that end at snapshots, and drafts that do not hold, in graphs. Digests of pushed KV are compared."""
+    make_model("qwen3_next").save_pretrained(tmp_path)
+    oracle, longest = load_oracle(tmp_path, device="cuda"), PROMPTS[-1]
+    prompts = [*PROMPTS, longest[:100] + PROMPTS[2], longest]
+    due = greedy_all(oracle, prompts, 4 * OUTPUT)
+    snapshots = {"cache.state_interval": 32, "cache.state_share": 1.0}
+    settings = {**shape_of(prefill, decode), **snapshots, "island.verify_kv": True}
+    used = processes[: prefill + decode]
+    with running_workers(used, tmp_path, "float32", "ngram", settings) as address, Client(address) as client:
+        answers = complete_all_updates(address, prompts[:5], max_tokens=4 * OUTPUT, **GREEDY)
+        behind = [complete_all_updates(address, [one], max_tokens=4 * OUTPUT, **GREEDY)[0] for one in prompts[5:]]
+        (island,) = client.cluster_info().islands
+    assert [tokens_of(updates) for updates in (*answers, *behind)] == due
+    assert [updates[-1].usage.cached_tokens for updates in behind if updates[-1].usage] == [96, 144]
+    assert accepted_in(answers) > 0
+    assert not any(worker.counters.corrupt for worker in island.workers)
 
 
 def test_a_killed_rank_ends_its_worker(tmp_path: Path) -> None:

@@ -108,6 +108,14 @@ CACHE = (
         tests=("tests/cache/test_digest.py::test_positions_that_changed_places_change_it",),
     ),
     Mutant(
+        name="digest-of-ranks-counts-twice",
+        file="cache/digest.py",
+        find="if shard.rank % one.sharers == 0]",
+        replace="]",
+        reason="What several ranks hold counts once, or a state that came whole is refused at ranks of another number.",
+        tests=("tests/cache/test_digest.py::test_ranks_of_a_model_with_states_get_the_digest_of_one",),
+    ),
+    Mutant(
         name="state-changed-before-it-is-sent",
         file="cache/pages/sequence_pages.py",
         find="(lengths + appends > marks.ends[rows])",

@@ -89,6 +89,22 @@ TRANSFER = (
         tests=(f"{WIRE_MAP}::test_with_a_window_exactly_what_is_behind_it_is_skipped",),
     ),
     Mutant(
+        name="state-in-the-order-of-one-side",
+        file="transfer/regions.py",
+        find="[found[begin] for begin in sorted(found)] if has_heads",
+        replace="list(found.values())[:: 1 if own.shard.size > peer.shard.size else -1] if has_heads",
+        reason="Both sides cut a state in one order, or what travels in one piece is sorted in at the wrong heads.",
+        tests=("tests/contracts/test_state_shards.py::test_each_rank_gets_the_states_of_its_heads",),
+    ),
+    Mutant(
+        name="state-from-a-rank-without-its-heads",
+        file="transfer/regions.py",
+        find="for begin in sorted(found)] if has_heads else []",
+        replace="for begin in sorted(found)]",
+        reason="A rank is written by those that have its heads, or a mailbox has too few lanes for its writers.",
+        tests=("tests/contracts/test_state_shards.py::test_a_rank_is_written_by_those_with_its_heads",),
+    ),
+    Mutant(
         name="peer-of-another-epoch",
         file="transfer/membership.py",
         find='        "epoch": config.epoch,\n',

@@ -396,6 +396,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def sizes_for_ranks(case: str, ranks: int) -> dict[str, int]:
+    """Fields of a case's configuration by which so many ranks can divide its recurrent heads. Four ranks divide eight
+    heads; those that serve them, of which cases have two, are shared by two ranks each."""
+    fields = {"linear_num_heads", "linear_num_value_heads", "mamba_num_heads"} & CASES[case][1].keys()
+    return dict.fromkeys(fields, 8) if ranks == 4 else {}
+
+
 def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
     """The transformers model of a case in float32, every parameter random: biases and norm weights matter too.
 

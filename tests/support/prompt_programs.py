@@ -12,8 +12,11 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
+from tandem.cache.plan.shard import Shard
 from tandem.workers.models.registry import load_config
+from tandem.workers.models.sharding import shard_config
 from tandem.workers.models.weights import load_decoder
+from tandem.workers.ranks.ranks import ALONE, Ranks
 from tandem.workers.runner.batch_buckets import MOST_PROMPTS
 from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.runner.model_cache import kv_layout, make_cache
@@ -52,9 +55,10 @@ class PromptRunner:
         device: str = "cpu",
         scales: KVScales | None = None,
         snapshots: SnapshotRule = NO_SNAPSHOTS,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """capture: None: all forwards are plain."""
-        config = load_config(folder, dtype)
+        """capture: None: all forwards are plain. ranks: of which this is one."""
+        config = shard_config(load_config(folder, dtype), Shard(ranks.rank, ranks.size))
         layout = kv_layout(config, PAGE, scales)
         groups = range(len(layout.groups))
         self.pools = [
@@ -72,7 +76,8 @@ class PromptRunner:
                 snapshots=snapshots,
             )
         )
-        self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
+        decoder = load_decoder(folder, config, device=torch.device(device), ranks=ranks)
+        self.runner = ModelRunner(decoder, self.cache)
         self.replays = 0
         if capture is not None:
             self.runner.capture_prompts(CAPTURED, self.counting(capture))

@@ -38,9 +38,29 @@ class ThreadRank:
         return parts
 
 
+class RankInTurns(ThreadRank):
+    """One of several that compute one at a time, as Triton's interpreter needs it. `turn` is held while it computes."""
+
+    def __init__(self, rank: int, parts: list[Tensor], barrier: threading.Barrier, turn: threading.Lock) -> None:
+        super().__init__(rank, parts, barrier)
+        self.turn = turn
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self.turn.release()
+        try:
+            return super()._exchange(x)
+        finally:
+            self.turn.acquire()
+
+
 def thread_ranks(size: int) -> list[ThreadRank]:
     parts, barrier = [torch.empty(0)] * size, threading.Barrier(size)
     return [ThreadRank(rank, parts, barrier) for rank in range(size)]
+
+
+def ranks_in_turns(size: int) -> list[RankInTurns]:
+    parts, barrier, turn = [torch.empty(0)] * size, threading.Barrier(size), threading.Lock()
+    return [RankInTurns(rank, parts, barrier, turn) for rank in range(size)]
 
 
 def on_all(calls: Sequence[Callable[[], T]]) -> list[T]:

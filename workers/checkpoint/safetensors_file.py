@@ -50,7 +50,7 @@ class Slice:
     """A stored tensor that fills `target`, or a slice of it along one dimension."""
 
     target: Tensor  # contiguous, any device; of another dtype than the stored one it converts
-    dim: int = 0  # 0; or 1, of a tensor of two dimensions
+    dim: int = 0  # 0; or 1, of a tensor of two dimensions; or one behind dimensions of size 1
     begin: int = 0  # of the slice
     extent: int | None = None  # of the stored tensor in dim; None: the target's
 
@@ -103,7 +103,7 @@ class SafetensorsFile:
         if one.dim == 1 and one.extent is not None:
             pitch, columns = one.extent * dtype.itemsize, (one.begin, one.extent)
         else:
-            begin += one.begin * math.prod(target.shape[1:]) * dtype.itemsize
+            begin += one.begin * math.prod(target.shape[one.dim + 1 :]) * dtype.itemsize
             target = target.view(-1)
         count = max(1, PART_BYTES // pitch)
         return [

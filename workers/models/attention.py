@@ -20,6 +20,7 @@ from tandem.workers.models.parameters import AnyAttention, AttentionParameters, 
 from tandem.workers.models.recurrent.choice import prepare_recurrent
 from tandem.workers.models.recurrent.parameters import RecurrentParameters
 from tandem.workers.models.window_fields import ChunkedConfig
+from tandem.workers.ranks.ranks import ALONE, Ranks
 
 LATENT_NORM_EPS = 1e-6  # transformers gives these norms their class's, not the config's
 
@@ -33,10 +34,12 @@ def prepare_attention(
     layer: int,
     parameters: AnyAttention,
     kernels: LayerKernels,
+    ranks: Ranks = ALONE,
 ) -> AttentionBlock:
+    """ranks: those of the config's shard."""
     if isinstance(parameters, RecurrentParameters):
         assert config.recurrent is not None  # parameters of a state come from it
-        return prepare_recurrent(config.recurrent, config.rms_norm_eps, parameters)
+        return prepare_recurrent(config.recurrent, config.rms_norm_eps, parameters, ranks)
     if isinstance(parameters, SharedParameters):
         assert config.compressed is not None  # parameters of one plane come from it
         return SharedKVAttention(config.compressed, config.head_dim, config.rms_norm_eps, parameters, kernels)

@@ -25,7 +25,6 @@ from tandem.workers.models.blocks.layer_inputs import LayerTail, PerLayerInputs
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import FeedForward, GatedFeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerNorms, LayerParameters
-from tandem.workers.models.recurrent.parameters import RecurrentParameters
 from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
 from tandem.workers.models.weight_names import is_norm, named_weights
 from tandem.workers.ranks.ranks import ALONE, Ranks, prepare_summed
@@ -258,9 +257,8 @@ def prepare_layer(
     """index: of the layer in the model of `config`."""
     attention = o = feed_forward = None
     if layer.attention is not None:
-        attention = prepare_attention(config, index, layer.attention, kernels)
-        whole = isinstance(layer.attention, RecurrentParameters)  # each rank computes all of it
-        o = layer.attention.o.prepare() if whole else prepare_summed(layer.attention.o, ranks)
+        attention = prepare_attention(config, index, layer.attention, kernels, ranks)
+        o = prepare_summed(layer.attention.o, ranks)
     if layer.feed_forward is not None:
         alone = layer.norms.behind_feed_forward is None
         feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, ranks, in_parts=alone)

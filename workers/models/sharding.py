@@ -9,12 +9,13 @@ from torch import Tensor
 from tandem.cache.plan.shard import Shard
 from tandem.workers.checkpoint.safetensors_file import Slice
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.recurrent.sharding import slices_of_state
 
 # By the last name before `.weight`, `.bias` and the like: the dimension of the weight that the ranks divide.
 DIVIDED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "sinks"), 0),  # heads
     **dict.fromkeys(("gate_proj", "up_proj"), 0),  # intermediate size
-    **dict.fromkeys(("o_proj", "down_proj"), 1),  # the inputs of the layer's second GEMMs
+    **dict.fromkeys(("o_proj", "out_proj", "down_proj"), 1),  # the inputs of the layer's second GEMMs
     **dict.fromkeys(("wq_b", "wo_a", "attn_sink", "w1", "w3"), 0),  # the same, as DeepSeek-V4 has them
     **dict.fromkeys(("wo_b", "w2"), 1),
 }
@@ -26,8 +27,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The config of one shard of a whole model. InvalidArgument when the ranks cannot divide its sizes.
 
     num_heads, num_kv_heads, intermediate_size and moe.shared_size become those of the shard. num_experts stays, since
-    each rank routes to all experts; ModelConfig.experts is the range that the shard holds. Each rank computes the whole
-    of recurrent layers.
+    each rank routes to all experts; ModelConfig.experts is the range that the shard holds.
     """
     moe, whole = config.moe, config.latent is not None  # all ranks keep the whole latents
     full, compressed = config.full_heads, config.compressed
@@ -52,6 +52,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         intermediate_size=len(shard.part("intermediate_size", config.intermediate_size)),
         full_heads=full,
         moe=moe,
+        recurrent=None if config.recurrent is None else config.recurrent.divided(shard),
         compressed=compressed,
         encoder=None if config.encoder is None else shard_config(config.encoder, shard),
     )
@@ -77,8 +78,11 @@ def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int,
         if weight.shape[0] == config.vocab_size:  # a drafter's
             return [Slice(weight)]
         return [Slice(weight, 0, config.head_part.start, config.vocab_size)]
-    if _is_of_state(name, config):
-        return [Slice(weight)]
+    layer = LAYER.search(name)
+    if config.recurrent is not None and layer is not None and int(layer[1]) in config.recurrent.layers:
+        of_state = slices_of_state(config.recurrent, config.shard, name, weight)
+        if of_state is not None:
+            return of_state
     replicas = _replicas(name, config)
     if last in ("qkv_proj", "gate_up_proj"):
         return list(_fused(weight, _extents(last, config), config.shard, replicas))
@@ -90,14 +94,6 @@ def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int,
     extent, shard = weight.shape[dim], config.shard
     replicas = replicas if last in ("k_proj", "v_proj") else 1
     return [Slice(weight, dim, shard.rank // replicas * extent, shard.size // replicas * extent)]
-
-
-def _is_of_state(name: str, config: ModelConfig) -> bool:
-    """Whether the tensor is a recurrent layer's, of which each rank has all."""
-    layer = LAYER.search(name)
-    if layer is None or config.recurrent is None or int(layer[1]) not in config.recurrent.layers:
-        return False
-    return f".{config.recurrent.block}." in name
 
 
 def _replicas(name: str, config: ModelConfig) -> int:

@@ -93,7 +93,8 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
 def _state_groups(model: ModelConfig) -> list[LayerGroup]:
     if model.recurrent is None:
         return []
-    return [LayerGroup(tuple(sorted(model.recurrent.layers)), Recurrent(model.recurrent.shape))]
+    kind = Recurrent(model.recurrent.shape, model.recurrent.sharers)
+    return [LayerGroup(tuple(sorted(model.recurrent.layers)), kind)]
 
 
 def _latent_groups(model: LatentConfig, layers: tuple[int, ...]) -> list[LayerGroup]:

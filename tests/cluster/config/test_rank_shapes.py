@@ -1,14 +1,17 @@
 """Ranks that cannot divide a model are refused with the numbers that can."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from tandem.cache.kernels.recurrent import DeltaShape
 from tandem.cluster.cli.rank_room import gpu_shapes
 from tandem.cluster.config.island import IslandSection
 from tandem.cluster.config.rank_shapes import check_ranks
 from tandem.cluster.errors import ConfigError
+from tandem.workers.models.recurrent.fields import DeltaNetConfig
 from tandem.workers.models.registry import load_config
 
 DEMO = Path(__file__).resolve().parents[3] / "cluster/tools/demo_model/checkpoint"
@@ -22,6 +25,20 @@ def test_what_fits_is_said() -> None:
     assert str(refused.value) == (
         "island.decode_ranks is 4: num_heads is 6; it must be a multiple of the 4 ranks that divide it; 1, 2 fit this "
         "model"
+    )
+
+
+def test_recurrent_heads_count_too() -> None:
+    """Four ranks could share two key heads, but not divide the 6 value heads."""
+    shape = DeltaShape(key_heads=2, value_heads=6, key_dim=8, value_dim=8, tail=3)
+    recurrent = DeltaNetConfig(frozenset((0,)), shape, "linear_attn", by_key_head=False)
+    model = replace(load_config(DEMO), num_heads=12, recurrent=recurrent)
+    check_ranks(IslandSection(prefill_ranks=2, decode_ranks=1), (model, None))
+    with pytest.raises(ConfigError) as refused:
+        check_ranks(IslandSection(prefill_ranks=4), (model, None))
+    assert str(refused.value) == (
+        "island.prefill_ranks is 4: value_heads of recurrent layers is 6; it must be a multiple of the 4 ranks that "
+        "divide it; 1, 2 fit this model"
     )
 
 

@@ -240,13 +240,15 @@ def test_scales_that_do_not_fit_are_named(
         check_weights(tmp_path, load_config(tmp_path))
 
 
-@pytest.mark.parametrize("case", ["qwen3-blocks", "llama-channel", "deepseek_v3-blocks", "gpt_oss-mxfp4"])
+@pytest.mark.parametrize(
+    "case", ["qwen3-blocks", "llama-channel", "deepseek_v3-blocks", "gpt_oss-mxfp4", "qwen3_next-blocks"]
+)
 def test_each_rank_loads_its_part_of_every_weight(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts begin within blocks of rows, too."""
     monkeypatch.setattr("tandem.workers.weights.formats.fp8.PART_NUMBERS", 300)
-    family, how, quantize = CASES[case]
+    family, how, quantize = CASES.get(case, ("qwen3_next", DEEPSEEK, by_blocks))
     if how is DEEPSEEK:  # blocks of columns that ranks can divide
-        how, quantize = DEEPSEEK | {"weight_block_size": [32, 4]}, blocks_of((32, 4))
+        how, quantize = DEEPSEEK | {"weight_block_size": [32, 4]}, all_but("conv1d", blocks_of((32, 4)))
     experts = {"num_local_experts": 6} if family == "gpt_oss" else {}
     model = make_model(family, **experts)
     model.save_pretrained(tmp_path / "model")

@@ -14,7 +14,7 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.sharding import shard_config
 from tandem.workers.models.weights import load_decoder
-from tests.support.checkpoints import CASES, save_checkpoint
+from tests.support.checkpoints import CASES, make_model, save_checkpoint, sizes_for_ranks
 from tests.support.oracle import load_oracle, random_prompt
 from tests.support.thread_ranks import ThreadRank, on_all, thread_ranks
 from tests.workers.reference_attention import ReferenceAttention, Sequence
@@ -34,11 +34,11 @@ def logits_of(folder: Path, config: ModelConfig, prompt: list[int], rank: Thread
     ("case", "size"), [(case, size) for case in CASES for size in (2, 4) if size == 2 or "deepseek_v4" not in case]
 )
 def test_ranks_give_the_logits_of_transformers(case: str, size: int, tmp_path: Path) -> None:
-    folder = save_checkpoint(case, tmp_path)
-    prompt, config = random_prompt(40, 3), load_config(folder, "float32")
+    make_model(case, **sizes_for_ranks(case, size)).save_pretrained(tmp_path)
+    prompt, config = random_prompt(40, 3), load_config(tmp_path, "float32")
     with torch.inference_mode():
-        expected = load_oracle(folder)(torch.tensor([prompt])).logits[0]
-    found = on_all([partial(logits_of, folder, config, prompt, rank) for rank in thread_ranks(size)])
+        expected = load_oracle(tmp_path)(torch.tensor([prompt])).logits[0]
+    found = on_all([partial(logits_of, tmp_path, config, prompt, rank) for rank in thread_ranks(size)])
     assert all(torch.equal(found[0], one) for one in found)
     torch.testing.assert_close(found[0], expected, rtol=FLOAT32, atol=FLOAT32)
 

@@ -2,6 +2,7 @@
 buffers, each launched before the tokens of the one before are read, against transformers."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,10 +25,11 @@ from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import make_model, save_checkpoint, sizes_for_ranks
 from tests.support.draft_heads import save_mtp
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.support.prompt_programs import PAGE, PromptRunner, RunInOnePlace
+from tests.support.thread_ranks import RankInTurns, on_all, ranks_in_turns
 from tests.workers.loop_pair import LoopPair
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="models on a CPU need Triton's interpreter")
@@ -147,6 +149,36 @@ def test_drafts_are_verified(captured: bool, tmp_path: Path, on_triton: list[int
     assert found == (len(whole) - 1) // PAGE * PAGE > lengths[0]
     logits = of.forward({2: whole[found:]}, {2: len(whole)})
     assert int(logits.argmax()) == expected[0][len(made[0])]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "size"), [("qwen3_next-options", 2), ("qwen3_next", 2), ("qwen3_next", 4), ("qwen3_5", 4)]
+)
+def test_ranks_compute_their_heads_in_graphs(case: str, size: int, tmp_path: Path, on_triton: list[int]) -> None:
+    """Prompts, steps and verify steps. Of four ranks two share a key head each."""
+    make_model(case, **sizes_for_ranks(case, size)).save_pretrained(tmp_path)
+    prompts = {sequence: random_prompt(length, length) for sequence, length in enumerate((66, 12))}
+    expected = greedy_all(load_oracle(tmp_path), list(prompts.values()), 12)
+
+    def run(rank: RankInTurns) -> list[list[int]]:
+        with rank.turn:
+            of = PromptRunner(tmp_path, None, TableKernels, snapshots=SnapshotRule(2 * PAGE, 20, 2), ranks=rank)
+            of.runner.capture_steps(2, RunInOnePlace())
+            of.runner.capture_verification(6, RunInOnePlace())
+            lengths = {sequence: len(prompt) for sequence, prompt in prompts.items()}
+            for sequence in prompts:
+                of.cache.add_sequence(sequence)
+            made = sample(of, of.forward(prompts, lengths), list(lengths.values()))
+            run_steps(of, made, (1, 2))
+            for sizes, right in DRAFTS[:2]:
+                verify(of, made, expected, lengths, sizes, right)
+            run_steps(of, made, [2] * 2)
+        return made
+
+    for made in on_all([partial(run, rank) for rank in ranks_in_turns(size)]):
+        assert made == [wanted[: len(tokens)] for tokens, wanted in zip(made, expected, strict=True)]
+    assert on_triton
 
 
 @pytest.mark.long

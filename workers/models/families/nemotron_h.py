@@ -107,7 +107,6 @@ def _read_mamba2(fields: Fields, layers: frozenset[int]) -> Mamba2Config:
         block=MIXER,
         biased=fields.boolean("use_bias", False),
         conv_biased=fields.boolean("use_conv_bias", True),
-        norm_groups=shape.groups,
     )
 
 

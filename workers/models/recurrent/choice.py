@@ -10,14 +10,15 @@ from tandem.workers.models.recurrent.parameters import (
     Mamba2Parameters,
     RecurrentParameters,
 )
+from tandem.workers.ranks.ranks import Ranks
 
 
 def prepare_recurrent(
-    config: RecurrentConfig, eps: float, parameters: RecurrentParameters
+    config: RecurrentConfig, eps: float, parameters: RecurrentParameters, ranks: Ranks
 ) -> GatedDeltaNet | KimiDeltaAttention | Mamba2:
-    """eps: of its norm. parameters: those that allocate_recurrent made of the config."""
+    """eps: of its norm. parameters: those that allocate_recurrent made of the config. ranks: those of its shard."""
     if isinstance(config, Mamba2Config) and isinstance(parameters, Mamba2Parameters):
-        return Mamba2(config, eps, parameters)
+        return Mamba2(config, eps, parameters, ranks)
     if isinstance(config, KdaConfig) and isinstance(parameters, KdaParameters):
         return KimiDeltaAttention(config, eps, parameters)
     assert isinstance(config, DeltaNetConfig)  # there are no others

@@ -1,8 +1,10 @@
 """Layers that keep a state in place of K and V, as Hugging Face configs write them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from tandem.cache.kernels.recurrent import DeltaShape, KdaShape, SsdShape, StateShape
+from tandem.cache.plan.shard import Shard
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 
@@ -13,11 +15,17 @@ MAX_SIZE = 1 << 16  # of each size; more than any model has
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """layers: those that keep states. block: their submodule, in weight names."""
+    """layers: those that keep states. block: their submodule, in weight names. A shard has the shape of its own heads,
+    and `sharers`, see StateShape.sharers."""
 
     layers: frozenset[int]
     shape: StateShape
     block: str
+    sharers: int = field(default=1, kw_only=True)
+
+    def divided(self, shard: Shard) -> Self:
+        """Of one shard of a whole model. InvalidArgument when the ranks cannot divide the heads."""
+        return replace(self, shape=self.shape.divided(shard), sharers=self.shape.sharers(shard))
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,12 @@ class KdaConfig(RecurrentConfig):
 
 @dataclass(frozen=True)
 class Mamba2Config(RecurrentConfig):
-    """biased, conv_biased: whether products, and the convolution, have biases. norm_groups: parts of the output that
-    are normalised each by itself."""
+    """biased, conv_biased: whether products, and the convolution, have biases. The output of each group of heads is
+    normalised by itself, by all ranks that share the group."""
 
     shape: SsdShape
     biased: bool
     conv_biased: bool
-    norm_groups: int
 
 
 def read_recurrent(fields: Fields, num_layers: int, *, by_key_head: bool) -> DeltaNetConfig:

@@ -10,8 +10,7 @@ from tests.benchmarks.measured import Measured
 from tests.benchmarks.model_bench import AHEAD, ModelBench
 from tests.benchmarks.model_shapes import COMMON, SHAPES
 from tests.benchmarks.packed_weights import MODELS as PACKED
-from tests.benchmarks.rank_floors import num_sums, weight_bytes
-from tests.benchmarks.spans import kv_bytes
+from tests.benchmarks.rank_floors import kept_bytes, num_sums, weight_bytes
 from tests.benchmarks.step_bench import CHUNK
 from tests.benchmarks.timeline import record, slowest_kernels
 from tests.gpu.rank_process import RankPe
@@ -20,6 +19,7 @@ MODELS: dict[str, Fields] = {
     "qwen3-8b": COMMON | SHAPES["qwen3-8b"],
     "qwen3-30b-a3b": COMMON | SHAPES["qwen3-30b-a3b"],
     "gpt-oss-120b": PACKED["gpt-oss-120b"],
+    "qwen3-next-8-layers": COMMON | SHAPES["qwen3-next-8-layers"],
 }
 PROMPT_ROUNDS = 3
 SUMS, SUMS_BYTES, REPEATS = 50, 256 << 20, 20  # sums of a CUDA graph: SUMS, or as many as have SUMS_BYTES
@@ -54,9 +54,9 @@ class RankBench(RankPe):
         return made, self._bench.capture_steps(case.rows)
 
     def decode(self, rows: int, context: int) -> tuple[Measured, float]:
-        """Seconds of a step, and the bytes of weights and KV that this rank reads in it."""
+        """Seconds of a step, and the bytes of weights, KV and states that this rank reads or writes in it."""
         lengths, config = Contexts(str(context)).lengths(rows), self._bench.config
-        return self._bench.decode(lengths), weight_bytes(config, rows) + kv_bytes(config, lengths)
+        return self._bench.decode(lengths), weight_bytes(config, rows) + kept_bytes(config, lengths)
 
     def prefill(self, length: int) -> Measured:
         """Seconds to the first token of a prompt."""

@@ -5,15 +5,15 @@ second. A case is a model with a number of ranks, in processes of its own.
 
 decode: wall time of a step, launched before the tokens of the one before are read.
     sums_ms     of all sums of a step, by themselves in a CUDA graph
-    floor_ms    (weights + KV of a rank) / C + sums_ms; experts: as many as even choices make on average. The gathering
-                of logits is left out.
+    floor_ms    (weights + KV of a rank + its states, read and written) / C + sums_ms; experts: as many as even choices
+                make on average. The gathering of logits is left out.
     to_floor    ÷ floor_ms
 prefill: wall time to the first token, in chunks of 8,192.
     sums_ms     of all sums of such a forward, by themselves in a CUDA graph
     sums_share  ÷ the time of the prompt
 to_one_rank: ÷ the time of one rank in this run, where --ranks has 1.
 
-A part of it: --ranks 2 --rows 1 --prompt 0. Other models: --model qwen3-30b-a3b gpt-oss-120b
+A part of it: --ranks 2 --rows 1 --prompt 0. Other models: --model qwen3-30b-a3b gpt-oss-120b qwen3-next-8-layers
 """
 
 import argparse

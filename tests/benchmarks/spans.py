@@ -47,9 +47,9 @@ def seen(span: Span, lengths: Lengths) -> int:
 
 
 def kv_bytes(config: ModelConfig, lengths: Lengths) -> int:
-    """What a decode step reads of KV. lengths: int64 [rows], positions stored."""
+    """What a decode step reads of KV; states are none. lengths: int64 [rows], positions stored."""
     heads = [config.heads_of(layer) for layer in range(config.num_layers)]
-    pairs = zip(heads, config.layer_spans, strict=True)
+    pairs = [(one, span) for one, span in zip(heads, config.layer_spans, strict=True) if not span.last]
     return sum(2 * one.num_kv_heads * one.head_dim * seen(span, lengths) for one, span in pairs) * config.dtype.itemsize
 
 

@@ -24,7 +24,7 @@ from tests.benchmarks import packed_weights, rank_bench, rank_steps
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.model_bench import AHEAD, ModelBench
 from tests.benchmarks.model_shapes import COMMON, SHAPES
-from tests.benchmarks.rank_floors import num_sums, weight_bytes
+from tests.benchmarks.rank_floors import kept_bytes, num_sums, weight_bytes
 from tests.support.thread_ranks import ThreadRank, on_all, thread_ranks
 
 SIZES = {
@@ -39,9 +39,18 @@ SIZES = {
     "eos_token_id": 2,
 }
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
+STATES = {
+    "full_attention_interval": 3,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 24,
+}
 TINY: dict[str, dict[str, Any]] = {
     "dense": COMMON | SHAPES["qwen3-8b"] | SIZES,
     "experts": COMMON | SHAPES["qwen3-30b-a3b"] | SIZES | EXPERTS,
+    "states": COMMON | SHAPES["qwen3-next-8-layers"] | SIZES | EXPERTS | STATES,
 }
 ROWS, CONTEXT, PROMPT, CHUNK = 2, 48, 40, 32
 MANY = 10_000  # rows that choose every expert
@@ -93,6 +102,13 @@ def test_a_step_of_one_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> 
     expert = 3 * SIZES["hidden_size"] * EXPERTS["moe_intermediate_size"] * 2
     unread = weight_bytes(config, MANY) - weight_bytes(config, 1)
     assert unread == pytest.approx(SIZES["num_hidden_layers"] * (3 - 1) * expert)  # one of two choices is held here
+
+
+def test_states_are_read_and_written_and_are_no_kv(tmp_path: Path) -> None:
+    config, lengths = config_of(TINY["states"], tmp_path, Shard(0, 2)), np.array([10, 30])
+    entry = 3 * (2 * 8 + 2 * 16) + 2 * 8 * 16  # one key head and two value heads: the tail, then their states
+    kv = 2 * 1 * 16 * (10 + 1 + 30 + 1) * 2  # of one layer, whose only KV head of this rank has 16 numbers
+    assert kept_bytes(config, lengths) == 2 * 2 * 2 * entry * 4 + kv
 
 
 @pytest.mark.parametrize("rows", [1, 64])

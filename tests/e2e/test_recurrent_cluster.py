@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 VOCABULARY, CHUNK = 512, 64
 FAMILIES = ("qwen3_next", "kimi_linear", "nemotron_h")
+RANKS = ":ranks"  # behind a family: its prompts are computed by one rank, its outputs by two
 SETTINGS: dict[str, Any] = {
     "island.threads_per_worker": 1,
     "island.verify_kv": True,
@@ -59,9 +60,11 @@ class Served:
 
 @pytest.fixture(scope="module", params=["qwen3_next"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp(request.param)
-    make_checkpoint(folder, request.param)
-    cluster = Cluster(load_config(None, {"model.path": str(folder), **SETTINGS}), LocalProcesses(2 * STEADY))
+    family, ranks = request.param.removesuffix(RANKS), 1 + request.param.endswith(RANKS)
+    folder = tmp_path_factory.mktemp(family)
+    make_checkpoint(folder, family)
+    settings = {"model.path": str(folder), "island.decode_ranks": ranks, **SETTINGS}
+    cluster = Cluster(load_config(None, settings), LocalProcesses(2 * STEADY))
     address = cluster.start()
     try:
         yield Served(str(folder), address, load_oracle(folder))
@@ -72,10 +75,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.gate("qwen3_next-decode")
 @pytest.mark.parametrize(
     ("served", "lost"),
-    [(family, lost) for family in FAMILIES for lost in (0, 1)],
+    [(family + ranks, lost) for ranks in ("", RANKS) for family in FAMILIES for lost in (0, 1)],
     indirect=["served"],
     scope="module",
-    ids=[f"{family}-{lost}" for family in FAMILIES for lost in ("prefill", "decode")],
+    ids=[f"{family}{ranks}-{lost}" for ranks in ("", RANKS) for family in FAMILIES for lost in ("prefill", "decode")],
 )
 def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
     """Beside a request that goes on, and one that comes later. What clients have is computed again as a prompt."""

@@ -37,7 +37,6 @@ GATE = (
     "gpt_oss-2+4",
     "qwen3_next-1+2",
     "kimi_linear-2+1",
-    "nemotron_h-2+2",
 )
 
 

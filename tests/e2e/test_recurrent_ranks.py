@@ -1,6 +1,6 @@
 """Workers of several ranks, each with its heads of the recurrent states: prefixes, choices, drafts, moves, host memory.
 
-tests/e2e/test_ranks.py has whole requests of every family.
+tests/e2e/test_ranks.py has whole requests of every family, of the gate those of the two delta rules.
 """
 
 from itertools import product
@@ -60,7 +60,7 @@ def test_prompts_go_on_from_snapshots(case: str, prefill: int, decode: int, tmp_
         check_idle(island)
 
 
-@pytest.mark.gate("qwen3_next-1+2")
+@pytest.mark.gate("nemotron_h-2+2")
 @pytest.mark.parametrize(("case", "prefill", "decode"), ALL, ids=IDS)
 def test_drafts_are_taken_out_of_states(case: str, prefill: int, decode: int, tmp_path: Path) -> None:
     """Of which some hold. What a drafted output leaves is a prefix for the next turn."""

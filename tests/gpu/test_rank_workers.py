@@ -85,17 +85,22 @@ def test_drafts_and_joint_steps_in_graphs(processes: list[PeProcess], tmp_path: 
     check_logprobs(tmp_path, PROMPTS, answers)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)], ids=["1+2", "2+1", "2+2"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "verify"),
+    [(1, 2, False), (2, 1, False), (2, 2, False), (1, 2, True)],
+    ids=["1+2", "2+1", "2+2", "1+2-digests"],
+)
 def test_each_rank_has_its_heads_of_the_states(
-    prefill: int, decode: int, processes: list[PeProcess], tmp_path: Path
+    prefill: int, decode: int, verify: bool, processes: list[PeProcess], tmp_path: Path
 ) -> None:
-    """Prefixes that end at snapshots, and drafts that do not hold, in graphs. Digests of pushed KV are compared."""
+    """Prefixes that end at snapshots, and drafts that do not hold, in graphs. verify: digests of what is pushed, which
+    all ranks add up, are compared."""
     make_model("qwen3_next").save_pretrained(tmp_path)
     oracle, longest = load_oracle(tmp_path, device="cuda"), PROMPTS[-1]
     prompts = [*PROMPTS, longest[:100] + PROMPTS[2], longest]
     due = greedy_all(oracle, prompts, 4 * OUTPUT)
     snapshots = {"cache.state_interval": 32, "cache.state_share": 1.0}
-    settings = {**shape_of(prefill, decode), **snapshots, "island.verify_kv": True}
+    settings = {**shape_of(prefill, decode), **snapshots, "island.verify_kv": verify}
     used = processes[: prefill + decode]
     with running_workers(used, tmp_path, "float32", "ngram", settings) as address, Client(address) as client:
         answers = complete_all_updates(address, prompts[:5], max_tokens=4 * OUTPUT, **GREEDY)

@@ -78,13 +78,17 @@ class ProcessGroup(ABC):
     def replace(self, member: ActorProcess, spec: ActorSpec) -> ActorProcess:
         """Kills one member, then starts another in its place. StartFailed when the place is gone."""
 
-    def replace_anywhere(self, member: ActorProcess, spec: ActorSpec, *, threads: int) -> ActorProcess:
-        """As replace(), or in a new place beside the others if the old one is gone."""
+    def replace_anywhere(
+        self, members: Sequence[ActorProcess], specs: Sequence[ActorSpec], *, threads: int
+    ) -> Sequence[ActorProcess]:
+        """As replace() of all members of one place, or in a new place beside the others if the old one is gone."""
+        started: list[ActorProcess] = []
         with suppress(StartFailed):
-            return self.replace(member, spec)
-        self.shrink([member])
-        (started,) = self.grow([spec], threads=threads)
-        return started
+            for member, spec in zip(members, specs, strict=True):
+                started.append(self.replace(member, spec))
+            return started
+        self.shrink([*members, *started])
+        return self.grow(specs, threads=threads)
 
     def end(self) -> None:
         """Kills every member and frees their resources; idempotent."""

@@ -219,7 +219,7 @@ class GatewaySupervisor(Supervisor):
         before, gateway.member = gateway.member, None
         if before is None:
             return group.grow([gateway.spec], threads=1)[0]
-        return group.replace_anywhere(before, gateway.spec, threads=1)
+        return group.replace_anywhere([before], [gateway.spec], threads=1)[0]
 
     def _watch(self) -> NoReturn:
         while True:

@@ -123,7 +123,7 @@ class Island:
             if self._config.island.ranks.has_several:  # ranks share a host
                 started = self._group.replace(member, named)
             else:
-                started = self._group.replace_anywhere(member, named, threads=self._threads)
+                (started,) = self._group.replace_anywhere([member], [named], threads=self._threads)
             self._members[pe] = started
             self._liveness.add([started])
             self._results([started.call("progress")])

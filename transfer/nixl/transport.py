@@ -130,13 +130,14 @@ class NixlTransport(Transport):
         return self._handle(memory, name, {pe: self._offers[pe]})
 
     def reach(self, pe: int, handle: bytes) -> None:
-        detail = read_handle(NAME, self.config, pe, handle)
-        self._offers[pe].connect(Remote(pe, self.pe, detail, len(self._own.pools)))
-        self._running.add(self._offers[pe])
+        detail, link = read_handle(NAME, self.config, pe, handle), self._offer_to(pe)
+        link.connect(Remote(pe, self.pe, detail, len(self._own.pools)))
+        self._running.add(link)
 
     def admit(self, pe: int) -> None:
-        link = self._offers.pop(pe)
+        link = self._offer_to(pe)
         assert link.remote is not None, "reach() comes first"
+        del self._offers[pe]
         self._peers[pe], self._links[pe] = link.peer, link
 
     @property
@@ -265,6 +266,12 @@ class NixlTransport(Transport):
         remote = self._links[pe].remote
         assert remote is not None, "joined"
         return remote
+
+    def _offer_to(self, pe: int) -> Link:
+        """TransportError where there is none, or none any more."""
+        if (link := self._offers.get(pe)) is None:
+            raise TransportError(f"PE {pe} has no offer of PE {self.pe}: it was taken back, or was never made")
+        return link
 
     def _end_offer(self, pe: int) -> None:
         link = self._offers.pop(pe)

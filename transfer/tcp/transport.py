@@ -166,12 +166,13 @@ class TcpTransport(Transport):
         return self._handle(self._offers[pe].listener, token)
 
     def reach(self, pe: int, handle: bytes) -> None:
-        offer = self._offers[pe]
+        offer = self._offer_to(pe)
         offer.sender = Sender(offer.peer, self._connections(offer.peer, read_handle(NAME, self.config, pe, handle)))
 
     def admit(self, pe: int) -> None:
-        offer = self._offers.pop(pe)
+        offer = self._offer_to(pe)
         assert offer.sender is not None, "reach() comes first"
+        del self._offers[pe]
         self._peers[pe], self._senders[pe], self._listeners[pe] = offer.peer, offer.sender, offer.listener
 
     @property
@@ -295,6 +296,12 @@ class TcpTransport(Transport):
         if pe == self.pe:
             raise InvalidArgument(f"pe is {pe}, this PE itself; another one of 0 … {self.num_pes - 1} is accepted")
         return self._peers[pe]
+
+    def _offer_to(self, pe: int) -> Offer:
+        """TransportError where there is none, or none any more."""
+        if (offer := self._offers.get(pe)) is None:
+            raise TransportError(f"PE {pe} has no offer of PE {self.pe}: it was taken back, or was never made")
+        return offer
 
     def _sender(self, pe: int) -> Sender:
         """PeerGone where nobody has the PE's place."""

@@ -83,7 +83,7 @@ class ElasticIsland(Island):
             if worker.pe in pes:
                 self._workers[number] = worker = replace(worker, epoch=epoch, epochs=epochs)
                 self._loads.pop(member, None)
-                started = self._group.replace_anywhere(member, self._spec(worker), threads=self._threads)
+                (started,) = self._group.replace_anywhere([member], [self._spec(worker)], threads=self._threads)
                 self._members[number] = started
                 self._liveness.add([started])
 

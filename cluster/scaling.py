@@ -73,14 +73,14 @@ class ScalingState:
     waits_for: str = ""
 
 
-def keep_members(before: Sequence[Role], after: Sequence[Role]) -> list[int | None]:
+def keep_members(before: Sequence[Role], after: Sequence[Role], *, turn: bool = True) -> list[int | None]:
     """For each PE of the next epoch the PE of this one whose process takes it; None for a new process.
 
-    As many processes as possible keep their role. As many as possible of the others change it.
+    As many processes as possible keep their role. turn: as many as possible of the others change it.
     """
     left = {role: deque(pe for pe, held in enumerate(before) if held == role) for role in Role}
     taken: list[int | None] = [left[role].popleft() if left[role] else None for role in after]
-    others = iter(sorted(pe for pes in left.values() for pe in pes))
+    others = iter(sorted(pe for pes in left.values() for pe in pes) if turn else ())
     return [next(others, None) if pe is None else pe for pe in taken]
 
 
@@ -93,11 +93,11 @@ class WorkerChange:
     leaving: tuple[int, ...]  # PEs
 
 
-def plan_change(now: Mapping[int, Role], shape: Shape) -> WorkerChange:
-    """now: the role of each PE. As many workers as possible stay as they are, lower PEs first. As many as possible of
-    the others get another role."""
+def plan_change(now: Mapping[int, Role], shape: Shape, *, turn: bool = True) -> WorkerChange:
+    """now: the role of each PE. As many workers as possible stay as they are, lower PEs first. turn: as many as
+    possible of the others get another role."""
     pes = sorted(now)
-    kept = keep_members([now[pe] for pe in pes], shape.roles)
+    kept = keep_members([now[pe] for pe in pes], shape.roles, turn=turn)
     taken = {pes[old]: role for old, role in zip(kept, shape.roles, strict=True) if old is not None}
     return WorkerChange(
         tuple(role for old, role in zip(kept, shape.roles, strict=True) if old is None),

@@ -84,6 +84,16 @@ class TransportConfig:
         return [regions_between(self.layout, theirs) for theirs in self.layouts or (self.layout,) * self.num_pes]
 
 
+def bundle(handles: Sequence[bytes]) -> bytes:
+    """One handle for all ranks of a worker, from those of each."""
+    return b"\n".join(handles)
+
+
+def unbundle(handle: bytes) -> list[bytes]:
+    """Those of each rank: see bundle()."""
+    return handle.split(b"\n")
+
+
 def make_handle(transport: str, config: TransportConfig, detail: Detail) -> bytes:
     """A PE's island and number, and under `detail` how its transport reaches its memory; for the other PEs."""
     return json.dumps({**_identity(transport, config), "pe": config.pe, "detail": detail}).encode()

@@ -8,9 +8,14 @@ says how many ranks write to the receiver, in bits that tokens do not need; thei
                      ═══ heads 4 … 7 ═══► worker 1, rank 1      lane 0 of 1
 
 Rows behind those of signals, of recalls, are the first ranks' alone, and are as they were.
+
+Where the transport below is elastic, so is this one. A handle is then one for each rank of a peer: see bundle(). Each
+rank may find at another time that a peer is lost, and all have to do the same. So what goes to a lost peer is dropped
+without an error, until the leader has heard of the loss otherwise: by `loss()`, or because the peer is cut.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +25,9 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.completion import TOKEN_BITS
+from tandem.transfer.errors import MembershipRefused, PeerGone
 from tandem.transfer.island_ranks import MAX_RANKS, IslandRanks
-from tandem.transfer.membership import TransportConfig
+from tandem.transfer.membership import TransportConfig, bundle, unbundle
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.regions import Regions, regions_between
 from tandem.transfer.transport import Fence, Transport
@@ -67,8 +73,12 @@ class RankTransport(Transport):
         self._lanes = lanes_of(workers)
         of_sizes = {size: Writers(workers[worker], peers) for size, peers in _by_size(workers).items()}
         writers = [of_sizes[len(peers)] for peers in workers]
-        own = replace(below.config, pe=worker, num_pes=len(workers), num_signals=num_signals, layouts=())
-        super().__init__(own)
+        epochs = tuple(below.config.epochs[first] for first in firsts) if below.config.epochs else ()
+        counts = {"pe": worker, "num_pes": len(workers), "num_signals": num_signals, "epochs": epochs}
+        super().__init__(replace(below.config, **counts, layouts=()))
+        self.elastic = below.elastic
+        self._dropped = (PeerGone,) if below.elastic else ()
+        self._sizes = IslandRanks(map(len, workers))
         self.layouts = tuple(ranks[0] for ranks in workers)
         groups = range(len(self.layout.groups))
         self._targets = [[one.targets(self.rank, group) for group in groups] for one in writers]
@@ -83,8 +93,29 @@ class RankTransport(Transport):
         return self._below.open()
 
     def join(self, handles: Sequence[bytes]) -> None:
-        self._below.join(handles)
+        """handles: of all ranks of all workers. A peer that has made an offer has one for each rank of this worker."""
+        self._below.join([self._own_part(handle) for handle in handles])
         self._joined = True
+
+    def cut(self, pe: int) -> None:
+        for rank in self._ranks_below(pe):
+            self._below.cut(rank)
+
+    def offer(self, pe: int, epoch: int) -> bytes:
+        offers = [self._below.offer(rank, epoch) for rank in self._ranks_below(pe)]
+        self.config = self.config.renewed(pe, epoch)
+        return bundle(offers)
+
+    def reach(self, pe: int, handle: bytes) -> None:
+        ranks, parts = self._ranks_below(pe), unbundle(handle)
+        if len(parts) != len(ranks):
+            raise MembershipRefused(f"PE {pe}'s handle is of {len(parts)} ranks; {len(ranks)} are expected here")
+        for rank, part in zip(ranks, parts, strict=True):
+            self._below.reach(rank, part)
+
+    def admit(self, pe: int) -> None:
+        for rank in self._ranks_below(pe):
+            self._below.admit(rank)
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
@@ -95,14 +126,16 @@ class RankTransport(Transport):
     ) -> None:
         self._check_peer(pe)
         for rank in self._targets[pe][group]:
-            self._below.write_tokens(self._firsts[pe] + rank, group, layer, k, v, token_indices, slots)
+            with suppress(*self._dropped):
+                self._below.write_tokens(self._firsts[pe] + rank, group, layer, k, v, token_indices, slots)
 
     def write_slots(
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
         self._check_peer(pe)
         for rank in self._targets[pe][group]:
-            self._below.write_slots(self._firsts[pe] + rank, group, source_slots, target_slots, stages)
+            with suppress(*self._dropped):
+                self._below.write_slots(self._firsts[pe] + rank, group, source_slots, target_slots, stages)
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         """That of the one rank which is written, if there is one: kernels store into one pool."""
@@ -125,7 +158,8 @@ class RankTransport(Transport):
             return
         for rank, (lane, count) in self._lane_of[pe].items():
             word = signal | (count - 1) << COUNT_SHIFT
-            self._below.post(self._firsts[pe] + rank, row * self._lanes + lane, word, payload)
+            with suppress(*self._dropped):
+                self._below.post(self._firsts[pe] + rank, row * self._lanes + lane, word, payload)
 
     def mailbox(self) -> Int64Array:
         """A row of signals has its word once each rank that writes here has posted it, else 0."""
@@ -145,6 +179,9 @@ class RankTransport(Transport):
     def lost(self) -> str:
         return self._below.lost
 
+    def loss(self, pe: int) -> str:
+        return next(filter(None, (self._below.loss(rank) for rank in self._ranks_below(pe))), "")
+
     @property
     def silent_seconds(self) -> float:  # type: ignore[override]
         return self._below.silent_seconds
@@ -152,6 +189,14 @@ class RankTransport(Transport):
     def close(self) -> None:
         self._joined = False
         self._below.close()
+
+    def _ranks_below(self, pe: int) -> range:
+        self._check_peer(pe)
+        return range(self._firsts[pe], self._firsts[pe] + self._sizes[pe])
+
+    def _own_part(self, handle: bytes) -> bytes:
+        parts = unbundle(handle)
+        return parts[self.rank] if len(parts) > 1 else handle
 
 
 class _Fences:
@@ -182,7 +227,9 @@ def config_below(
     """config: as workers count PEs and rows. The same island, as its ranks do. scratch_bytes: of each rank."""
     layouts = tuple(layout for ranks in workers for layout in ranks)
     signals = config.num_signals - mailbox_rows(0, config.num_pes)
-    pe = IslandRanks(map(len, workers)).process(config.pe, rank)
+    sizes = IslandRanks(map(len, workers))
     num_signals = signals * lanes_of(workers) + mailbox_rows(0, config.num_pes)
-    counts = {"pe": pe, "num_pes": len(layouts), "num_signals": num_signals}
+    epochs = tuple(epoch for pe, epoch in enumerate(config.epochs) for _ in range(sizes[pe]))
+    pe = sizes.process(config.pe, rank)
+    counts = {"pe": pe, "num_pes": len(layouts), "num_signals": num_signals, "epochs": epochs}
     return replace(config, **counts, layouts=layouts, scratch_bytes=scratch_bytes)

@@ -208,7 +208,6 @@ class Worker:
     @property
     def peers(self) -> PeerChanges:
         """Between serve() and leave() or stop(), where the transport is elastic."""
-        assert self._loop is not None, "serve() comes first"
         return PeerChanges(self._transport, self._loop, self.on_step_thread)
 
     @property

@@ -52,6 +52,21 @@ class Liveness:
                 raise TimeoutError(f"no answer within {seconds:g} s{self._phases()}")
         return [call.result() for call in calls]
 
+    def outlast(self, calls: Iterable[Future[Any]], seconds: float) -> None:
+        """Returns once all calls have ended, in whatever way, or after so many seconds. The next wait raises what was
+        lost meanwhile."""
+        pending, lost, deadline = set(calls), list[ActorProcess](), time.monotonic() + seconds
+        while pending and time.monotonic() < deadline:
+            try:
+                pending -= self.wait(pending)
+            except ProcessEnded as error:
+                gone = [member for member in self._ends.values() if member.name == error.name]
+                if not gone:
+                    raise
+                self.forget(gone)
+                lost += gone
+        self.add(lost)
+
     def wait(self, calls: Iterable[Future[Any]]) -> set[Future[Any]]:
         """The ended ones of `calls`, as soon as there is one, or none after POLL_SECONDS. Raises as results()."""
         done = self._stop.wait_any([*self._ends, *calls], POLL_SECONDS)

@@ -46,7 +46,7 @@ def max_islands(config: ClusterConfig) -> int:
 
 def is_elastic(config: ClusterConfig) -> bool:
     """Whether workers of an island come and go while the others serve."""
-    return TRANSPORTS[config.island.transport].elastic and not config.island.ranks.has_several
+    return TRANSPORTS[config.island.transport].elastic
 
 
 def worker_configs(

@@ -74,15 +74,21 @@ class WorkerActor:
         with self._preparing(MEETING):
             self._worker.rejoin(config)
 
+    def cut(self, pe: int) -> None:
+        """See PeerChanges, as the next four."""
+        self._worker.peers.cut(pe)
+
     def part(self, pe: int) -> None:
-        """See PeerChanges, as the next two."""
         self._worker.peers.part(pe)
 
     def offer(self, pe: int, epoch: int) -> bytes:
         return self._worker.peers.offer(pe, epoch)
 
-    def admit(self, pe: int, epoch: int, handle: bytes) -> None:
-        self._worker.peers.admit(pe, epoch, handle)
+    def reach(self, pe: int, handle: bytes) -> None:
+        self._worker.peers.reach(pe, handle)
+
+    def admit(self, pe: int, epoch: int) -> None:
+        self._worker.peers.admit(pe, epoch)
 
     def share_cores(self, workers_on_host: int, decode_workers: int | None, epochs: tuple[int, ...]) -> None:
         self._worker.share_cores(workers_on_host, decode_workers, epochs)

@@ -66,6 +66,24 @@ def test_nothing_is_lost_while_workers_of_one_island_are_replaced(tmp_path: Path
     assert outcome.restarts["local"] > 0
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("transport", "prefill", "decode"), [("tcp", 2, 2), ("tcp", 1, 2), ("nixl", 2, 2)])
+def test_nothing_is_lost_while_workers_of_ranks_are_replaced(
+    tmp_path: Path, transport: str, prefill: int, decode: int
+) -> None:
+    """Blows hit any of their ranks."""
+    skip_without(transport)
+    model, _ = make_target(tmp_path)
+    ranks = {"island.prefill_ranks": prefill, "island.decode_ranks": decode, "island.num_decode": 2}
+    settings = {**RANKS, **ranks, "island.transport": transport}
+    outcome = Storm(model, tmp_path / "faults", seed=5, roles="adaptive", settings=settings).run(24, 30)
+    assert not outcome.errors
+    assert outcome.finished >= 20
+    assert outcome.placed_again > 0
+    assert outcome.restarts["local"] > 0
+
+
 @pytest.mark.gate("split")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("roles", "num_blows"), [("split", 4), ("adaptive", 16)], ids=["split", "adaptive"])

@@ -49,6 +49,11 @@ class TestPlan:
             lack = max(0, prefill - before.num_prefill), max(0, decode - before.num_decode)
             assert len(change.turning) + len(change.joining) == sum(lack)
 
+    def test_nobody_gets_another_role_where_ranks_are_unlike(self) -> None:
+        now = {0: Role.PREFILL, 1: Role.DECODE, 3: Role.DECODE}
+        change = plan_change(now, Shape(2, 1), turn=False)
+        assert (change.joining, change.turning, change.leaving) == ((Role.PREFILL,), {}, (3,))
+
     def test_the_highest_of_a_role_leaves(self) -> None:
         change = plan_change({0: Role.PREFILL, 1: Role.DECODE, 3: Role.DECODE, 5: Role.PREFILL}, Shape(1, 1))
         assert (change.joining, change.turning, change.leaving) == ((), {}, (3, 5))
@@ -76,9 +81,13 @@ def test_orders_have_their_turn_and_always_end() -> None:
 
 @contextmanager
 def supervised(
-    processes: FakeProcesses, device: str = "cpu", transport: str = "", recovery: RecoverySection = RECOVERY
+    processes: FakeProcesses,
+    device: str = "cpu",
+    transport: str = "",
+    recovery: RecoverySection = RECOVERY,
+    ranks: tuple[int, int] = (1, 1),
 ) -> Iterator[Cluster]:
-    cluster = Cluster(processes, recovery, device=device, transport=transport)
+    cluster = Cluster(processes, recovery, device=device, transport=transport, ranks=ranks)
     cluster.supervisor.start()
     cluster.supervisor.ready.result(30)
     yield cluster
@@ -202,15 +211,15 @@ class TestIsland:
             assert [spec.argument.role for spec in cluster.processes.specs[-1]] == [Role.PREFILL, Role.DECODE]  # type: ignore[attr-defined]
 
 
-GROWN = ["offer", "offer", "admit", "admit"]  # two others at once
+GROWN = ["offer", "offer", "reach", "admit", "reach", "admit"]  # two others at once
 AT_ONCE = RECOVERY.model_copy(update={"drain_seconds": 0.0})
 
 
 def elastic(
-    processes: FakeProcesses | None = None, recovery: RecoverySection = RECOVERY
+    processes: FakeProcesses | None = None, recovery: RecoverySection = RECOVERY, ranks: tuple[int, int] = (1, 1)
 ) -> AbstractContextManager[Cluster]:
     """Of two workers that cost no new epoch of the others."""
-    return supervised(processes or FakeProcesses(keeps_places=True), transport="tcp", recovery=recovery)
+    return supervised(processes or FakeProcesses(keeps_places=True), transport="tcp", recovery=recovery, ranks=ranks)
 
 
 def pes(cluster: Cluster) -> list[tuple[int, int]]:
@@ -235,7 +244,7 @@ class TestElasticIsland:
             assert len({one.token for one in specs}) == 1
             shrunk = scale(cluster, 1, 1).result(30)
             assert (shrunk.kept, shrunk.started, shrunk.ended, shrunk.seconds_away) == (2, 0, 2, 0)
-            assert [methods(member) for member in first] == [[*FORMED, *GROWN, "part", "part"]] * 2
+            assert [methods(member) for member in first] == [[*FORMED, *GROWN, "cut", "part", "cut", "part"]] * 2
             assert [methods(member) for member in new] == [[*FORMED, "stop"]] * 2
             assert all(member.killed for member in new)
             assert cluster.last.members == first
@@ -398,4 +407,59 @@ class TestElasticIsland:
             ((_, config),) = arguments_of(first, "rejoin")
             assert config.num_pes == 2 * (LEAST_PLACES + 1)
             scale(cluster, 1, LEAST_PLACES + 1).result(30)
-            assert methods(first)[-2:] == ["offer", "admit"]
+            assert methods(first)[-3:] == ["offer", "reach", "admit"]
+
+
+class TestElasticRanks:
+    """Workers of several ranks, in an island where each comes and goes alone."""
+
+    @pytest.mark.parametrize("keeps_places", [False, True])
+    def test_a_worker_is_replaced_with_all_its_ranks(self, keeps_places: bool) -> None:
+        with elastic(FakeProcesses(keeps_places=keeps_places), ranks=(2, 2)) as cluster:
+            leader, follower, *lost = cluster.last.members
+            lost[1].kill()
+            until(lambda: cluster.updates[-1] == (2, 1, 2))
+            assert all(member.killed for member in lost)
+            assert not leader.killed
+            assert not follower.killed
+            assert methods(leader) == [*FORMED, "cut", "part", "offer", "reach", "admit"]
+            assert methods(follower) == [*FORMED, "cut", "offer", "reach"]
+            assert arguments_of(follower, "reach") == [(1, b"handle\nhandle")]
+            *_, new = (member for member in cluster.last.members)
+            ((handles,),) = arguments_of(new, "join")
+            assert handles[2:] == [b"handle"] * 2 + [b""] * 2 * (LEAST_PLACES - 2)
+            specs: list[Any] = [spec for specs in cluster.processes.specs[1:] for spec in specs]
+            assert [(one.argument.pe, one.argument.rank, one.argument.epoch) for one in specs] == [(1, 0, 2), (1, 1, 2)]
+            assert len({one.place for one in specs}) == 1, "ranks share a host"
+
+    def test_nothing_is_freed_before_all_ranks_have_cut(self) -> None:
+        with elastic(ranks=(2, 2)) as cluster:
+            leader, follower, *_, lost = cluster.last.members
+            follower.silent.add("cut")
+            lost.kill()
+            until(lambda: follower.awaits("cut"))
+            assert arguments_of(leader, "part") == []
+            follower.answer_pending("cut", None)
+            until(lambda: cluster.updates[-1] == (2, 1, 2))
+            assert arguments_of(leader, "part") == [(1,)]
+
+    def test_a_worker_whose_rank_is_lost_meanwhile_frees_nothing(self) -> None:
+        with elastic(ranks=(2, 2)) as cluster:
+            leader, follower, _, lost = cluster.last.members
+            follower.ends_at = "cut"
+            lost.kill()
+            until(lambda: cluster.updates[-1] == (2, 2, 2))
+            assert arguments_of(leader, "part") == []
+            assert pes(cluster) == [(0, 2), (1, 2)]
+
+    def test_a_worker_of_other_ranks_joins_where_there_is_room_for_them(self) -> None:
+        with elastic(ranks=(1, 2), recovery=AT_ONCE) as cluster:
+            scale(cluster, 1, 2).result(30)
+            outcome = scale(cluster, 2, 1).result(30)
+            assert (outcome.kept, outcome.started, outcome.ended) == (2, 1, 1)
+            assert pes(cluster) == [(0, 1), (1, 1), (2, 3)]
+            specs: list[Any] = [spec.argument for spec in cluster.processes.specs[-1]]
+            assert [(one.role, one.pe, one.rank) for one in specs] == [(Role.PREFILL, 2, 0)]
+            assert specs[0].ranks == (1, 2) + (1,) * 6 + (2,) * 6
+            scale(cluster, 1, LEAST_PLACES).result(30)
+            assert pes(cluster) == [(pe, 4) for pe in range(1 + LEAST_PLACES)], "there are places for 7 of them"

@@ -72,4 +72,12 @@ SUPERVISION = (
         reason="Restarts are bounded, or a cluster that cannot serve starts again for ever and no operator hears.",
         tests=(f"{SUPERVISORS}::TestBudget::test_counts_within_a_window",),
     ),
+    Mutant(
+        name="parts-before-all-ranks-have-cut",
+        file="cluster/supervision/islands/elastic_island.py",
+        find="            self._liveness.outlast([call for _, call in cuts], CUT_SECONDS)\n",
+        replace="",
+        reason="A worker frees what a lost peer was to write once none of its ranks can be written any more.",
+        tests=("tests/cluster/test_scaling.py::TestElasticRanks::test_nothing_is_freed_before_all_ranks_have_cut",),
+    ),
 )

@@ -209,4 +209,20 @@ WORKERS = (
         reason="A follower that leaves first makes the last calls, or its leader's device waits for it in vain.",
         tests=("tests/workers/following/test_worker_ranks.py",),
     ),
+    Mutant(
+        name="followers-admit-nobody",
+        file="workers/following/leader.py",
+        find="        self._leader.tell(WELCOME, (pe,))\n",
+        replace="",
+        reason="All ranks admit a process that takes the place of another, or some of the KV never gets there.",
+        tests=("tests/protocol/test_rank_explorer.py::test_nothing_goes_wrong_on_random_ways[0-peers that change]",),
+    ),
+    Mutant(
+        name="a-lost-peer-ends-a-follower",
+        file="workers/following/follower.py",
+        find="    except PeerGone:\n        return False\n",
+        replace="    except ZeroDivisionError:\n        return False\n",
+        reason="A follower that finds a peer lost goes on, for its leader may not know it yet.",
+        tests=("tests/protocol/test_rank_explorer.py::test_nothing_goes_wrong_on_random_ways[0-peers that change]",),
+    ),
 )

@@ -59,6 +59,7 @@ class Rank:
     """One process. alive: nothing has killed it. fences, marks: those that were made here, in order."""
 
     number: int
+    wires: type[WireTransport] = WireTransport
     alive: bool = True
     fences: list[Quiet] = field(default_factory=list)
     marks: list[Quiet] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Rank:
         self.endpoint = Endpoint(memory, np.zeros((rows, 2), np.int64))
         config = TransportConfig(DECODE, 2, LAYOUT, (PAGES,), rows, "small", 1)
         other = Endpoint(TokenMemory("the writer", PAGES, []), np.zeros((rows, 2), np.int64))
-        self.transport = WireTransport(config, (other, self.endpoint))
+        self.transport = self.wires(config, (other, self.endpoint))
         self.transport.fence = self._fence  # type: ignore[method-assign]
         self.cache = TvmCache(
             LAYOUT,
@@ -97,12 +98,14 @@ class Rank:
 
 
 class RankWorld:
+    polls = 2, 5, 8  # of the program
+
     def __init__(self, num_losses: int) -> None:
         self.findings: list[str] = []
         self._losses_left = num_losses
         self.memory, fd, _ = create_memory(RANKS, 2, SIGNALS, RING_BYTES)
         os.close(fd)
-        self.ranks = [Rank(number) for number in range(RANKS)]
+        self.ranks = self._make_ranks()
         self.leader = Leader(self.memory)
         lead, *rest = self.ranks
         self.engine = LeadingEngine(*lead.parts, self.leader, ALONE, LAYOUT.token_bytes)
@@ -113,8 +116,14 @@ class RankWorld:
         self._fence: Any = None
         self._offered = False
         self.at = 0  # in the program
+        self._program = self._make_program()
+
+    def _make_ranks(self) -> Sequence[Rank]:
+        return [Rank(number) for number in range(RANKS)]
+
+    def _make_program(self) -> list[Callable[[], object]]:
         admission = Admission(spec_of([1, 2]), PAGES, 1, shares=False)
-        self._program: list[Callable[[], object]] = [
+        return [
             lambda: self.engine.admit(1, admission),
             lambda: self._expect(1),
             self._sees_signal,
@@ -287,7 +296,7 @@ class RankWorld:
 
     def _moves(self, event: Event) -> bool:
         """A poll that is not so yet changes nothing."""
-        if event[0] != "leader" or self.at not in POLLS:
+        if event[0] != "leader" or self.at not in self.polls:
             return True
         return bool(self._program[self.at]())
 
@@ -303,14 +312,10 @@ class RankWorld:
         )
 
 
-POLLS = (2, 5, 8)
-"""Of the program."""
-
-
 @contextmanager
-def rank_world(num_losses: int) -> Iterator[RankWorld]:
+def rank_world(num_losses: int, kind: type[RankWorld] = RankWorld) -> Iterator[RankWorld]:
     """One whose waits are its own, and which logs nothing of what is lost there."""
-    disabled, world = logging.root.manager.disable, RankWorld(num_losses)
+    disabled, world = logging.root.manager.disable, kind(num_losses)
     logging.disable(logging.CRITICAL)
     try:
         with (
@@ -322,10 +327,10 @@ def rank_world(num_losses: int) -> Iterator[RankWorld]:
         logging.disable(disabled)
 
 
-def walk(seed: int, num_losses: int) -> str:
+def walk(seed: int, num_losses: int, kind: type[RankWorld] = RankWorld) -> str:
     """What goes wrong on one random way to the end, and the way; empty where nothing does."""
     chance, way = random.Random(seed), list[Event]()
-    with rank_world(num_losses) as world:
+    with rank_world(num_losses, kind) as world:
         while not world.findings and (events := list(world.events())) and len(way) < LONGEST_WALK:
             way.append(chance.choice(events))
             world.act(way[-1])

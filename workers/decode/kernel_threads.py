@@ -16,7 +16,9 @@ def threads_of(config: WorkerConfig) -> tuple[int | None, int | None]:
     if own is None or config.decode_workers is None:
         return own, own
     ranks = config.island_ranks
-    processes = sum(map(bool, config.epochs)) or ranks.processes  # an elastic island has vacant places, and no ranks
+    processes = ranks.processes
+    if config.epochs:  # an elastic island has vacant places
+        processes = sum(size for size, epoch in zip(ranks, config.epochs, strict=True) if epoch)
     return own, own * processes // (config.decode_workers * ranks[config.pe])
 
 

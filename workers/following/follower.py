@@ -5,10 +5,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
-from tandem.transfer.transport import Transport
+from tandem.transfer.errors import PeerGone, TransportError
+from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.watched_engine import PARAMETERS
 from tandem.workers.errors import RankLost
@@ -100,9 +103,12 @@ class Follower:
             case calls.FENCE:
                 (pe,) = call.arguments
                 self._num_fences[pe] += 1
-                self._fences[pe].append((self._num_fences[pe], self._engine.fence(pe).is_quiet))
+                self._fences[pe].append((self._num_fences[pe], partial(_is_quiet, self._engine.fence(pe))))
             case calls.DIGEST:
                 self._engine.digest(*call.arguments)
+            case calls.WELCOME:
+                with suppress(TransportError):  # it has gone again by now, and its place stays free
+                    self._transport.admit(*call.arguments)
             case calls.END:
                 self._ended = True
             case name:
@@ -148,6 +154,14 @@ def _passed(waiting: deque[tuple[int, IsPast]], last: int) -> int:
     while waiting and waiting[0][1]():
         waiting.popleft()
     return waiting[0][0] - 1 if waiting else last
+
+
+def _is_quiet(fence: Fence) -> bool:
+    """A peer that is lost may still read what was to go there, until it is cut."""
+    try:
+        return fence.is_quiet()
+    except PeerGone:
+        return False
 
 
 def _at_once() -> bool:

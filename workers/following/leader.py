@@ -24,6 +24,7 @@ from tandem.workers.following.calls import (
     END,
     FENCE,
     MARK,
+    WELCOME,
     Call,
     Ended,
     call_types,
@@ -150,6 +151,11 @@ class LeadingEngine(WatchedEngine):
         found = super().expect(sequence, num_tokens)
         self.wait_for_ranks()
         return found
+
+    def welcome(self, pe: int, epoch: int) -> None:
+        """The followers admit the process behind all that they write to the one before it, which is gone."""
+        super().welcome(pe, epoch)
+        self._leader.tell(WELCOME, (pe,))
 
     def wait_for_ranks(self) -> None:
         self._leader.wait_for_all()

@@ -33,6 +33,7 @@ from tandem.workers.runner.model_runner import ModelRunner
 CAPTURES = 2  # that a leader asks for before it serves
 POLL_SECONDS = 0.05
 FINISH_SECONDS = 10.0  # for a leader's last call
+MEMORY_END = b"\0"  # between the handle of the ranks' memory and that of the transport
 Transports = Callable[[str, TransportConfig], Transport]
 
 
@@ -98,17 +99,21 @@ class WorkerRanks:
         if self.shard.size == 1 or self.follows:
             return handle
         self._memory, self._fd, own = create_memory(*self._extent)
-        return own + b"\n" + handle
+        return own + MEMORY_END + handle
+
+    @staticmethod
+    def of_transport(handle: bytes) -> bytes:
+        """That of a transport, from one that opened() gave, or from a bundle of those of a worker's ranks."""
+        return handle.rpartition(MEMORY_END)[2]
 
     def joined(self, handles: Sequence[bytes]) -> list[bytes]:
-        """Of all ranks, as opened() gives them; those of their transports. Raises RankLost."""
+        """Of all ranks, as opened() gives them or as peers offer them; those of their transports. Raises RankLost."""
         leads = handles[self._sizes.process(self._config.pe)]
         if self.follows:
-            self._memory = attach_memory(leads.partition(b"\n")[0], *self._extent)
+            self._memory = attach_memory(leads.partition(MEMORY_END)[0], *self._extent)
         if isinstance(self._shared, SharedRanks) and self._memory is not None:
             self._shared.attach(self._memory.sums)
-        with_memory = {self._sizes.process(pe) for pe, size in enumerate(self._sizes) if size > 1}
-        return [one.partition(b"\n")[2] if process in with_memory else one for process, one in enumerate(handles)]
+        return [self.of_transport(one) for one in handles]
 
     def engine(
         self, cache: PagedKVCache, runner: ModelRunner, transport: Transport, watcher: Watcher | None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.transfer.transport import Transport
+from tandem.workers.following.worker_ranks import WorkerRanks
 from tandem.workers.steps.step_loop import StepLoop
 
 Command = Callable[[], object]
@@ -12,26 +13,42 @@ Command = Callable[[], object]
 class PeerChanges:
     """One change at a time, by any thread but the step thread, which goes on: only what changes its state runs there.
 
-    part(pe)    the peer is cut, then what waited for it ends
-    offer(pe)   ► handle, for the process that takes its place
-    admit(pe)   that process is reached, then calls go there
+    cut(pe)     on each rank of this worker: nothing goes to the peer any more, and nothing of it lands here
+    part(pe)    then, on the first rank: what waited for it ends
+    offer(pe)   on each rank ► handle, for the process that takes its place
+    reach(pe)   on each rank: that process is reached
+    admit(pe)   then, on the first rank: calls go there
     """
 
-    def __init__(self, transport: Transport, loop: StepLoop, on_step_thread: Callable[[Command], Any]) -> None:
+    def __init__(self, transport: Transport, loop: StepLoop | None, on_step_thread: Callable[[Command], Any]) -> None:
+        """loop: that of the first rank; None on others."""
         self._transport = transport
         self._loop = loop
         self._on_step_thread = on_step_thread
 
-    def part(self, pe: int) -> None:
-        """See Transport.cut; what the peer was to write, or to get, ends with PeerLost. Idempotent."""
+    def cut(self, pe: int) -> None:
+        """See Transport.cut. Idempotent."""
         self._transport.cut(pe)
-        self._on_step_thread(lambda: self._loop.part(pe))
+
+    def part(self, pe: int) -> None:
+        """What the peer was to write, or to get, ends with PeerLost. Idempotent."""
+        loop = self._leading
+        self._on_step_thread(lambda: loop.part(pe))
 
     def offer(self, pe: int, epoch: int) -> bytes:
         """See Transport.offer."""
         return self._transport.offer(pe, epoch)
 
-    def admit(self, pe: int, epoch: int, handle: bytes) -> None:
-        """See Transport.reach and Transport.admit."""
-        self._transport.reach(pe, handle)
-        self._on_step_thread(lambda: self._loop.engine.welcome(pe, epoch))
+    def reach(self, pe: int, handle: bytes) -> None:
+        """See Transport.reach. handle: of each rank of the peer, in a bundle."""
+        self._transport.reach(pe, WorkerRanks.of_transport(handle))
+
+    def admit(self, pe: int, epoch: int) -> None:
+        """See Transport.admit."""
+        loop = self._leading
+        self._on_step_thread(lambda: loop.engine.welcome(pe, epoch))
+
+    @property
+    def _leading(self) -> StepLoop:
+        assert self._loop is not None, "the first rank has the requests"
+        return self._loop

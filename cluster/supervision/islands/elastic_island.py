@@ -1,7 +1,10 @@
 """An island whose workers come and go, one by one, while the others serve."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
+from typing import Any
 
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ProcessEnded
@@ -10,24 +13,30 @@ from tandem.cluster.scaling import Shape
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.network import Network
 from tandem.cluster.supervision.process_settings import workers_on_host
+from tandem.transfer.island_ranks import IslandRanks
+from tandem.transfer.membership import bundle
 from tandem.workers.config import Role, WorkerConfig
 
 LEAVE_SECONDS = 5.0  # for a worker that leaves to close what it holds
+CUT_SECONDS = 60.0  # for all ranks to cut a peer, each of which takes a moment
 
 
 LEAST_PLACES = 8  # each costs a worker two rows of its mailbox, and with NIXL 10 MB of rings
 
 
-def places(config: ClusterConfig) -> int:
-    """How many workers an elastic island can have at a time in one epoch. Records are of workers that stay for an
+def places(config: ClusterConfig) -> IslandRanks:
+    """Those of an elastic island, which workers can have in one epoch, with the ranks that each has room for. Behind
+    those of its first workers are vacant ones, for workers of either role. Records are of workers that stay for an
     epoch."""
-    workers, most = len(config.island.ranks), config.scaling.max_workers or 0
-    return workers if config.record.folder is not None else max(LEAST_PLACES, 2 * workers, most)
+    ranks, most = config.island.ranks, config.scaling.max_workers or 0
+    sizes = sorted({config.island.prefill_ranks, config.island.decode_ranks})
+    vacant = 0 if config.record.folder is not None else max(LEAST_PLACES, 2 * len(ranks), most) - len(ranks)
+    return IslandRanks((*ranks, *(size for size in sizes for _ in range(vacant))))
 
 
 class ElasticIsland(Island):
     """A PE is a place, which one worker after another may have, each in an epoch of its own. The island is formed with
-    a number of places, some of them vacant.
+    a number of places, some of them vacant. Each place has room for a fixed number of ranks.
 
     After form():
     - part() → restart() → seat(): others take the places of workers that were lost;
@@ -39,24 +48,29 @@ class ElasticIsland(Island):
     """
 
     def _in_places(self, workers: list[WorkerConfig]) -> list[WorkerConfig]:
-        there = places(self._config)
-        vacant = (0,) * (there - len(workers))
-        epochs = (*(worker.epoch for worker in workers), *vacant) if vacant else ()
-        return [replace(worker, num_pes=there, epochs=epochs) for worker in workers]
+        there, first = places(self._config), {worker.pe: worker.epoch for worker in workers}
+        epochs = tuple(first.get(pe, 0) for pe in range(len(there))) if len(there) > len(first) else ()
+        ranks = tuple(there) if there.has_several else ()
+        return [replace(worker, num_pes=len(there), ranks=ranks, epochs=epochs) for worker in workers]
 
     @property
-    def _places(self) -> int:
-        return self._workers[0].num_pes
+    def _places(self) -> IslandRanks:
+        return self._workers[0].island_ranks
 
     @property
     def roles(self) -> dict[int, Role]:
         """Of the workers, by their PEs."""
         return {worker.pe: worker.role for worker in self._workers}
 
+    @property
+    def turns(self) -> bool:
+        """Whether a worker may get another role: a process keeps its rank among as many."""
+        return self._size(Role.PREFILL) == self._size(Role.DECODE)
+
     def takes(self, shape: Shape) -> bool:
         """Whether its workers can be changed to that shape while it serves."""
         kept = self._config.record.folder is not None  # a record is of workers that stay
-        return self.formed and not kept and len(shape.roles) <= self._places
+        return self.formed and not kept and Counter(map(self._size, shape.roles)) <= Counter(self._places)
 
     def place_of(self, ended: ProcessEnded) -> int | None:
         """The PE of the worker that has ended; None where it is none of the island's."""
@@ -65,7 +79,7 @@ class ElasticIsland(Island):
 
     def lost_worker(self, lost: ProcessEnded) -> int | None:
         """As place_of(); None as well where nobody is left to go on."""
-        return self.place_of(lost) if self.formed and len(self._members) > 1 else None
+        return self.place_of(lost) if self.formed and len(self.roles) > 1 else None
 
     def part(self, pes: Collection[int]) -> None:
         """Ends these workers at once; the others end all that they did with them, and go on. Idempotent."""
@@ -79,38 +93,42 @@ class ElasticIsland(Island):
         """After part(): starts other processes in the places of these workers, with an epoch of their own."""
         assert self._group is not None, "launch() comes first"
         epochs = self._epochs(dict.fromkeys(pes, epoch))
-        for number, (worker, member) in enumerate(zip(self._workers, self._members, strict=True)):
-            if worker.pe in pes:
-                self._workers[number] = worker = replace(worker, epoch=epoch, epochs=epochs)
+        for pe in pes:
+            gone = self._at({pe})
+            workers = [replace(worker, epoch=epoch, epochs=epochs) for worker in self._workers if worker.pe == pe]
+            for member in gone:
                 self._loads.pop(member, None)
-                (started,) = self._group.replace_anywhere([member], [self._spec(worker)], threads=self._threads)
-                self._members[number] = started
-                self._liveness.add([started])
+            started = self._group.replace_anywhere(gone, [*map(self._spec, workers)], threads=self._threads)
+            self._liveness.add(started)
+            others = [pair for pair in self._pairs if pair[0].pe != pe]
+            self._hold([*others, *zip(workers, started, strict=True)])
 
     def add(self, roles: Sequence[Role], epoch: int) -> list[int]:
         """Starts workers of these roles in vacant places, with an epoch of their own; returns their PEs. StartFailed:
         there is no room for them, and nothing has changed."""
         assert self._group is not None, "launch() comes first"
-        vacant = [pe for pe in range(self._places) if pe not in self.roles]
-        pes = vacant[: len(roles)]
-        assert len(pes) == len(roles), "see takes()"
+        joining = self._vacant(roles)
         shape = _shape_of([*self.roles.values(), *roles])
-        epochs = self._epochs(dict.fromkeys(pes, epoch))
-        workers = [self._changed(pe, role, epoch, epochs, shape) for pe, role in zip(pes, roles, strict=True)]
+        epochs = self._epochs(dict.fromkeys(joining, epoch))
+        workers = [
+            replace(self._changed(pe, role, epoch, epochs, shape), rank=rank)
+            for pe, role in joining.items()
+            for rank in range(self._places[pe])
+        ]
         started = self._group.grow([self._spec(worker) for worker in workers], threads=self._threads)
         self._liveness.add(started)
-        self._hold([*zip(self._workers, self._members, strict=True), *zip(workers, started, strict=True)])
-        return pes
+        self._hold([*self._pairs, *zip(workers, started, strict=True)])
+        return [*joining]
 
     def turn(self, roles: Mapping[int, Role], epoch: int) -> None:
         """These workers leave their peers, and are of another role next, in an epoch of their own."""
         shape, epochs = _shape_of({**self.roles, **roles}.values()), self._epochs(dict.fromkeys(roles, epoch))
         for number, worker in enumerate(self._workers):
             if worker.pe in roles:
-                self._workers[number] = self._changed(worker.pe, roles[worker.pe], epoch, epochs, shape)
+                turned = self._changed(worker.pe, roles[worker.pe], epoch, epochs, shape)
+                self._workers[number] = replace(turned, rank=worker.rank)
         self._let_go(roles)
-        turned = [(member, worker) for worker, member in zip(self._workers, self._members, strict=True)
-                  if worker.pe in roles]  # fmt: skip
+        turned = [(member, worker) for worker, member in self._pairs if worker.pe in roles]
         self._ask([member for member, _ in turned], "leave")
         for member, worker in turned:
             member.name = self._spec(worker).name
@@ -118,29 +136,35 @@ class ElasticIsland(Island):
 
     def seat(self, pes: Collection[int], epoch: int) -> None:
         """After restart(), add() or turn(): these workers load what they have not yet, and join the others."""
-        new = {worker.pe: member for worker, member in zip(self._workers, self._members, strict=True)
-               if worker.pe in pes}  # fmt: skip
-        loading = [member for member in new.values() if member not in self._loads]
+        new = [(worker, member) for worker, member in self._pairs if worker.pe in pes]
+        joining = [member for _, member in new]
+        loading = [member for member in joining if member not in self._loads]
         self._loads |= {member: member.call("load") for member in loading}
         self._results([self._loads[member] for member in loading])
         if loading:
             self._agree(loading, self.num_pages)
-        handles = dict(zip(new, self._open([*new.values()]), strict=True))
-        others = {pe: member for pe, member in zip(self.roles, self._members, strict=True) if pe not in pes}
-        offers = {pe: dict(zip(others, self._ask([*others.values()], "offer", pe, epoch), strict=True)) for pe in new}
-        joins = [
-            member.call("join", [handles.get(peer) or offers[pe].get(peer, b"") for peer in range(self._places)])
-            for pe, member in new.items()
-        ]
-        self._results(joins)
-        for pe in new:
-            self._ask([*others.values()], "admit", pe, epoch, handles[pe])
-        served = dict(zip(new, self._listen([*new.values()]), strict=True))
+        self._meet(new, epoch)
         known = {address.pe: address for address in self._addresses}
-        for worker in self._workers:
-            if worker.pe in served:
-                known[worker.pe] = self._known(worker, served[worker.pe])
+        for (worker, _), address in zip(new, self._listen(joining), strict=True):
+            if worker.rank == 0:
+                known[worker.pe] = self._known(worker, address)
         self._addresses = tuple(known[pe] for pe in self.roles)
+
+    def _meet(self, new: Sequence[tuple[WorkerConfig, ActorProcess]], epoch: int) -> None:
+        """These processes and all others map each other. Then all other workers write to theirs."""
+        members = [member for _, member in new]
+        opened = dict(zip(map(_process, new), self._open(members), strict=True))
+        others = [pair for pair in self._pairs if pair[1] not in members]
+        there, leaders = [member for _, member in others], [member for worker, member in others if worker.rank == 0]
+        numbers = list(map(_process, others))
+        pes = list(dict.fromkeys(pe for pe, _ in opened))
+        handles = {pe: opened | dict(zip(numbers, self._ask(there, "offer", pe, epoch), strict=True)) for pe in pes}
+        every = [(pe, rank) for pe, size in enumerate(self._places) for rank in range(size)]
+        joins = [member.call("join", [handles[worker.pe].get(one, b"") for one in every]) for worker, member in new]
+        self._results(joins)
+        for pe in pes:
+            self._ask(there, "reach", pe, bundle([handle for (of, _), handle in opened.items() if of == pe]))
+            self._ask(leaders, "admit", pe, epoch)
 
     def dismiss(self, pes: Collection[int]) -> None:
         """These workers leave: the others end all that they did with them, and the processes end. Their places are
@@ -161,14 +185,13 @@ class ElasticIsland(Island):
         self._group.shrink(gone)
         for member in gone:
             self._loads.pop(member, None)
-        pairs = zip(self._workers, self._members, strict=True)
-        self._hold([(worker, member) for worker, member in pairs if worker.pe not in pes])
+        self._hold([pair for pair in self._pairs if pair[0].pe not in pes])
         self._addresses = tuple(address for address in self._addresses if address.pe not in pes)
 
     def share_cores(self) -> None:
         """Workers on CPUs count their threads anew, as many workers as there are now. Does not wait for it."""
         config, epochs = self._of_shape(self.shape), self._epochs({})
-        for worker, member in zip(self._workers, self._members, strict=True):
+        for worker, member in self._pairs:
             member.call("share_cores", *_shares(config, worker.role, self._network), epochs)
 
     def look(self) -> None:
@@ -176,34 +199,57 @@ class ElasticIsland(Island):
         self._liveness.wait(())
 
     def _join(self) -> None:
-        vacant = self._places - len(self._workers)
+        vacant = self._places.processes - len(self._members)
         self._all("join", [*self._open(self._members), *[b""] * vacant])
 
+    @property
+    def _pairs(self) -> list[tuple[WorkerConfig, ActorProcess]]:
+        """The ranks of all workers, with their processes."""
+        return list(zip(self._workers, self._members, strict=True))
+
     def _at(self, pes: Collection[int]) -> list[ActorProcess]:
-        return [member for worker, member in zip(self._workers, self._members, strict=True) if worker.pe in pes]
+        return [member for worker, member in self._pairs if worker.pe in pes]
 
     def _hold(self, pairs: Sequence[tuple[WorkerConfig, ActorProcess]]) -> None:
         """These are the workers, with their processes."""
-        ordered = sorted(pairs, key=lambda pair: pair[0].pe)
+        ordered = sorted(pairs, key=_process)
         self._workers = [worker for worker, _ in ordered]
         self._members = [member for _, member in ordered]
 
+    def _size(self, role: Role) -> int:
+        """Ranks of a worker of that role."""
+        return self._config.island.prefill_ranks if role == Role.PREFILL else self._config.island.decode_ranks
+
+    def _vacant(self, roles: Sequence[Role]) -> dict[int, Role]:
+        """Places for workers of these roles, by their PEs."""
+        found: dict[int, Role] = {}
+        for role in roles:
+            left = (pe for pe, size in enumerate(self._places) if size == self._size(role))
+            found[next(pe for pe in left if pe not in self.roles and pe not in found)] = role  # see takes()
+        return found
+
     def _let_go(self, pes: Collection[int]) -> None:
         """All others part with all of these workers, also where ProcessEnded is raised: another one is lost. A worker
-        that misses a peer for long ends."""
-        others, lost = [member for member in self._members if member not in self._at(pes)], None
+        that misses a peer for long ends.
+
+        The ranks of a worker cut a peer before the first of them frees what the peer was to write.
+        """
+        others = [pair for pair in self._pairs if pair[0].pe not in pes]
+        calls: list[Future[Any]] = []
         for pe in pes:
-            try:
-                self._ask(others, "part", pe)
-            except ProcessEnded as error:
-                lost = error
-        if lost is not None:
-            raise lost
+            cuts = [(worker.pe, member.call("cut", pe)) for worker, member in others]
+            self._liveness.outlast([call for _, call in cuts], CUT_SECONDS)
+            failed = {of for of, call in cuts if not call.done() or call.exception() is not None}
+            leaders = [member for worker, member in others if worker.rank == 0 and worker.pe not in failed]
+            parts = [member.call("part", pe) for member in leaders]
+            self._liveness.outlast(parts, CUT_SECONDS)
+            calls += [*(call for _, call in cuts), *parts]
+        self._results(calls)
 
     def _epochs(self, changed: Mapping[int, int]) -> tuple[int, ...]:
         """Of each place, 0 where it is vacant."""
         known = {**{worker.pe: worker.epoch for worker in self._workers}, **changed}
-        return tuple(known.get(pe, 0) for pe in range(self._places))
+        return tuple(known.get(pe, 0) for pe in range(len(self._places)))
 
     def _changed(self, pe: int, role: Role, epoch: int, epochs: tuple[int, ...], shape: Shape) -> WorkerConfig:
         """A worker as it is configured where the island has that shape."""
@@ -221,6 +267,11 @@ class ElasticIsland(Island):
     def _of_shape(self, shape: Shape) -> ClusterConfig:
         section = self._config.island.model_copy(update=asdict(shape))
         return self._config.model_copy(update={"island": section})
+
+
+def _process(pair: tuple[WorkerConfig, ActorProcess]) -> tuple[int, int]:
+    """PE and rank."""
+    return pair[0].pe, pair[0].rank
 
 
 def _shares(config: ClusterConfig, role: Role, network: Network) -> tuple[int, int | None]:

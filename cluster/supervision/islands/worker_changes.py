@@ -75,7 +75,7 @@ class WorkerChanges:
         """As IslandSupervisor's: the outcome, and the calls that update the gateway. ScaleRefused: the island serves on
         as it was."""
         before = self._island.roles
-        change = plan_change(before, shape)
+        change = plan_change(before, shape, turn=self._island.turns)
         if change.joining:
             self._join(change.joining)
         if change.leaving or change.turning:

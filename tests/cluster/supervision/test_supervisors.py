@@ -198,6 +198,25 @@ class TestLiveness:
         threading.Timer(0.05, event.set_result, (None,)).start()
         liveness.results([event], 60)
 
+    def test_others_are_heard_out_where_one_is_lost(self) -> None:
+        """Then the loss is told."""
+        members = [FakeProcess("a"), FakeProcess("b")]
+        for member in members:
+            member.silent.add("cut")
+        liveness = Liveness(members, PATIENT, StopSignal())
+        calls = [member.call("cut") for member in members]
+        members[0].kill()
+        threading.Timer(0.3, members[1].answer_pending, ("cut", None)).start()
+        liveness.outlast(calls, 60)
+        assert calls[1].done()
+        with pytest.raises(ProcessEnded, match="a ended"):
+            liveness.results([Future()], 60)
+
+    def test_a_call_without_an_end_is_not_heard_out(self) -> None:
+        call: Future[None] = Future()
+        Liveness([FakeProcess("a")], PATIENT, StopSignal()).outlast([call], 0.1)
+        assert not call.done()
+
     def test_called_off(self) -> None:
         stop = StopSignal()
         threading.Timer(0.05, stop.call_off).start()
@@ -209,11 +228,18 @@ class Cluster:
     """One supervised island of a prefill and a decode worker, and a gateway that notes its updates."""
 
     def __init__(
-        self, processes: FakeProcesses, recovery: RecoverySection = RECOVERY, device: str = "cpu", transport: str = ""
+        self,
+        processes: FakeProcesses,
+        recovery: RecoverySection = RECOVERY,
+        device: str = "cpu",
+        transport: str = "",
+        ranks: tuple[int, int] = (1, 1),
     ) -> None:
+        """ranks: of a prefill and of a decode worker."""
         self.processes = processes
         transport = transport or {"cpu": "shared_memory", "cuda": "nvshmem"}[device]
-        values = {"name": "c", "model.path": ".", "island.device": device, "island.transport": transport}
+        values: dict[str, Any] = {"name": "c", "model.path": ".", "island.device": device}
+        values |= {"island.transport": transport, "island.prefill_ranks": ranks[0], "island.decode_ranks": ranks[1]}
         self._config = load_config(None, values)
         self.membership = Membership()
         self.gateway = FakeProcess("gateway")
@@ -263,16 +289,20 @@ class TestElasticIsland:
         cluster.supervisor.join()
 
     @pytest.mark.parametrize(
-        ("settings", "number"),
+        ("settings", "sizes"),
         [
-            ({}, LEAST_PLACES),
-            ({"island.num_prefill": 2, "island.num_decode": 4}, 12),
-            ({"scaling.max_workers": 20, "scaling.queue_seconds": 1.0}, 20),
-            ({"record.folder": "/tmp"}, 2),
+            ({}, (1,) * LEAST_PLACES),
+            ({"island.num_prefill": 2, "island.num_decode": 4}, (1,) * 12),
+            ({"scaling.max_workers": 20, "scaling.queue_seconds": 1.0}, (1,) * 20),
+            ({"record.folder": "/tmp"}, (1, 1)),
+            ({"island.prefill_ranks": 2, "island.decode_ranks": 2}, (2,) * LEAST_PLACES),
+            ({"island.decode_ranks": 2}, (1, 2) + (1,) * 6 + (2,) * 6),
+            ({"island.prefill_ranks": 4, "island.num_decode": 4}, (4, 1, 1, 1, 1) + (1,) * 5 + (4,) * 5),
         ],
     )
-    def test_places_are_enough_for_twice_the_workers(self, settings: dict[str, Any], number: int) -> None:
-        assert places(load_config(None, {"island.transport": "tcp", **settings})) == number
+    def test_places_are_enough_for_twice_the_workers(self, settings: dict[str, Any], sizes: tuple[int, ...]) -> None:
+        """Of either role, where their ranks are unlike."""
+        assert places(load_config(None, {"island.transport": "tcp", **settings})) == sizes
 
     @pytest.mark.parametrize("keeps_places", [False, True])
     def test_a_lost_worker_is_replaced_alone(self, keeps_places: bool) -> None:
@@ -284,7 +314,8 @@ class TestElasticIsland:
         assert cluster.updates == [(1, 0, 2), (1, 1, 1), (2, 1, 2)]
         assert [state.missing for state in cluster.states] == [0, 1, 0]
         assert [worker.epoch for worker in cluster.states[-1].workers] == [1, 2]
-        assert [method for method, _ in other.calls[asked:] if method != "ping"] == ["part", "offer", "admit"]
+        asked_next = [method for method, _ in other.calls[asked:] if method != "ping"]
+        assert asked_next == ["cut", "part", "offer", "reach", "admit"]
         assert ("offer", (1, 2)) in other.calls
         (spec,) = cluster.processes.specs[-1]
         assert (spec.argument.epoch, spec.argument.epochs[:3]) == (2, (1, 2, 0))  # type: ignore[attr-defined]

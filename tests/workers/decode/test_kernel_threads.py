@@ -57,7 +57,7 @@ def test_workers_that_join_or_leave_change_the_share(tmp_path: Path) -> None:
     folder, crew = save_checkpoint("llama", tmp_path), the_crew()
     with running_island(folder, {"island.threads_per_worker": OWN}) as island, Client(island.address) as client:
         decode = island.workers[1]
-        decode.config = replace(decode.config, threads=None)
+        decode.config = replace(decode.config, threads=None, num_pes=5)
         cores = len(os.sched_getaffinity(0))
         decode.share_cores(cores, 1, (1, 1, 3, 0, 0))
         assert decode.on_step_thread(torch.get_num_threads) == 1
@@ -98,3 +98,5 @@ def test_a_worker_shares_the_cores_of_the_host_that_it_is_on(
     assert threads_of(config) == (own, alone)
     in_places = replace(config, num_pes=8, epochs=(1, 1, 1, 0, 0, 0, 0, 0))
     assert threads_of(in_places) == (own, alone), "vacant places count as workers"
+    of_ranks = replace(in_places, ranks=(2,) * 8)
+    assert threads_of(of_ranks) == (own, alone), "each rank has its part of what its worker may have"

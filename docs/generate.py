@@ -39,7 +39,6 @@ One YAML file describes a cluster. `tandem up FILE` reads it. This page is gener
 | `cache.host_bytes` | must be null if `cache.prefix_sharing` is false, or no snapshot of states is kept |
 | `cache.verify_host` | must be false if `cache.host_bytes` is null |
 | `island.transport` | must be nvshmem or nixl if `island.device` is cuda, and must not be nvshmem if it is cpu |
-| `island.prefill_ranks`, `island.decode_ranks` | must be 1 if `island.device` is cuda, except over nvshmem |
 | `gateway.host` | must be a loopback address unless `security` has a token and TLS |
 | `gateway.nodes` | must be launcher if `island.network` is loopback |
 | `gateway.node_resources`, `gateway.node_labels` | must be empty if `gateway.nodes` is launcher |

@@ -93,6 +93,7 @@ NOT_UNIT = (
     "tests/workers/models/test_config.py",
     "tests/workers/models/test_decoder.py",
     "tests/workers/models/test_ranks.py",
+    "tests/workers/ranks/test_areas.py",
     "tests/workers/ranks/test_exchange.py",
     "tests/workers/ranks/test_shared_ranks.py",
     "tests/workers/models/test_defects.py",

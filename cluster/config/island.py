@@ -55,9 +55,6 @@ class IslandSection(Section):
     def _fit_computing(cls, ranks: int, info: ValidationInfo) -> int:
         if ranks > MAX_GPU_RANKS and info.data.get("device") == "cuda":
             raise ValueError(f"must be at most {MAX_GPU_RANKS} where island.device is cuda")
-        transport = info.data.get("transport", "nvshmem")
-        if ranks > 1 and info.data.get("device") == "cuda" and transport != "nvshmem":
-            raise ValueError(f"must be 1 where island.device is cuda and island.transport {transport}: take nvshmem")
         return ranks
 
     @field_validator("transport")

@@ -14,6 +14,7 @@ from tandem.cache.plan.shard import Shard
 from tandem.transfer.membership import TransportConfig
 from tandem.workers.errors import RankLost
 from tandem.workers.ranks import device_ranks
+from tandem.workers.ranks.areas import Areas
 from tandem.workers.ranks.device_ranks import DeviceRanks, area_bytes
 from tandem.workers.ranks.rank_memory import RankMemory, attach_memory, create_memory
 from tests.gpu.pe_process import PeProcess, finish_all, gpu_of, together
@@ -135,6 +136,29 @@ class RankPe:
     @property
     def _extent(self) -> tuple[int, int, int, int]:
         return self._size, self._size, ROWS, RING
+
+
+class PeWithoutMapping(RankPe):
+    """Its ranks have no transport that maps memory, and meet in their own."""
+
+    def open(self, config: TransportConfig) -> tuple[bytes, bytes]:
+        self._size, self._words = config.num_pes, b""
+        if self.pe == 0:
+            self.memory, _, self._words = create_memory(*self._extent)
+        return b"", self._words
+
+    def join(self, handles: list[bytes], words: bytes, slot_bytes: int, seconds: list[float]) -> None:
+        if self.pe:
+            self.memory = attach_memory(words, *self._extent)
+        self.ranks = DeviceRanks(Shard(self.pe, self._size))
+        torch.cuda.current_stream().synchronize()  # binds this thread to the device
+        self._areas = Areas()
+        areas = self._areas.open(self.memory, self.pe, area_bytes(self._size, slot_bytes), 60.0)
+        self.ranks.attach(self.memory.sums, areas, seconds[self.pe], slot_bytes)
+
+    def leave(self) -> None:
+        self.ranks.detach()
+        self._areas.close()
 
 
 @contextmanager

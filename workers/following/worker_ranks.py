@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.shard import WHOLE, Shard
@@ -23,6 +25,7 @@ from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.sharding import shard_config
+from tandem.workers.ranks.areas import Areas
 from tandem.workers.ranks.device_ranks import WAIT_SECONDS, DeviceRanks, area_bytes
 from tandem.workers.ranks.rank_memory import RankMemory, attach_memory, create_memory, ring_bytes
 from tandem.workers.ranks.ranks import ALONE, Ranks
@@ -33,6 +36,7 @@ from tandem.workers.runner.model_runner import ModelRunner
 CAPTURES = 2  # that a leader asks for before it serves
 POLL_SECONDS = 0.05
 FINISH_SECONDS = 10.0  # for a leader's last call
+MEET_SECONDS = 120.0  # for a rank on a GPU to offer its memory
 MEMORY_END = b"\0"  # between the handle of the ranks' memory and that of the transport
 Transports = Callable[[str, TransportConfig], Transport]
 
@@ -51,6 +55,7 @@ class WorkerRanks:
         if self.shard.size > 1:
             self._shared = DeviceRanks(self.shard) if config.device == "cuda" else SharedRanks(self.shard)
         self._joining: RankTransport | None = None
+        self._mapped: Areas | None = None
         self._memory: RankMemory | None = None
         self._fd = -1
         self.leader: Leader | None = None
@@ -122,7 +127,7 @@ class WorkerRanks:
         if self._memory is None:
             return None
         if isinstance(self._shared, DeviceRanks) and self._joining is not None:
-            self._shared.attach(self._memory.sums, self._areas(self._joining), WAIT_SECONDS)
+            self._shared.attach(self._memory.sums, self._areas(self._joining, self._memory), WAIT_SECONDS)
         if not self.follows:
             self.leader = Leader(self._memory)
             token_bytes = self._parts(WHOLE)[2].token_bytes
@@ -148,14 +153,21 @@ class WorkerRanks:
             self.follower.finish(FINISH_SECONDS)
         if self._shared is not None:
             self._shared.detach()
+        if self._mapped is not None:
+            self._mapped.close()
         self.leader = self.follower = self._memory = self._joining = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _areas(self, transport: RankTransport) -> list[int]:
-        """Where the ranks of this worker meet; NoRanks where their GPUs do not map each other's memory."""
+    def _areas(self, transport: RankTransport, memory: RankMemory) -> list[int]:
+        """Where the ranks of this worker meet: in what the transport maps, else in memory of their own. NoRanks where
+        their GPUs do not map each other's memory. Raises RankLost."""
         areas = [transport.rank_scratch(rank) for rank in range(self.shard.size)]
+        if areas[self.shard.rank] is None:
+            torch.cuda.current_stream().synchronize()  # binds this thread to the device, as the driver's calls do not
+            self._mapped = self._mapped or Areas()
+            return self._mapped.open(memory, self.shard.rank, area_bytes(self.shard.size), MEET_SECONDS)
         mapped = [area for area in areas if area is not None]
         if len(mapped) < len(areas):
             apart = ", ".join(str(rank) for rank, area in enumerate(areas) if area is None)

@@ -28,8 +28,9 @@ NAME = "tandem-ranks"
 TOKEN_BYTES, ALIGNMENT, LENGTH_BYTES = 16, 4096, 8
 RING_BYTES = 16 << 20  # beside what a prompt takes
 BYTES_A_TOKEN = 16  # of the longest prompt
-STATE = 8
-DONE, MARK, LOST, READ, PID = range(5)
+HANDLE, HANDLE_WORDS = 8, 8
+STATE = HANDLE + HANDLE_WORDS
+DONE, MARK, LOST, READ, PID, READY = range(6)
 
 
 class RankState:
@@ -37,12 +38,14 @@ class RankState:
 
     def __init__(self, words: Int64Array, num_workers: int) -> None:
         self._words = words
+        self.handle = words[HANDLE:STATE]  # of CUDA's, by which other ranks map what this one has for them
         self.fences = words[STATE : STATE + num_workers]  # by worker: the last fence that is quiet, with all before it
         self.signals = words[STATE + num_workers :]  # of its mailbox's rows
 
     def get(self, field: int) -> int:
         """DONE: messages that it has done with, or written where it leads. MARK: the last mark that is past, with all
-        before it. LOST: not 0 once the rank cannot go on. READ: bytes of calls that it has read. PID: its process."""
+        before it. LOST: not 0 once the rank cannot go on. READ: bytes of calls that it has read. PID: its process.
+        READY: not 0 once `handle` is there."""
         return int(self._words[field])
 
     def set(self, field: int, value: int) -> None:

@@ -11,9 +11,11 @@ import pytest
 from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.peers.table import GatewayTable, table_bytes
 from tandem.cluster.routing import worker_link
+from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.membership import IslandState
-from tandem.cluster.routing.policy import Ask, Key, Pair, WorkerLoad, least_loaded
+from tandem.cluster.routing.policy import Ask, Key, Pair, Policy, WorkerLoad, least_loaded, prefix_aware
+from tandem.cluster.routing.push_times import FRESH_SECONDS, HALF_SECONDS, PushTimes
 from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import AVOID_SECONDS, WorkerAddress, WorkerLink
 from tandem.proto import worker_pb2
@@ -78,6 +80,40 @@ def placed(load: WorkerLoad) -> tuple[int, int]:
 
 def reported(load: WorkerLoad) -> tuple[int, int, float, float]:
     return load.prompt_tokens, load.rows, round(load.token_seconds, 6), load.prompt_rate
+
+
+@pytest.mark.parametrize("policy", [least_loaded, prefix_aware, adaptive(0.25)])
+def test_pushes_that_were_slow_between_hosts_let_the_near_prefill_worker_be_taken(policy: Policy) -> None:
+    """It has 100 tokens to compute first, the far one none. Whatever joins the hosts, times alone count."""
+    memory, now = mmap.mmap(-1, table_bytes(2, 2)), SimpleNamespace(seconds=100.0)
+    islands = Islands(1 << 20, policy, 16, GatewayTable(memory, 2, 2, 0))
+    islands._pushes = PushTimes(lambda: now.seconds)
+    workers = (
+        WorkerAddress(Role.PREFILL, 0, "10.0.0.1:1", ""),
+        WorkerAddress(Role.PREFILL, 1, "10.0.0.2:1", ""),
+        WorkerAddress(Role.DECODE, 2, "10.0.0.1:2", ""),
+    )
+
+    def prefills() -> list[int]:
+        pairs = islands.pairs(Ask(1000, 1))
+        return [pair.prefill.pe for pair in pairs if pair.decode.pe == 2 and pair.prefill.pe != 2]
+
+    async def run() -> None:
+        await islands.update(IslandState("i", 1, 0, workers, 1, 1))
+        near, far, decode = (islands.links()["i", pe] for pe in range(3))
+        near.report = far.report = worker_pb2.WorkerReport(prompt_tokens_per_second=1000)
+        near.load = 100
+        near.expect_prompt("before", 100)
+        assert prefills()[0] == 1, "nothing is known of the link yet"
+        for link, seconds in ((near, 50.0), (far, 0.5)):
+            link.pushed_to(decode, 1000, seconds)
+        now.seconds += FRESH_SECONDS
+        assert prefills()[0] == 0
+        now.seconds += 4 * HALF_SECONDS
+        assert prefills()[0] == 1, "the link is not tried again"
+        await islands.close()
+
+    asyncio.run(run())
 
 
 class TestADecisionSees:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from tandem.cache.plan.shard import Shard
 from tandem.transfer.island_ranks import MAX_GPU_RANKS
@@ -13,10 +14,12 @@ from tandem.transfer.transport import Transport
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import NoRanks
+from tandem.workers.following import worker_ranks
 from tandem.workers.following.follower import Follower
 from tandem.workers.following.leader import Leader
 from tandem.workers.following.worker_ranks import WorkerRanks
-from tandem.workers.ranks.device_ranks import DeviceRanks
+from tandem.workers.ranks.device_ranks import DeviceRanks, area_bytes
+from tandem.workers.ranks.rank_memory import create_memory
 from tandem.workers.ranks.shared_ranks import SharedRanks
 from tests.workers.following.test_leader import ROWS, FakeEngine, FakeTransport
 
@@ -56,7 +59,23 @@ def test_gpus_that_do_not_map_each_other_are_named() -> None:
     scratch = {0: 4096, 1: None}
     transport = cast(RankTransport, SimpleNamespace(rank_scratch=scratch.get))
     with pytest.raises(NoRanks, match=r"rank 0 maps no memory of ranks 1; .* need GPUs that are peer to peer"):
-        ranks_of(device="cuda")._areas(transport)
+        ranks_of(device="cuda")._areas(transport, create_memory(2, 2, ROWS, 4096)[0])
+
+
+def test_ranks_meet_in_memory_of_their_own_where_the_transport_maps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[Any, ...]] = []
+
+    class FakeAreas:
+        def open(self, *arguments: Any) -> list[int]:
+            opened.append(arguments)
+            return [1, 2]
+
+    monkeypatch.setattr(worker_ranks, "Areas", FakeAreas)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    transport = cast(RankTransport, SimpleNamespace(rank_scratch=lambda rank: None))
+    memory = create_memory(2, 2, ROWS, 4096)[0]
+    assert ranks_of(1, device="cuda")._areas(transport, memory) == [1, 2]
+    assert opened == [(memory, 1, area_bytes(2), worker_ranks.MEET_SECONDS)]
 
 
 def test_a_follower_that_leaves_makes_the_calls_up_to_its_leaders_last() -> None:

@@ -10,6 +10,7 @@ COOPERATIVE, CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 2, 4, 6  # CU_LAUNCH_ATTRIBUT
 FLOAT16, BFLOAT16 = 6, 9  # CU_TENSOR_MAP_DATA_TYPE_…
 SWIZZLE_128, PROMOTE_TO_256 = 3, 3
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
+LIBRARY = "libcuda.so.1"
 
 
 class _Attribute(ctypes.Structure):
@@ -72,11 +73,24 @@ class Function:
         self._module.check("cuLaunchKernelEx", ctypes.byref(launch), self._handle, pointers, None)
 
 
-class Module:
-    """A loaded cubin, for the current device, whose context exists; as long as the process lives."""
+class Driver:
+    """Calls for the current device, whose context exists."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        self._library = ctypes.CDLL(library)
+
+    def check(self, function: str, *arguments: object) -> None:
+        """RuntimeError where the call fails."""
+        status = getattr(self._library, function)(*arguments)
+        if status:
+            raise RuntimeError(f"{function} gave CUDA error {status}")
+
+
+class Module(Driver):
+    """A loaded cubin, for the current device; as long as the process lives."""
 
     def __init__(self, cubin: bytes) -> None:
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        super().__init__()
         self.handle = ctypes.c_void_p()
         self.check("cuModuleLoadData", ctypes.byref(self.handle), cubin)
 
@@ -105,8 +119,3 @@ class Module:
         }
         self.check("cuTensorMapEncodeTiled", *encode.values())  # in the order of its parameters
         return TensorMap.from_buffer_copy((ctypes.c_char * MAP_BYTES).from_address(aligned))
-
-    def check(self, function: str, *arguments: object) -> None:
-        status = getattr(self._driver, function)(*arguments)
-        if status:
-            raise RuntimeError(f"{function} gave CUDA error {status}")

@@ -5,7 +5,8 @@ python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpu
     [--transport shared_memory|tcp|nixl], also of the storms below
 python -m tests.chaos --ray [--blows N] [--seed N] [--clients N] [--every SECONDS] [--survived]: over `tandem up`
     its Ray and its launcher are killed, too, unless --survived asks for what a cluster survives
-python -m tests.chaos --hosts [--blows N] [--seed N]: over three hosts, which are network namespaces; links go down, too
+python -m tests.chaos --hosts [--blows N] [--seed N] [--ranks]: over three hosts, which are network namespaces; links go
+    down, too
 """
 
 import argparse
@@ -57,12 +58,12 @@ def _storm(options: argparse.Namespace, model: Path, settings: dict[str, Any], f
     """What came of it."""
     from tests.chaos.host_storm import HostStorm, plan_host_blows
     from tests.chaos.ray_storm import SURVIVED, TARGETS, RayStorm, plan_ray_blows
-    from tests.chaos.storm import Storm
+    from tests.chaos.storm import RANKS, Storm
 
     if options.hosts:
-        return HostStorm(model, options.seed, folder, options.transport).run(
-            plan_host_blows(options.seed, options.blows)
-        )
+        ranks = RANKS if options.ranks else {}
+        of_hosts = HostStorm(model, options.seed, folder, options.transport, ranks)
+        return of_hosts.run(plan_host_blows(options.seed, options.blows))
     if options.ray:
         blows = plan_ray_blows(options.seed, options.blows, SURVIVED if options.survived else TARGETS)
         storm = RayStorm(model, options.seed, options.clients, options.every, options.transport)

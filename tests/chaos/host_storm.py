@@ -12,10 +12,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.chaos.clients_on_a_host import HostClients
@@ -73,10 +74,18 @@ def plan_host_blows(seed: int, number: int) -> list[str]:
 class HostStorm:
     """Owns the hosts, the cluster and the clients while run() runs."""
 
-    def __init__(self, model: Path, seed: int, folder: Path, transport: str | None = None) -> None:
-        """transport: of all islands; None is TCP where islands have several hosts, else the configuration's."""
+    def __init__(
+        self,
+        model: Path,
+        seed: int,
+        folder: Path,
+        transport: str | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """transport: of all islands; None is TCP where islands have several hosts, else the configuration's. settings:
+        more of its keys."""
         self._model = model
-        self._transport = {} if transport is None else {"island.transport": transport}
+        self._settings = {**settings, **({} if transport is None else {"island.transport": transport})}
         self._seed = seed
         self._random = random.Random(f"{seed} targets")
         self._folder = folder
@@ -94,7 +103,7 @@ class HostStorm:
 
     def _run(self, blows: Sequence[str]) -> HostOutcome:
         began = time.monotonic()
-        settings = SETTINGS | (OVER_HOSTS if self._seed % 2 else {}) | self._transport
+        settings = SETTINGS | (OVER_HOSTS if self._seed % 2 else {}) | self._settings
         with hosts(CLIENTS + 1, remembers=True) as made:
             for host in range(CLIENTS):
                 made.start_ray(host)

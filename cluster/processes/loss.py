@@ -51,6 +51,11 @@ class Loss:
                 return
         act()
 
+    @property
+    def is_away(self) -> bool:
+        """Between interrupt() and resume()."""
+        return bool(self._away)
+
     def check(self) -> None:
         """Before processes are placed. Raises RayLost after a loss, else as interrupt() says."""
         if self.reason:

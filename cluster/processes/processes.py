@@ -37,6 +37,11 @@ class ActorProcess(ABC):
         """How long its host, another than this one, has not answered."""
         return 0.0
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether it does not come to be now, because what starts processes is away."""
+        return False
+
     @abstractmethod
     def there(self) -> Future[None]:
         """Done when the process exists: its imports are done, and its constructor begins."""

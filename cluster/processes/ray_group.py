@@ -216,6 +216,10 @@ class RayActor(ActorProcess):
     def silent_seconds(self) -> float:
         return 0.0 if self.lease is None else self.lease.silent_seconds
 
+    @property
+    def is_held_up(self) -> bool:
+        return self._loss.is_away and not self._there.done()
+
     def there(self) -> Future[None]:
         return self._there
 

@@ -21,7 +21,7 @@ class Heartbeat:
     """Calls a process's ping() again and again, one call at a time.
 
     The answer is None, or the phase of the start and a number that changes with progress: in KERNELS, how many are
-    ready. Time in which this process was itself stopped does not count.
+    ready. Time in which this process was itself stopped does not count, nor that in which nothing can be started.
     """
 
     def __init__(self, process: ActorProcess) -> None:
@@ -44,7 +44,7 @@ class Heartbeat:
         """seconds have passed since the last tick."""
         seconds = min(seconds, 2 * POLL_SECONDS)
         if not self._there.done():
-            self.stalled_seconds += seconds
+            self.stalled_seconds += 0.0 if self.process.is_held_up else seconds
             return
         if self.process.silent_seconds:
             return  # the link is down, or its host is

@@ -31,6 +31,7 @@ class FakeProcess(ActorProcess):
         self.name = name
         self._answers = answers
         self.silent_for = 0.0
+        self.held_up = False
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.silent: set[str] = {"wait", "next_order"}
         self.fails: dict[str, Exception] = {}
@@ -44,6 +45,10 @@ class FakeProcess(ActorProcess):
     @property
     def silent_seconds(self) -> float:
         return self.silent_for
+
+    @property
+    def is_held_up(self) -> bool:
+        return self.held_up
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()

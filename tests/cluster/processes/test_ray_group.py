@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.errors import NoRoom
+from tandem.cluster.errors import NoRoom, StartFailed
 from tandem.cluster.processes import ray_group
+from tandem.cluster.processes.loss import Loss
 from tandem.cluster.processes.processes import ActorSpec
-from tandem.cluster.processes.ray_group import RayGroup
+from tandem.cluster.processes.ray_group import RayActor, RayGroup
 
 
 @dataclass(eq=False)
@@ -101,6 +102,36 @@ def test_those_that_join_go_where_a_host_has_room_for_all_ranks(noted: Ray) -> N
     grown = group(choose).grow([*worker(1, 2), ActorSpec("lone", object, None)], threads=1)
     assert asked == [{"CPU": 0.2, "GPU": 2}, {"CPU": 0.1, "GPU": 1}]
     assert [member.host for member in grown] == ["a", "a", "b"]
+
+
+def test_ranks_whose_place_is_gone_get_another_together(noted: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first of them could have stayed."""
+
+    def replace(self: RayGroup, member: Any, spec: ActorSpec) -> Actor:
+        if spec.name.endswith(".1"):
+            raise StartFailed("its process host does not answer")
+        self._placed[started := Actor(spec.name, "a")] = self._placed.pop(member)  # type: ignore[index]
+        return started
+
+    monkeypatch.setattr(RayGroup, "replace", replace)
+    one = group(lambda needs, deadline: ["b"] * len(needs))
+    old = one.start(worker(0, 2), ["a"], threads=1, seconds=1)
+    started = one.replace_anywhere(old, worker(1, 2), threads=1)
+    assert [(member.name, member.host) for member in started] == [("1.0", "b"), ("1.1", "b")]
+    assert one.members == started
+    assert noted.removed == ["0.0"]
+    assert [needs["CPU"] for _, needs in noted.placed] == [0.2, 0.2]
+
+
+def test_a_process_is_held_up_while_ray_is_away_and_it_is_not_there() -> None:
+    loss, there = Loss(), Future[None]()
+    ready = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: there))
+    actor = RayActor("worker", SimpleNamespace(ready=ready), loss, "a")
+    found = [actor.is_held_up]
+    for change in (lambda: loss.interrupt("its GCS is away", 60.0), lambda: there.set_result(None), loss.resume):
+        change()
+        found.append(actor.is_held_up)
+    assert found == [False, True, False, False]
 
 
 def test_specs_without_a_place_have_one_each(noted: Ray) -> None:

@@ -134,6 +134,19 @@ class TestHeartbeat:
         heartbeat.tick(0.3)
         assert heartbeat.silent_seconds == 0
 
+    def test_imports_do_not_stall_while_nothing_can_be_started(self) -> None:
+        process = FakeProcess("p")
+        process.silent |= {"there", "ping"}
+        process.held_up = True
+        heartbeat = Heartbeat(process)
+        for _ in range(10):
+            heartbeat.tick(0.3)
+        assert heartbeat.stalled_seconds == 0
+        process.held_up = False
+        for _ in range(10):
+            heartbeat.tick(0.3)
+        assert heartbeat.stalled_seconds == pytest.approx(3.0)
+
     def test_a_process_is_not_silent_where_its_host_is(self) -> None:
         process = FakeProcess("p")
         process.silent.add("ping")

@@ -14,7 +14,7 @@ from tests.cache.table_kernels import TableKernels
 from tests.e2e.test_ranks import is_idle, shape_of
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.island import running_island
-from tests.support.likely_drafters import make_glm, make_head, make_llama, make_smaller
+from tests.support.likely_drafters import make_head, make_llama, make_mtp, make_smaller
 from tests.support.oracle import random_prompt
 from tests.support.prompt_programs import RunInOnePlace
 from tests.support.waiting import until
@@ -49,7 +49,7 @@ def with_capture(method: Callable[..., None]) -> Callable[..., None]:
 def test_tokens_are_those_of_one_rank(method: str, prefill: int, decode: int, tmp_path: Path) -> None:
     """Alone, whose first step is prepared ahead; then all at once, beside requests that are cancelled, by workers that
     have both roles."""
-    model = (make_glm if method == "mtp" else make_llama)(tmp_path / "model")
+    model = (make_mtp if method == "mtp" else make_llama)(tmp_path / "model")
     with running_island(model) as plain:
         due = complete_all(plain.address, PROMPTS, max_tokens=OUTPUT, **GREEDY)
     settings: dict[str, Any] = {**SETTINGS, "scheduler.roles": "adaptive", "scheduler.token_seconds": 0.5}

@@ -9,9 +9,9 @@ says how many ranks write to the receiver, in bits that tokens do not need; thei
 
 Rows behind those of signals, of recalls, are the first ranks' alone, and are as they were.
 
-Where the transport below is elastic, so is this one. A handle is then one for each rank of a peer: see bundle(). Each
-rank may find at another time that a peer is lost, and all have to do the same. So what goes to a lost peer is dropped
-without an error, until the leader has heard of the loss otherwise: by `loss()`, or because the peer is cut.
+If the transport below is elastic, so is this one. An offer then has a handle for each rank of the peer: see bundle().
+Ranks notice the loss of a peer at different times, but must make the same calls with the same results. So writes and
+posts to a lost peer are dropped without an error. The leader hears of the loss by loss(), or when the peer is cut.
 """
 
 from collections.abc import Sequence

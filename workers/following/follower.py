@@ -157,7 +157,7 @@ def _passed(waiting: deque[tuple[int, IsPast]], last: int) -> int:
 
 
 def _is_quiet(fence: Fence) -> bool:
-    """A peer that is lost may still read what was to go there, until it is cut."""
+    """False for a peer that is lost and not yet cut: writes to it may still read pages here."""
     try:
         return fence.is_quiet()
     except PeerGone:

@@ -153,7 +153,7 @@ class LeadingEngine(WatchedEngine):
         return found
 
     def welcome(self, pe: int, epoch: int) -> None:
-        """The followers admit the process behind all that they write to the one before it, which is gone."""
+        """Followers admit the process after their earlier calls, which may write to the process before it."""
         super().welcome(pe, epoch)
         self._leader.tell(WELCOME, (pe,))
 

@@ -19,15 +19,12 @@ from tandem.workers.config import Role, WorkerConfig
 
 LEAVE_SECONDS = 5.0  # for a worker that leaves to close what it holds
 CUT_SECONDS = 60.0  # for all ranks to cut a peer, each of which takes a moment
-
-
-LEAST_PLACES = 8  # each costs a worker two rows of its mailbox, and with NIXL 10 MB of rings
+LEAST_PLACES = 8  # each costs a process two rows of its mailbox, and with NIXL 10 MB of rings a rank
 
 
 def places(config: ClusterConfig) -> IslandRanks:
-    """Those of an elastic island, which workers can have in one epoch, with the ranks that each has room for. Behind
-    those of its first workers are vacant ones, for workers of either role. Records are of workers that stay for an
-    epoch."""
+    """How many ranks each place of an elastic island has room for, in one epoch. Its first workers have the first
+    places. The others are vacant, for workers of either role. With a record there are none: its workers stay."""
     ranks, most = config.island.ranks, config.scaling.max_workers or 0
     sizes = sorted({config.island.prefill_ranks, config.island.decode_ranks})
     vacant = 0 if config.record.folder is not None else max(LEAST_PLACES, 2 * len(ranks), most) - len(ranks)
@@ -151,7 +148,7 @@ class ElasticIsland(Island):
         self._addresses = tuple(known[pe] for pe in self.roles)
 
     def _meet(self, new: Sequence[tuple[WorkerConfig, ActorProcess]], epoch: int) -> None:
-        """These processes and all others map each other. Then all other workers write to theirs."""
+        """Connects these processes with all others. Then the other workers may write to theirs."""
         members = [member for _, member in new]
         opened = dict(zip(map(_process, new), self._open(members), strict=True))
         others = [pair for pair in self._pairs if pair[1] not in members]

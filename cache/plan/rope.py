@@ -136,6 +136,13 @@ class Rotation:
         return rotated_q, rotated_k
 
 
+def rotate_last(x: Tensor, still: int, rotation: Rotation | None) -> Tensor:
+    """x [T, heads, still + rotated] with the last numbers of each head rotated."""
+    if rotation is None:
+        return x
+    return rotation.apply(x) if still == 0 else torch.cat((x[:, :, :still], rotation.apply(x[:, :, still:])), 2)
+
+
 def join_heads(q: Tensor, k: Tensor) -> Tensor:
     """[T, Hq + Hkv, D] of q and k; without a copy when k follows q in memory, as heads of one projection do."""
     num_heads = q.shape[1]

@@ -50,7 +50,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         super().__init__(pool)
         self._fp8 = fp8
         self._heads = heads
-        self._scale = scale
+        self.scale = scale
         self._top_k = top_k
         # The host plans for the lengths; which positions are chosen is found on the device.
         self.capabilities = Capabilities(pushes=True, step_graphs=True, verify_graphs=True, shifts=top_k is not None)
@@ -143,13 +143,13 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         assert chosen is not None  # whoever plans for choosers gives what they have chosen
         still, rotated = self._split(q)
         rows = up.absorb(still), rotated, chosen
-        return up.values(attend_chosen(self._pool, layer, *rows, pages, self._scale, self._fp8))
+        return up.values(attend_chosen(self._pool, layer, *rows, pages, self.scale, self._fp8))
 
     def _attend_trees(self, trees: TreeTiles, layer: int, q: Tensor, up: UpProjections) -> Tensor:
         still, rotated = self._split(q)
         wide = up.absorb(still)
         context, lse = self._before_trees.run(wide, rotated, *self._layers[layer], return_lse=True)
-        return up.values(attend_latent_trees(self._pool, layer, wide, rotated, context, lse, trees, self._scale))
+        return up.values(attend_latent_trees(self._pool, layer, wide, rotated, context, lse, trees, self.scale))
 
     def _attend_expanded(self, entries: Tensor, q: Tensor, up: UpProjections) -> Tensor:
         """entries: [n, rank + rotated], of all positions. Some heads at a time, where K and V of all would be large."""
@@ -174,7 +174,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
             *(part.qo_indptr, part.kv_indptr, at_once, at_once),
             *(self._heads.key_dim + ROTATED, self._heads.value_dim),
             causal=True,
-            sm_scale=self._scale,
+            sm_scale=self.scale,
             q_data_type=self._dtype,
         )
 
@@ -187,7 +187,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         return num_heads, RANK, ROTATED, self._pool.shape[4]
 
     def _types(self) -> tuple[float, torch.dtype, torch.dtype]:
-        return self._scale, self._pool.dtype, self._pool.dtype
+        return self.scale, self._pool.dtype, self._pool.dtype
 
 
 @dataclass(frozen=True, eq=False)

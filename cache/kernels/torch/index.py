@@ -10,9 +10,9 @@ from tandem.cache.kernels.backend import AppendThenChoose
 from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.scoring import additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
-from tandem.cache.kernels.torch.latent_entries import LatentEntries, rotate_last
+from tandem.cache.kernels.torch.latent_entries import LatentEntries
 from tandem.cache.plan.kv_scales import Fp8Rows
-from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.rope import Rotation, rotate_last
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
 SCORES_AT_ONCE = 1 << 24  # products of heads and keys that are in memory together

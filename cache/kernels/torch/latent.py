@@ -11,11 +11,11 @@ from tandem.cache.kernels.backend import LatentAppendThenAttend
 from tandem.cache.kernels.index_keys import Choosers
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
-from tandem.cache.kernels.torch.latent_entries import LatentEntries, rotate_last
+from tandem.cache.kernels.torch.latent_entries import LatentEntries
 from tandem.cache.plan.arrays import ragged_range
 from tandem.cache.plan.kv_scales import Fp8Rows
 from tandem.cache.plan.latent import LatentHeads, UpProjections, absorbed_is_cheaper
-from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.rope import Rotation, rotate_last
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
 ENTRIES_AT_ONCE = 1 << 16  # chosen ones that are gathered together
@@ -68,7 +68,7 @@ class TorchLatentKernels(LatentEntries, LatentAppendThenAttend):
     ) -> None:
         super().__init__(pool, rank, fp8)
         self._heads = heads
-        self._scoring = Scoring(scale)
+        self.scale, self._scoring = scale, Scoring(scale)
         self._top_k = top_k
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchLatentPlan:

@@ -57,8 +57,3 @@ class LatentEntries(PageOperations):
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         entries = self.entries(layer, self.rows(slots)).unsqueeze(1)
         return entries, entries[:, :, : self.rank]
-
-
-def rotate_last(q: Tensor, still: int, rotation: Rotation | None) -> Tensor:
-    """q [T, heads, still + rotated] with the last numbers of each head rotated."""
-    return q if rotation is None else torch.cat((q[:, :, :still], rotation.apply(q[:, :, still:])), 2)

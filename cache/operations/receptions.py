@@ -85,9 +85,11 @@ class Receptions:
         if self.table.sliding.windows[row] == 0:
             return tuple(group.runs(row, begin, end) for group in groups)
         indices = self.table.sliding.find(row, begin, end)
-        wanted = indices >= 0
-        slots = (np.where(wanted, slots_of(group.pages, row, np.maximum(indices, 0), size), SKIP) for group in groups)
-        return tuple(map(SlotRuns.from_slots, slots))
+        positions, runs = np.arange(begin, end), []
+        for group, first in zip(groups, self.pages.first_positions(row), strict=True):
+            slots = slots_of(group.pages, row, np.maximum(indices, 0), size)
+            runs.append(SlotRuns.from_slots(np.where((indices >= 0) & (positions >= first), slots, SKIP)))
+        return tuple(runs)
 
     def _ends_in_pages(self, length: int) -> bool:
         """Whether `length` positions use a part of a page, in some group."""

@@ -64,7 +64,7 @@ class SequenceCalls(Parts):
                 if evicts and not slides:
                     child_slides = Sliding(NO_WINDOW, 0, rotated=child_slides.rotated)
                 if child_slides.window != NO_WINDOW or child_slides.rotated < at:
-                    sliding_table.enable(self._table.row(child), child_slides)
+                    self._table.slide(self._table.row(child), child_slides)
         except CacheError:
             self._table.remove(child)
             raise
@@ -135,7 +135,7 @@ class SequenceCalls(Parts):
         self._sliding.check_window(window, sink, self.max_sequence_length)
         rotated = length if had is None else had.rotated
         self._sliding.check_rotated(window, sink, rotated)
-        self._table.sliding.enable(row, Sliding(window, sink, evict_after, rotated))
+        self._table.slide(row, Sliding(window, sink, evict_after, rotated))
 
     def any_slides(self, seq_ids: Sequence[int] | Int64Array | None = None) -> bool:
         """Whether one of these sequences (None: of all) slides, or keeps K before RoPE as a fork of one that does."""
@@ -255,7 +255,7 @@ class SequenceCalls(Parts):
         length = self.layout.paging[group].num_entries(self._table.num_positions(row))
         if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
-        first = int(self._table.groups[group].begins[row]) * self.layout.paging[group].entries
+        first = self._pages.first_positions(row)[group]
         if self.layout.paging[group].whole:
             first = length - 1
         if self.layout.groups[group].keeps.given and end > max(self._table.border(row), begin):

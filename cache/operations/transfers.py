@@ -53,7 +53,7 @@ class TransferCalls(Parts):
         """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed, cached
         ones page to page with the next forward or send_cached(). InvalidArgument when the map asks for some that have
         left a window here; a forward that would let go of some not yet sent is refused."""
-        row, size = self._table.row(sequence), self.layout.page_size
+        row = self._table.row(sequence)
         self._trees.check_closed(sequence)
         if self._writer is None:
             raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
@@ -74,8 +74,7 @@ class TransferCalls(Parts):
                     f"ends at {num_slots - 1}"
                 )
         self._sliding.check_map(row, position_map)
-        held = [int(group.begins[row]) * size for group in self._table.groups]
-        self._marks.add(sequence, row, position_map, target_pe, held)
+        self._marks.add(sequence, row, position_map, target_pe, self._pages.first_positions(row))
 
     def send_cached(self, sequence: int) -> None:
         """What a marked sequence has and did not send goes page to page, once what was launched so far stored it."""

@@ -9,6 +9,7 @@ from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_users import PageUsers
 from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.pages.state_snapshots import StateSnapshots
 from tandem.cache.pages.step_growth import StepChange
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
@@ -66,7 +67,7 @@ def _before_borders(appends: Appends, borders: Int64Array) -> Appends:
 @dataclass(frozen=True, eq=False)
 class PageGrowth:
     """What the rows of some appends are to hold: page indexes from begins on, counts of them new, from starts on; int64
-    [B] each.
+    [B] each. shown: see GroupTable; begins and shown are None where the group keeps all.
 
     gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
     which get a new last page. num_pages: how many pages this takes.
@@ -74,6 +75,7 @@ class PageGrowth:
 
     gone: Int32Array
     begins: Int64Array | None
+    shown: Int64Array | None
     starts: Int64Array
     counts: Int64Array
     copied: Int64Array
@@ -107,6 +109,7 @@ class GroupPages:
     users: PageUsers
     memory: PageOperations
     grain: int  # see Span
+    sliding: SlidingTable
     snapshots: StateSnapshots | None = None  # of a group that keeps the last state
 
     def open(self, row: int) -> None:
@@ -119,6 +122,11 @@ class GroupPages:
         if self.keeps.given:
             return 0
         return max(self.keeps.first_page_index(query, self.table.page_size, self.grain), border)
+
+    def first_page(self, row: int) -> int:
+        """The first page of a row's text that no window has let go of, though its positions may be evicted."""
+        table = self.table
+        return int(table.shown[row] if self.sliding.windows[row] else table.begins[row])
 
     def pages_needed(self, num_tokens: int, longest_append: int, border: int) -> int:
         """The most pages that a row with that border holds at once; see Span.most_pages."""
@@ -135,10 +143,11 @@ class GroupPages:
         if self.keeps.given:
             appends = _before_borders(appends, table.borders[rows])
         starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
-        begins, gone = None, NO_PAGES
+        begins, shown, gone = None, None, NO_PAGES
         if self.keeps.drops_past:
             held = table.begins[rows]
-            begins = np.maximum(self._first_page_indexes(appends.queries), held)
+            shown = self._first_pages(rows, appends.queries)
+            begins = np.maximum(self._page_indexes(rows, shown), held)
             gone = table.held_between(rows, held, np.minimum(begins, starts))
             starts = np.maximum(starts, begins)
             wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
@@ -149,7 +158,7 @@ class GroupPages:
             tails = table.pages[rows[partial], appends.page_indexes[partial]]
             copied = partial[self.users.are_shared(tails)]
         counts = np.maximum(wanted - starts, 0)  # a sliding sequence gives pages back before it takes some
-        return PageGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
+        return PageGrowth(gone, begins, shown, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
     def grow(self, appends: Appends, growth: PageGrowth, pages: Int32Array, *, clear: bool) -> None:
         """Carries a growth out with growth.num_pages pages; `gone` is released.
@@ -162,8 +171,8 @@ class GroupPages:
             table.put(rows, growth.starts, growth.counts, pages[:added])
             if copied.size:
                 self._replace(rows[copied], appends.page_indexes[copied], pages[added:])
-        if growth.begins is not None:
-            table.begins[rows] = growth.begins
+        if growth.begins is not None and growth.shown is not None:
+            table.begins[rows], table.shown[rows] = growth.begins, np.maximum(table.shown[rows], growth.shown)
         if pages.size or growth.begins is not None:
             table.ends[rows] = growth.starts + growth.counts
         if clear and growth.opened.size:
@@ -181,7 +190,7 @@ class GroupPages:
 
     def are_leaving(self, rows: Int64Array, queries: Int64Array) -> NDArray[np.bool_]:
         """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later needs."""
-        return self._first_page_indexes(queries) > self.table.begins[rows]
+        return self._page_indexes(rows, self._first_pages(rows, queries)) > self.table.begins[rows]
 
     def holds(self, rows: Int64Array, page_indexes: Int64Array) -> bool:
         """Whether each row has a page at its page index, both int64 [n]: one that was reserved."""
@@ -199,8 +208,15 @@ class GroupPages:
         """Clears the pages at these page indexes of rows, both int64 [n], as far as the kernels need it."""
         self.memory.clear_pages(self.table.pages[rows, page_indexes])
 
-    def _first_page_indexes(self, queries: Int64Array) -> Int64Array:
+    def _first_pages(self, rows: Int64Array, queries: Int64Array) -> Int64Array:
+        """The first pages of the texts that are kept for queries at indices `queries` of rows (int64 [B] each)."""
+        if self.sliding.count:
+            queries = queries + self.sliding.dropped[rows]
         return self.keeps.first_pages(queries, self.table.page_size, self.grain)
+
+    def _page_indexes(self, rows: Int64Array, pages: Int64Array) -> Int64Array:
+        """The page indexes of rows that hold `pages` of their texts (int64 [B] each) and later ones."""
+        return self.sliding.page_indexes(rows, pages) if self.sliding.count else pages
 
     # One row
 

@@ -30,6 +30,8 @@ class GroupTable:
         self.pages = np.zeros((max_sequences, max_pages), np.int32)
         self.begins = np.zeros(max_sequences, np.int64)
         self.ends = np.zeros(max_sequences, np.int64)
+        self.shown = np.zeros(max_sequences, np.int64)
+        """Of rows that slide: the first page of the text that no window has let go of, whatever page index it has."""
         self.budgets = np.zeros(max_sequences, np.int64)
         """Pages that a reservation keeps for a row, from the first that it holds; 0 without a reservation."""
         self.num_changes = 0
@@ -61,10 +63,11 @@ class GroupTable:
     def take_out(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         """Takes page indexes begins[i] … ends[i] - 1 away from rows[i] (distinct; all int64 [n]), as far as it holds
         them; later ones move up."""
-        held = self.ends[rows]
+        first, held = self.begins[rows], self.ends[rows]
         begins, ends = np.minimum(begins, held), np.minimum(ends, held)
-        gone = self.held_between(rows, begins, ends)
+        gone = self.held_between(rows, np.clip(first, begins, ends), ends)
         self.put(rows, begins, held - ends, self.held_between(rows, ends, held))
+        self.begins[rows] = first - (np.clip(first, begins, ends) - begins)
         self.ends[rows] = begins + held - ends
         return gone
 

@@ -45,7 +45,7 @@ class SequencePages:
         )
         of_groups = zip(layout.groups, table.groups, pools.users, memory, self.snapshots, strict=True)
         self._groups = [
-            GroupPages(kind.keeps, group, users, mover, layout.grain, snapshots)
+            GroupPages(kind.keeps, group, users, mover, layout.grain, table.sliding, snapshots)
             for kind, group, users, mover, snapshots in of_groups
         ]
         self._page_size = table.page_size
@@ -72,19 +72,19 @@ class SequencePages:
         see SequenceTable."""
         return tuple(group.pages_needed(num_tokens, longest_append, border) for group in self._groups)
 
-    def first_position(self, row: int) -> int:
-        """The first position that every group holds."""
-        return max(int(group.table.begins[row]) for group in self._groups) * self._page_size
+    def first_positions(self, row: int) -> list[int]:
+        """Of each group the first position of a row that no window has let go of."""
+        return [group.first_page(row) * group.table.page_size for group in self._groups]
 
     def check_held(self, what: str, row: int, length: int) -> None:
-        """InvalidArgument unless every group holds what a query at position `length` sees."""
+        """InvalidArgument unless every group holds what a query at position `length` of a row's text sees."""
         border = int(self._table.borders[row])
         if length < border * self._page_size:
             raise InvalidArgument(
                 f"{what} would have {length} positions; an encoder's come whole: at least {border * self._page_size} "
                 "are accepted"
             )
-        held = int(self._table.lengths[row])
+        held = self._table.num_positions(row)
         for index, group in enumerate(self._groups):
             if group.snapshots is not None and length not in (0, held) and not group.has_state(row, length):
                 others = [one for one in group.snapshots.positions(row) if one != held]
@@ -92,7 +92,7 @@ class SequencePages:
                     f"{what} would have {length} positions, but layer group {index} has no state there: it has those "
                     f"behind {', '.join(map(str, (0, *others, held)))}, which are accepted"
                 )
-            begin = int(group.table.begins[row])
+            begin = group.first_page(row)
             if group.first_page_index(length, border) < begin:
                 lengths = range(held + 1)
                 least = bisect_left(lengths, begin, key=partial(group.first_page_index, border=border))
@@ -106,7 +106,7 @@ class SequencePages:
         group with a window knows only what later queries see, and one with states that of the last position."""
         if marks.count == 0 or not (self._dropping or self._layout.recurs):
             return
-        lengths = self._table.lengths[rows]
+        lengths = self._table.lengths[rows] + self._table.sliding.dropped[rows]
         if self._layout.recurs:
             past = (marks.planned[rows] < marks.ends[rows]) & (lengths + appends > marks.ends[rows])
             for index in past.nonzero()[0].tolist():
@@ -254,7 +254,7 @@ class SequencePages:
 
     def cut(self, row: int, length: int) -> None:
         """Shortens a row to `length`; what it has reserved stays, and becomes its own. OutOfPages changes nothing."""
-        self.check_held("the sequence", row, length)
+        self.check_held("the sequence", row, length + int(self._table.sliding.dropped[row]))
         # It takes no page for those that the prefix index shares by now: these come back when they leave the window.
         reserved = [min(end, int(of.table.ends[row])) for of, end in self._reserved_ends(row)]
         owned = [of.plan_ownership(row, length, end) for of, end in zip(self._groups, reserved, strict=True)]

@@ -9,7 +9,7 @@ from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, integer
 from tandem.cache.plan.errors import InvalidArgument, OutOfSequences
-from tandem.cache.plan.spans import Paging
+from tandem.cache.plan.spans import Paging, Sliding
 
 
 def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
@@ -114,6 +114,12 @@ class SequenceTable:
             return self._rows[sequence]
         except (KeyError, TypeError):  # what has no hash is no sequence either
             raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
+
+    def slide(self, row: int, sliding: Sliding) -> None:
+        """A row that holds all its positions, but for those that windows have let go of, slides from now on."""
+        for group in self.groups:
+            group.shown[row] = group.begins[row]
+        self.sliding.enable(row, sliding)
 
     def check_length(self, sequence: int, length: int) -> None:
         if not 0 <= length <= self.max_length:

@@ -130,6 +130,19 @@ class SlidingTable:
         """int64 [n]: where rows[i] stores positions[i], which it has not evicted."""
         return np.where(positions < self.sinks[rows], positions, positions - self.dropped[rows])
 
+    def places(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """int64 [n, …]: how many entries before positions[i] (int64 [n, …]) rows[i] stores, all indices in use."""
+        shape = (-1, *[1] * (positions.ndim - 1))
+        sinks, gone = self.sinks[rows].reshape(shape), (self.dropped[rows] + self.holes[rows]).reshape(shape)
+        return np.minimum(positions, np.maximum(positions - gone, sinks))
+
+    def page_indexes(self, rows: Int64Array, pages: Int64Array) -> Int64Array:
+        """int64 [n]: the page index in rows[i] from which on it has what it stores of positions
+        pages[i] · page_size and later."""
+        sinks, gone = self.sinks[rows], self.dropped[rows] // self._page_size
+        of_recent = np.maximum(pages - gone, sinks // self._page_size)
+        return np.where(pages * self._page_size < sinks, pages, of_recent)
+
     def in_use(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
         """int64: the indices that rows of `lengths` (int64 [n] each) use, one row after another."""
         holes = self.holes[rows]

@@ -134,7 +134,7 @@ class TvmCache(PagedKVCache):
 
     def first_position(self, sequence: int) -> int:
         """The first position that all layers hold: 0 without windows."""
-        return self._pages.first_position(self._table.row(sequence))
+        return max(self._pages.first_positions(self._table.row(sequence)))
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """gather_group() of each layer of the model. begin is at least first_position(sequence), unless nothing is

@@ -33,7 +33,7 @@ class Tables:
         self.table = SequenceTable([paging for _, paging in GROUPS], ROWS, LONGEST, PAGE)
         self.table.reserved[:] = random.integers(0, LONGEST, ROWS) * random.integers(0, 2, ROWS)
         self.groups = [
-            GroupPages(span, group, PageUsers(PageAllocator(1)), cast(Any, None), GRAIN)
+            GroupPages(span, group, PageUsers(PageAllocator(1)), cast(Any, None), GRAIN, self.table.sliding)
             for (span, _), group in zip(GROUPS, self.table.groups, strict=True)
         ]
         lengths = random.integers(0, LONGEST - 8, ROWS)

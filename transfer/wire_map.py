@@ -83,7 +83,7 @@ def decode_map(
             needed = min(max(layout.first_wanted(group, end), border), last)
             _check_skips(f"runs[{group}]", decoded, max(needed - first, 0))
         else:
-            _check_slide(f"runs[{group}]", decoded, wire.sliding, start, end)
+            _check_slide(f"runs[{group}]", decoded, wire.sliding, start, end, layout.first_wanted(group, end))
         _check_slots(f"runs[{group}]", decoded, num_pages[group] * paging.entries)
         found.append(decoded)
     return PositionMap(start, tuple(found), wire.sliding, tuple(paging.every for paging in layout.paging))
@@ -116,15 +116,16 @@ def _check_tail(field: str, runs: SlotRuns, wanted: int) -> None:
         )
 
 
-def _check_slide(field: str, runs: SlotRuns, sliding: Sliding, begin: int, end: int) -> None:
+def _check_slide(field: str, runs: SlotRuns, sliding: Sliding, begin: int, end: int, seen: int) -> None:
+    """seen: the first position that the span of the layer group shows at `end`."""
     window, sink = sliding.window, sliding.sink
     if not 0 <= sink < window:
         raise InvalidPositionMap(f"sliding has a sink of {sink}; 0 … {window - 1}, less than the window, are accepted")
     skips = (runs.begins == SKIP).nonzero()[0]
     firsts = begin + np.cumsum(runs.lengths, dtype=np.int64) - runs.lengths
     for index in skips.tolist():
-        first, last = int(firsts[index]), int(firsts[index] + runs.lengths[index]) - 1
-        if first < sink or last >= end - (window - sink):
+        first, last = max(int(firsts[index]), seen), int(firsts[index] + runs.lengths[index]) - 1
+        if first <= last and (first < sink or last >= end - (window - sink)):
             raise InvalidPositionMap(
                 f"{field} skips positions {first} … {last}; a window of {window} behind {sink} lets go of {sink} … "
                 f"{end - (window - sink) - 1} only"

@@ -236,7 +236,7 @@ def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> 
     if limits.one_each:
         capabilities = [group.backend.capabilities for group in groups]
         if limits.sliding:
-            return all(one.sliding_graphs for one in capabilities) and all(group.chunk is None for group in groups)
+            return all(one.sliding_graphs for one in capabilities) and not any(group.drops_past for group in groups)
         able = all(one.verify_graphs if limits.runs else one.step_graphs for one in capabilities)
         if not able or not limits.sharing:
             return able

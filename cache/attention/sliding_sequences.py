@@ -4,10 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
+from torch import Tensor
 
 from tandem.cache.attention.page_look_up import PageLookUp
 from tandem.cache.attention.rotations import Rotations
 from tandem.cache.kernels.torch.sliding import SlidingPart, SlidingParts, SlidingRows, plan_sliding_part
+from tandem.cache.kernels.upload import upload
 from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
@@ -16,14 +18,17 @@ from tandem.cache.plan.arrays import Int64Array, integer
 from tandem.cache.plan.errors import CacheError, InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap
 from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.spans import Span
 from tandem.cache.plan.tables import TokenLayout
 
 
 class SlidingSequences:
     """What makes rows of `table` slide; see SlidingTable for how they are stored."""
 
-    def __init__(self, table: SequenceTable, rotations: Rotations) -> None:
+    def __init__(self, table: SequenceTable, rotations: Rotations, spans: Sequence[Span]) -> None:
+        """spans: of the layer groups. They count positions of the text, whatever has been evicted."""
         self._table = table
+        self._spans = spans
         self._rotations = rotations
         self._look_ups = [PageLookUp(group) for group in table.groups]
         self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
@@ -51,6 +56,22 @@ class SlidingSequences:
                 f"most {max(sink, most)} are accepted"
             )
 
+    def check_reach(self, seq_ids: Sequence[int], rows: Int64Array, new_lengths: Int64Array) -> None:
+        """InvalidArgument where rows that slid grow to new_lengths (int64 [B]) further than rotations are known, while
+        K is there that is stored rotated and has moved: q meets it as it is rotated by its position."""
+        table = self._table.sliding
+        if table.count == 0:
+            return
+        gone, sinks = table.dropped[rows] + table.holes[rows], table.sinks[rows]
+        late = (table.windows[rows] > 0) & (gone > 0) & (table.rotated[rows] > sinks + gone)
+        beyond = (late & (new_lengths + table.dropped[rows] > self._rotations.max_positions)).nonzero()[0]
+        if beyond.size:
+            first = int(beyond[0])
+            raise InvalidArgument(
+                f"sequence {seq_ids[first]} would have {new_lengths[first] + table.dropped[rows[first]]} positions; at "
+                f"most {self._rotations.max_positions} are accepted before K that was rotated by its position has left"
+            )
+
     def slid(
         self, rows: Int64Array, appends: Int64Array, *, receive: bool = False, in_flight: bool = False
     ) -> AbstractContextManager[PageIds]:
@@ -69,7 +90,7 @@ class SlidingSequences:
     @contextmanager
     def _sliding(self, slides: Slides) -> Iterator[PageIds]:
         table, moved = self._table, slides.moved
-        of_groups = [(array, moved) for group in table.groups for array in (group.ends, group.pages)]
+        of_groups = [(array, moved) for group in table.groups for array in (group.begins, group.ends, group.pages)]
         changing: list[tuple[np.ndarray, Int64Array]] = [
             (table.sliding.holes, slides.rows),
             (table.lengths, moved),
@@ -116,23 +137,47 @@ class SlidingSequences:
         single = appends == 1
         kinds = [which for which in (sliding[single], sliding[~single]) if which.size]
         parts: list[SlidingParts | None] = []
-        for look_up, rotation in zip(self._look_ups, self._rotations.of_indices, strict=True):
-            of_kinds = tuple(self._plan_part(rows[which], which, tokens, look_up, rotation) for which in kinds)
+        groups = zip(self._look_ups, self._rotations.of_indices, self._spans, strict=True)
+        for look_up, rotation, span in groups:
+            of_kinds = tuple(self._plan_part(rows[which], which, tokens, look_up, rotation, span) for which in kinds)
             parts.append(SlidingParts(sliding, int(appends.sum()), of_kinds))
         return rotations, parts
+
+    def locate(self, rows: Int64Array, tokens: TokenLayout) -> Tensor:
+        """As Rotations.locate; of a sequence that slides, where each token stands among what is left."""
+        if self._table.sliding.count == 0:
+            return self._rotations.locate(tokens)
+        holes, sinks = self._table.sliding.holes[rows][tokens.owners], self._table.sliding.sinks[rows][tokens.owners]
+        positions = tokens.rope_positions
+        return upload([positions - np.where(positions >= sinks, holes, 0)], self._rotations.device)[0]
 
     def rows(self, rows: Int64Array) -> SlidingRows:
         """Where rows stand, with what a forward has appended; those that do not slide, too."""
         return self._table.sliding.rows(rows, self._table.lengths[rows], self._rotations.max_positions)
 
     def _plan_part(
-        self, rows: Int64Array, which: Int64Array, tokens: TokenLayout, look_up: PageLookUp, rotation: Rotation | None
+        self,
+        rows: Int64Array,
+        which: Int64Array,
+        tokens: TokenLayout,
+        look_up: PageLookUp,
+        rotation: Rotation | None,
+        span: Span,
     ) -> SlidingPart:
         """Of the sequences `which` (int64 [N]) of a forward, whose rows these are."""
         table, begins, ways = self._table, tokens.qo_indptr[which].astype(np.int64), self.rows(rows)
         counts = tokens.qo_indptr[which + 1] - begins
         bounds, slots = look_up.sliding_slots(rows, table.lengths, table.sliding)
-        return plan_sliding_part(begins, counts, bounds, slots, ways, rotation, self._rotations.device)
+        firsts = self._first_places(rows, counts, span) if span.drops_past else None
+        return plan_sliding_part(begins, counts, bounds, slots, ways, rotation, self._rotations.device, firsts)
+
+    def _first_places(self, rows: Int64Array, counts: Int64Array, span: Span) -> Int64Array:
+        """int64 [N, longest of counts]: how many entries of each row stand before those that each of its counts[i] last
+        tokens sees, by the positions of the text."""
+        sliding_table = self._table.sliding
+        begins = self._table.lengths[rows] + sliding_table.dropped[rows] - counts
+        queries = begins[:, None] + np.minimum(np.arange(int(counts.max())), counts[:, None] - 1)
+        return sliding_table.places(rows, span.first_needed(queries))
 
     def indices(self, row: int, begin: int, end: int) -> Int64Array:
         """int64: where a row stores positions begin … end - 1, which it has."""

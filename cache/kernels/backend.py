@@ -69,7 +69,9 @@ class AppendThenAttend(AttentionBackend[QKV]):
 
 
 class LatentAppendThenAttend(AttentionBackend[Latents]):
-    """A LatentBackend of two kernels a layer. own: what plan() returned."""
+    """A LatentBackend of two kernels a layer. own: what plan() returned. scale: of the softmax."""
+
+    scale: float
 
     @abstractmethod
     def append(
@@ -88,7 +90,14 @@ class LatentAppendThenAttend(AttentionBackend[Latents]):
         q, entries = self.append(layer, x.q, x.latents, x.keys, plan.rotation, plan.own)
         if appended is not None:
             appended(entries, None)
-        return self.attend(layer, q, plan.own, x.up, x.chosen)
+        sliding = plan.sliding
+        if sliding is None:
+            return self.attend(layer, q, plan.own, x.up, x.chosen)
+        if sliding.num_tokens == q.shape[0]:
+            output = q.new_empty((*q.shape[:2], x.up.heads.value_dim))
+        else:  # what the kernels make of tokens of sequences that slide is replaced
+            output = self.attend(layer, q, plan.own, x.up, x.chosen)
+        return sliding.attend_latents(output, q, partial(self.read_slots, layer), self.scale, x.up)
 
 
 class AppendThenChoose(AttentionBackend[Index]):

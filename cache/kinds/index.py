@@ -37,7 +37,7 @@ class IndexKeys(ServedKind):
     holds = "index keys"
     of_latents = True
     whole_on_ranks = True
-    no_sliding = "latents"
+    no_sliding = "index keys"
 
     @property
     def rotated(self) -> int:

@@ -37,7 +37,6 @@ class Latent(ServedKind):
     needs_call = True
     of_latents = True
     whole_on_ranks = True
-    no_sliding = "latents"
 
     @property
     def rotated(self) -> int:

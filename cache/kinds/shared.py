@@ -32,6 +32,7 @@ class Shared(ServedKind):
     needs_call = True
     by_token = True
     no_scales = "entries beside others, or with one plane; None is accepted"
+    no_sliding = "K and V in one plane"
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
         super().check(index, groups, page_size)

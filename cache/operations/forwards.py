@@ -56,7 +56,7 @@ class ForwardCalls(Parts):
             by_token = TokenForward.of_forward(self._groups, plans, tokens, self._rotations.at)
         elif self._layers.compressed:
             compressed = CompressedForward(self._groups, plans, self._rotations.at)
-        locate = partial(self._rotations.locate, tokens)
+        locate = partial(self._sliding.locate, rows, tokens)
         attention = Attention(
             self._groups, plans, self._layers, standing, locate, compressed=compressed, by_token=by_token
         )

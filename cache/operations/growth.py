@@ -73,6 +73,7 @@ class Growth:
             new_lengths = lengths + appends
             longest = int(new_lengths.argmax())
             self.table.check_length(seq_ids[longest], int(new_lengths[longest]))
+            self.sliding.check_reach(seq_ids, rows, new_lengths)
             if trees:  # a root, now or after a commit, looks back from the base
                 queries = self.trees.bases(seq_ids, lengths)
             else:

@@ -71,7 +71,7 @@ class Parts:
         self._table = SequenceTable(layout.paging, max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks([span.every for span in spans], max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
-        self._sliding = SlidingSequences(self._table, self._rotations)
+        self._sliding = SlidingSequences(self._table, self._rotations, spans)
         if heads is None:
             heads = heads_of_groups(Heads(scale, softcap, latent), layout)
         encoder_lens = self._table.encoder_lens if layout.has_encoder else None

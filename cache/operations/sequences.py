@@ -124,7 +124,7 @@ class SequenceCalls(Parts):
         sink; pop takes back what is kept. It is received from one that slides alike, or see prepare_receive.
         """
         row, layout = self._settled_row(sequence), self.layout
-        reasons = ["a window"] if layout.drops_past else [group.kind.no_sliding for group in layout.groups]
+        reasons = [group.kind.no_sliding for group in layout.groups]
         if refused := next(filter(None, reasons), None):
             raise InvalidArgument(f"the layout has groups with {refused}; sequences slide only in layouts without")
         had, length = self._table.sliding.sliding(row), self._table.num_positions(row)

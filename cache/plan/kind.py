@@ -41,7 +41,7 @@ class Kind(ABC):
     no_scales: str | None = None
     """Why entries cannot be stored in 8 bits: what a layout has groups with. None: they can."""
     no_sliding: str | None = None
-    """Why sequences cannot slide: what a layout has groups with. None: they can, where the span keeps all."""
+    """Why sequences cannot slide: what a layout has groups with. None: they can."""
 
     @property
     def rotated(self) -> int | None:

@@ -16,20 +16,24 @@ from tests.support.tolerances import ARITHMETIC
 def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:
     known, transfer = side.known[sequence], side.incoming.get(sequence)
     assert side.cache.num_tokens(sequence) == (transfer.end if transfer else known.length)
+    groups = side.cache.layout.groups
     if known.stream is None:
         begin = min(side.cache.first_position(sequence), len(known.ids))
         positions = np.array(
             [*range(len(known.ids)), *(rope_position(known, node) for node in range(len(known.nodes)))]
         )
-        check_kv(side, oracle, sequence, begin, known.length, [*known.ids, *known.nodes], positions, known.length)
+        begins, ids = [begin] * len(groups), [*known.ids, *known.nodes]
+        check_kv(side, oracle, sequence, begins, known.length, ids, positions, known.length)
     else:
         there = [position for position in known.kept if position < len(known.ids)]
         sinks = sum(position < known.stream.sink for position in there)
-        positions, rotated = np.arange(len(known.ids)), known.stream.rotated
-        check_kv(side, oracle, sequence, 0, sinks, known.ids, positions, rotated)
-        begin = there[sinks] if len(there) > sinks else len(known.ids)
-        check_kv(side, oracle, sequence, begin, len(known.ids), known.ids, positions, rotated)
-    if transfer is None and side.cache.layout.drops_past:
+        query = max(known.queries, transfer.end if transfer else 0)
+        recent = there[sinks] if len(there) > sinks else len(known.ids)
+        firsts = [index * side.cache.layout.page_size for index in side.first_page_indexes(query)]
+        for begin, end in ((0, sinks), (recent, len(known.ids))):
+            begins = [min(max(begin, first), end) for first in firsts]
+            check_kv(side, oracle, sequence, begins, end, known.ids, np.arange(end), known.stream.rotated)
+    if transfer is None and side.cache.layout.drops_past and known.stream is None:
         row, table = side.cache._table.row(sequence), side.cache._table
         assert [int(group.begins[row]) for group in table.groups] == side.first_page_indexes(known.queries)
 
@@ -42,15 +46,18 @@ def check_kv(
     side: Side,
     oracle: Oracle,
     sequence: int,
-    begin: int,
+    begins: list[int],
     end: int,
     ids: list[int],
     positions: NDArray[np.int64],
     rotated: int,
 ) -> None:
-    """positions: by which K is rotated of the first `rotated` positions; that of others is not."""
-    wanted, turned = np.array(ids[begin:end], np.int64), max(min(rotated, end) - begin, 0)
-    for layer, (k, v) in enumerate(side.cache.gather_kv(sequence, begin, end)):
+    """begins: of each group. positions: by which K is rotated of the first `rotated` positions; that of others is
+    not."""
+    for layer, (group, index) in side.cache._layers.places.items():
+        begin = begins[group]
+        wanted, turned = np.array(ids[begin:end], np.int64), max(min(rotated, end) - begin, 0)
+        k, v = side.cache.gather_group(sequence, group, begin, end)[index]
         if layer in oracle.shared:
             where = zip(wanted.tolist(), positions[begin:end].tolist(), strict=True)
             expected = np.array([oracle.shared[layer].kept(int(id_), int(at)) for id_, at in where])
@@ -59,14 +66,14 @@ def check_kv(
             continue
         expected = oracle.rotated_k[layer][wanted[:turned], positions[begin:end][:turned].astype(np.int64)]
         assert_close(k[:turned], expected)
-        assert np.array_equal(k[turned:].numpy(), oracle.k[layer][wanted[turned:]])
+        assert np.array_equal(k[turned:].numpy(), oracle.stored_k[layer][wanted[turned:]])
         assert np.array_equal(v.numpy(), oracle.stored_v[layer][wanted])
     check_beside(side, oracle, sequence, ids, end)
     check_compressed(side, oracle, sequence, ids[:end])
     for layer, (group, index) in index_keys(side.cache.layout).items():
-        assert positions is not None  # sequences with index keys do not slide
+        begin = begins[group]
         keys, _ = side.cache.gather_group(sequence, group, begin, end)[index]
-        assert_close(keys, oracle.index[layer].keys[wanted, positions[begin:end].astype(np.int64)])
+        assert_close(keys, oracle.index[layer].keys[ids[begin:end], positions[begin:end].astype(np.int64)])
 
 
 def check_beside(side: Side, oracle: Oracle, sequence: int, ids: list[int], end: int) -> None:
@@ -114,12 +121,12 @@ def are_close(actual: Tensor, expected: NDArray[np.float64]) -> NDArray[np.bool_
     return np.abs(actual.numpy() - expected) <= tolerance.atol + tolerance.rtol * np.abs(expected)
 
 
-def check_outputs(outputs: list[Tensor], texts: list[list[int]], oracle: Oracle) -> None:
-    """o of each layer is what the oracle computes for texts. Where float32 may not tell what an index chooses last from
-    what it leaves out first, both are accepted, but the same in all layers."""
-    close = rows_close(outputs, oracle.outputs(texts))
+def check_outputs(outputs: list[Tensor], texts: list[list[int]], seen: list[list[int]], oracle: Oracle) -> None:
+    """o of each layer is what the oracle computes, see Oracle.outputs. Where float32 may not tell what an index chooses
+    last from what it leaves out first, both are accepted, but the same in all layers."""
+    close = rows_close(outputs, oracle.outputs(texts, seen))
     if oracle.index and not close.all():
-        close |= rows_close(outputs, oracle.outputs(texts, swapped=True))
+        close |= rows_close(outputs, oracle.outputs(texts, seen, swapped=True))
     assert close.all()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import Any
 
@@ -86,6 +86,15 @@ class Known:
         self.kept += range(len(self.ids), len(self.ids) + append)
         del self.kept[sink : sink + evicted]
 
+    def outruns(self, append: int) -> bool:
+        """Whether rotations are not known for so many positions more of a stream, which meet K that has moved."""
+        if self.stream is None or not self.slides or len(self.ids) + append <= MAX_POSITIONS:
+            return False
+        grown = replace(self, kept=list(self.kept))
+        grown.slide(append)
+        moved = len(grown.kept) < len(self.ids) + append
+        return moved and any(self.stream.sink <= position < self.stream.rotated for position in grown.kept)
+
     def texts(self, added: list[int]) -> list[list[int]]:
         """What each of `added`, appended already, attends to, itself last, at the positions 0, 1, …"""
         if self.nodes:
@@ -93,12 +102,18 @@ class Known:
         ids = self.ids if self.stream is None else [self.ids[position] for position in self.kept]
         return [ids[: len(ids) - len(added) + index + 1] for index in range(len(added))]
 
-    def can_send(self, into: "Known", begin: int, end: int) -> bool:
+    def positions(self, added: list[int]) -> list[list[int]]:
+        """Of each of texts() where its tokens stand in the sequence's own text, by which spans go."""
+        if self.stream is None:
+            return [list(range(len(text))) for text in self.texts(added)]
+        return [self.kept[: len(self.kept) - len(added) + index + 1] for index in range(len(added))]
+
+    def can_send(self, into: "Known", begin: int, end: int, first: int) -> bool:
         """Whether what `into`, a stream as this is, keeps of positions begin … end - 1 is there and stays until all
-        are appended."""
+        are appended. first: what is before leaves the windows of the groups."""
         assert self.stream is not None
         window, sink, _, _ = self.stream
-        wanted = {position for position in into.kept if begin <= position < len(self.ids)}
+        wanted = {position for position in into.kept if max(begin, first) <= position < len(self.ids)}
         staying = {of for of in self.kept if of < sink or of >= end - (window - sink)}
         return wanted <= staying
 
@@ -214,11 +229,20 @@ class Side:
         spans = [group.keeps for group in self.cache.layout.groups]
         return [max(first_seen(span, query // grain * grain), 0) // size for span in spans]
 
+    def first_needed(self, query: int) -> int:
+        """The first position that some group keeps for a query."""
+        return min(self.first_page_indexes(query)) * self.cache.layout.page_size
+
+    def is_shown(self, sequence: int, length: int) -> bool:
+        """Whether the windows of the groups show nothing at `length` that they have let go of."""
+        queries = max(length, self.known[sequence].queries)
+        return self.first_page_indexes(length) == self.first_page_indexes(queries)
+
     def can_be_cut(self, sequence: int, length: int) -> bool:
-        """Whether the windows at `length` show nothing that is gone."""
+        """Whether nothing is gone that a query at `length` sees."""
         known = self.known[sequence]
-        if known.stream is None:
-            return self.first_page_indexes(length) == self.first_page_indexes(max(length, known.queries))
+        if known.stream is None or not self.is_shown(sequence, length):
+            return self.is_shown(sequence, length)
         least = known.stream.sink if len(known.kept) < len(known.ids) else 0
         return len(known.kept) - (len(known.ids) - length) >= least
 

@@ -351,15 +351,19 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     causal: bool = True,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Attention with all scores at once: q [n, q heads, D] belong to the last n of N keys and values [N, kv heads, D].
-    Not causal: they see all of these."""
+    Not causal: they see all of these. positions: int64 [N], of keys in the text, by which the span goes; None: 0, 1, ….
+    """
     group, length, count = q.shape[1] // keys.shape[1], keys.shape[0], q.shape[0]
     scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1))
     scores *= q.shape[2] ** -0.5 if scale is None else scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     own, others = torch.arange(length - count, length)[:, None], torch.arange(length)
+    if positions is not None:
+        own, others = positions[length - count :, None], positions
     hidden = ((others > own) & causal) | (others < first_seen(span, own))
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:

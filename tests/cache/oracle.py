@@ -100,10 +100,11 @@ class Oracle:
         self.rotated_q, self.rotated_k = (
             [rotate_everywhere(x, rope) for x, rope in zip(of, self._ropes, strict=True)] for of in (self.q, self.k)
         )
-        self.stored_v = self.v
+        self.stored_k, self.stored_v = self.k, self.v
         if layout.scales is not None:
             ranks = [latent_rank(group) for group in self._groups]
             self.rotated_k = [_rounded(k, rank) for k, rank in zip(self.rotated_k, ranks, strict=True)]
+            self.stored_k = [_rounded(k, rank) for k, rank in zip(self.k, ranks, strict=True)]
             self.stored_v = [_rounded(v, rank) for v, rank in zip(self.v, ranks, strict=True)]
         self.beside = {
             (number, layer): EntryOracle.of(group, generator)
@@ -129,22 +130,23 @@ class Oracle:
             for layer in range(self.num_layers)
         ]  # type: ignore[misc]  # a tuple of three
 
-    def outputs(self, texts: Sequence[Ids], *, swapped: bool = False) -> list[NDArray[np.float64]]:
+    def outputs(self, texts: Sequence[Ids], seen: Sequence[Ids], *, swapped: bool = False) -> list[NDArray[np.float64]]:
         """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at positions 0, 1, …
-        swapped: see hide_others."""
+        seen: of each text by which positions spans go. swapped: see hide_others."""
         lengths = np.array([len(text) for text in texts])
         longest = int(lengths.max())
         ids = np.zeros((len(texts), longest), np.int64)
-        for row, text in zip(ids, texts, strict=True):
-            row[: len(text)] = text
+        places = np.zeros_like(ids)
+        for row, place, text, its in zip(ids, places, texts, seen, strict=True):
+            row[: len(text)], place[: len(text)] = text, its
         positions = np.arange(longest)
-        last = ids[np.arange(len(texts)), lengths - 1]
+        last, query = (array[np.arange(len(texts)), lengths - 1] for array in (ids, places))
         outputs, chooser = [], None
         for layer, group in enumerate(self._groups):
             if layer in self.shared:
                 outputs.append(np.stack([self.shared[layer].output(list(text)) for text in texts]))
                 continue
-            hidden = (positions >= lengths[:, None]) | (positions < first_seen(group.keeps, lengths[:, None] - 1))
+            hidden = (positions >= lengths[:, None]) | (places < first_seen(group.keeps, query[:, None]))
             q = self.rotated_q[layer][last, lengths - 1]
             chooser = self.index.get(layer, chooser)
             rank = latent_rank(group)

@@ -43,8 +43,7 @@ class Program:
             Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
         ]
         self.next_sequence = 0
-        slide = all(group.kind.no_sliding is None for group in self.layout.groups)
-        self.takes_streams = slide and not self.layout.drops_past
+        self.takes_streams = all(group.kind.no_sliding is None for group in self.layout.groups)
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -133,10 +132,10 @@ class Program:
         if sink is not None and self.random.random() < 0.8:
             length = min(length, sink)
         child, whole = self.new_sequence(), length == len(of.ids) and self.random.random() < 0.5
-        allowed, slides = (
-            side.can_be_cut(parent, length) if sink is None else length <= sink,
-            self.random.random() < 0.6,
-        )
+        slides = self.random.random() < 0.6
+        allowed = side.can_be_cut(parent, length)
+        if sink is not None:
+            allowed = length <= sink and side.is_shown(parent, length)
         try:
             side.cache.fork_sequence(parent, child, -1 if whole else length, slides=slides)
         except OutOfPages:
@@ -290,15 +289,19 @@ class Program:
         added = [self.draw_ids(count) for count in counts]
         inputs = self.oracle.inputs([id_ for ids in added for id_ in ids])
         free = side.cache.num_free_pages
+        if any(map(side.overtakes, batch, counts)):
+            with pytest.raises(InvalidArgument, match="up to the end of its position map"):
+                side.forward(batch, counts, inputs, parents, self._sinks)
+            self.count("appends beyond a map refused")
+            return
         if any(map(side.leaves_chunk, batch, counts, parents)):
             with pytest.raises(InvalidArgument, match=r"keeps (chunks of|an entry for) .* nodes are accepted"):
                 side.forward(batch, counts, inputs, parents, self._sinks)
             self.count("trees across chunks refused")
             return
-        if any(map(side.overtakes, batch, counts)):
-            with pytest.raises(InvalidArgument, match="up to the end of its position map"):
+        if any(side.known[of].outruns(count) for of, count in zip(batch, counts, strict=True)):
+            with pytest.raises(InvalidArgument, match="before K that was rotated by its position has left"):
                 side.forward(batch, counts, inputs, parents, self._sinks)
-            self.count("appends beyond a map refused")
             return
         try:
             store = partial(self.store, side, batch, added)
@@ -308,12 +311,12 @@ class Program:
             assert not all(map(side.is_promised, batch, counts))
             return
         self.count("steps" if side.stepped else "forwards")
-        texts = [
-            text
-            for of, ids, tree in zip(batch, added, parents, strict=True)
-            for text in self.grown(side.known[of], ids, tree)
-        ]
-        check_outputs(outputs, texts, self.oracle)
+        texts, seen = list[list[int]](), list[list[int]]()
+        for of, ids, tree in zip(batch, added, parents, strict=True):
+            self.grow(side.known[of], ids, tree)
+            texts += side.known[of].texts(ids)
+            seen += side.known[of].positions(ids)
+        check_outputs(outputs, texts, seen, self.oracle)
         self.land(pe, batch)
 
     def store(self, side: Side, batch: list[int], added: list[list[int]], plan: Forward) -> None:
@@ -339,20 +342,18 @@ class Program:
         width = self.random.choice([1, 2, 5, nodes + count])
         return [self.random.randint(max(-1, node - width), node - 1) for node in range(nodes, nodes + count)]
 
-    def grown(self, known: Known, added: list[int], parents: list[int] | None) -> list[list[int]]:
-        """Known.texts of what was appended now."""
+    def grow(self, known: Known, added: list[int], parents: list[int] | None) -> None:
         if parents is not None:
             self.count("trees grown" if known.nodes else "trees opened")
             known.queries = max(known.queries, len(known.ids))
             known.nodes += added
             known.parents += parents
-            return known.texts(added)
+            return
         known.queries = max(known.queries, len(known.ids))
         if known.stream is not None:
             known.slide(len(added))
             self.count("streams that slid" if len(known.kept) < len(known.ids) + len(added) else "streams")
         known.ids += added
-        return known.texts(added)
 
     def commit(self, pe: int) -> None:
         side = self.sides[pe]
@@ -428,7 +429,7 @@ class Program:
             into.slide(end - begin, receive=True)
             into.stream = into.stream._replace(rotated=end if rotated else into.stream.rotated)
         other.incoming[target] = Transfer(source, begin, end)
-        if own.stream is None or own.can_send(into, begin, end):
+        if own.stream is None or own.can_send(into, begin, end, other.first_needed(end)):
             side.cache.mark_send(source, begin, position_map, 1 - pe)
             own.sends = begin, end
             self.count("sends to streams" if rotated else "sends" if own.stream is None else "sends of streams")

@@ -138,9 +138,11 @@ def test_steps_with_prompts_in_graphs_give_the_same_tokens(family: str, tmp_path
                 assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == expected
 
 
-def test_requests_slide_whoever_serves(tmp_path: Path) -> None:
+@pytest.mark.gate("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "deepseek_v3"])
+def test_requests_slide_whoever_serves(family: str, tmp_path: Path) -> None:
     """Also behind a prompt of which the worker that decodes has a prefix; none moves."""
-    folder, sliding, prompts = save_checkpoint("qwen3", tmp_path), {"window": 30, "sinks": 4}, PROMPTS[:5]
+    folder, sliding, prompts = save_checkpoint(family, tmp_path), {"window": 30, "sinks": 4}, PROMPTS[:5]
     oracle = load_oracle(folder)
     expected = [slide_greedily(oracle, prompt, 60, **sliding) for prompt in prompts]
     with adaptive_island(folder) as island:

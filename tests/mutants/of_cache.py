@@ -28,6 +28,22 @@ CACHE = (
         tests=("tests/cache/operations/test_sequences.py::test_pop_into_a_shared_page_copies_it_at_the_next_append",),
     ),
     Mutant(
+        name="windows-by-places-of-what-is-left",
+        file="cache/attention/sliding_sequences.py",
+        find="begins = self._table.lengths[rows] + sliding_table.dropped[rows] - counts",
+        replace="begins = self._table.lengths[rows] - counts",
+        reason="A layer with a window sees, of a sequence that slides, what it would see of the whole text.",
+        tests=("tests/cache/attention/test_streams.py::test_spans_of_layers_go_by_the_text",),
+    ),
+    Mutant(
+        name="sinks-that-a-window-let-go-of",
+        file="cache/pages/group_pages.py",
+        find="return int(table.shown[row] if self.sliding.windows[row] else table.begins[row])",
+        replace="return int(table.begins[row])",
+        reason="A page with sinks may stay for recent tokens alone: a fork must not take what was never received.",
+        tests=("tests/cache/operations/test_programs.py",),
+    ),
+    Mutant(
         name="owed-pages-given-away",
         file="cache/pages/page_users.py",
         find="self.num_owed += int(np.count_nonzero(self._counts(pages, self._indexed) > 0))",

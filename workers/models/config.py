@@ -200,14 +200,14 @@ class ModelConfig:
     @property
     def cannot_slide(self) -> str:
         """Why its sequences cannot slide; empty where they can."""
-        if self.latent is not None:
-            return "the model keeps latents"
+        if self.latent is not None and self.latent.index is not None:
+            return "the model chooses positions by index keys"
+        if self.compressed is not None:
+            return "the model keeps compressed KV"
         if self.encoder is not None:
             return "the model has an encoder"
         if self.recurrent is not None:
             return "the model keeps recurrent states"
-        if any(keeps.drops_past for keeps in self.layer_spans):
-            return "the model has layers with windows or chunks"
         return f"the model's RoPE is {self.rope.rope_type}, by length" if self.rope.by_length else ""
 
     @property

@@ -14,7 +14,8 @@ from torch import Tensor
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.latent import UpProjections
+from tandem.cache.plan.rope import Rotation, rotate_last
 
 ReadSlots = Callable[[Int32Array], tuple[Tensor, Tensor]]
 """PageOperations.read_slots of one layer."""
@@ -64,19 +65,21 @@ class SlidingPart:
     text: Rotation | None = None
     late: Tensor | None = None
 
-    def attend(self, output: Tensor, q: Tensor, read: ReadSlots, scoring: Scoring, sinks: Tensor | None) -> None:
-        """Fills in `output` [T, num_q_heads, head_dim]; q: of all tokens, not rotated."""
-        keys, values = read(self.slots)
-        own = q[self.tokens]
+    def attend(
+        self, own: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, sinks: Tensor | None = None, still: int = 0
+    ) -> Tensor:
+        """o [N · n, num_q_heads, value_dim] of own [N · n, num_q_heads, head_dim], the q of `tokens`, over keys and
+        values [N · m, num_kv_heads, …] of `slots`. still: so many numbers of a head stand before those that RoPE
+        rotates."""
         if self.keys is not None and self.queries is not None:
-            keys, moved = self.keys.apply(keys), own
-            own = self.queries.apply(own)
+            keys, moved = rotate_last(keys, still, self.keys), own
+            own = rotate_last(own, still, self.queries)
             if self.text is not None and self.late is not None:  # two products as one: each key meets one q
-                own = torch.cat((own, self.text.apply(moved)), -1)
+                own = torch.cat((own, rotate_last(moved, still, self.text)), -1)
                 keys = torch.cat((keys.masked_fill(self.late, 0), keys.masked_fill(~self.late, 0)), -1)
         own, keys, values = (x.unflatten(0, (self.size, -1)).transpose(1, 2) for x in (own, keys, values))
-        o = scoring.attend(own, keys, values, None if self.mask is None else self.mask.to(q.dtype), sinks)
-        output[self.tokens] = o.transpose(1, 2).flatten(0, 1)
+        o = scoring.attend(own, keys, values, None if self.mask is None else self.mask.to(own.dtype), sinks)
+        return o.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +95,18 @@ class SlidingParts:
     def attend(self, output: Tensor, q: Tensor, read: ReadSlots, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         """`output` [T, num_q_heads, head_dim] with their tokens filled in; q: of all tokens, not rotated."""
         for part in self.parts:
-            part.attend(output, q, read, scoring, sinks)
+            output[part.tokens] = part.attend(q[part.tokens], *read(part.slots), scoring, sinks)
+        return output
+
+    def attend_latents(self, output: Tensor, q: Tensor, read: ReadSlots, scale: float, up: UpProjections) -> Tensor:
+        """As attend() over latents: q [T, num_heads, key_dim + rotated], `output` [T, num_heads, value_dim]. Absorbed,
+        since these are mostly single tokens."""
+        key_dim, rank = up.heads.key_dim, up.weight.shape[2]
+        for part in self.parts:
+            own = q[part.tokens]
+            wide = torch.cat((up.absorb(own[:, :, :key_dim]), own[:, :, key_dim:]), -1)
+            weighted = part.attend(wide, *read(part.slots), Scoring(scale), still=rank)
+            output[part.tokens] = up.values(weighted)
         return output
 
 
@@ -104,18 +118,19 @@ def plan_sliding_part(
     ways: SlidingRows,
     rotation: Rotation | None,
     device: torch.device,
+    firsts: Int64Array | None = None,
 ) -> SlidingPart:
     """begins, counts: int64 [N], the first token of each sequence and how many it has. bounds, slots: see
-    PageLookUp.sliding_slots. ways: of the sequences, when these tokens are stored. rotation: the whole table's."""
+    PageLookUp.sliding_slots. ways: of the sequences, when these tokens are stored. rotation: the whole table's. firsts:
+    int64 [N, longest of counts], how many of the stored entries stand before those that a token sees; None: it sees
+    all."""
     size, stored = counts.size, np.diff(bounds).astype(np.int64)
-    widest, longest = int(stored.max()), int(counts.max())
+    unseen = np.zeros_like(stored) if firsts is None else firsts[:, 0]
+    widest, longest = int((stored - unseen).max()), int(counts.max())
     tokens = np.minimum(np.arange(longest), counts[:, None] - 1)
-    keys = np.minimum(np.arange(widest), stored[:, None] - 1)
-    visible = (stored - counts)[:, None] + tokens + 1
-    mask = None
-    if int(visible.min()) < widest:
-        mask = additive_mask(visible.reshape(-1).astype(np.int32), widest)
-        mask = mask.view(size, 1, longest, widest).to(device)
+    keys = np.minimum(unseen[:, None] + np.arange(widest), stored[:, None] - 1)
+    mask = _mask((stored - counts - unseen)[:, None] + tokens + 1, widest, firsts)
+    mask = None if mask is None else mask.view(size, 1, longest, widest).to(device)
     rows = [(begins[:, None] + tokens).reshape(-1)]
     padded = slots[bounds[:-1, None] + keys].reshape(-1)
     if rotation is None:
@@ -135,3 +150,16 @@ def plan_sliding_part(
     own, *of, are_late = upload(rows, device)
     of_keys, of_queries, of_text = (Rotation(rotation.table, one) for one in of)
     return SlidingPart(size, own, padded, mask, of_keys, of_queries, of_text, are_late.bool()[:, None, None])
+
+
+def _mask(visible: Int64Array, widest: int, firsts: Int64Array | None) -> Tensor | None:
+    """float32 [N · n, widest]: 0 at the first visible[i, t] keys (int64 [N, n]), but for those that stand before
+    firsts[i, t], counted from firsts[i, 0]; -inf elsewhere. None: all are 0."""
+    hides = firsts is not None and int((firsts - firsts[:, :1]).max()) > 0
+    if int(visible.min()) >= widest and not hides:
+        return None
+    mask = additive_mask(visible.reshape(-1).astype(np.int32), widest)
+    if firsts is not None and hides:
+        before = np.arange(widest) < (firsts - firsts[:, :1]).reshape(-1, 1)
+        mask = mask.masked_fill(torch.from_numpy(before), -torch.inf)
+    return mask

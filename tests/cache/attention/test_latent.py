@@ -162,8 +162,6 @@ def test_caches_that_cannot_be(layout: KVLayout, change: dict[str, object], mess
 def test_calls_that_do_not_fit() -> None:
     cache = cache_of(BESIDE_KV, rope=ropes_of(BESIDE_KV))
     cache.add_sequence(0)
-    with pytest.raises(InvalidArgument, match="the layout has groups with latents; sequences slide only in layouts"):
-        cache.enable_sliding_window(0, 8, 2)
     plan = cache.begin_forward([0], [3])
     (q, entries, latents), (q_kv, k, v), _ = draw_inputs(BESIDE_KV, 3, seed=0).layers
     up = up_projections(RANK)

@@ -1,22 +1,22 @@
 """Sliding windows with attention sinks, against a StreamingLLM that keeps its tokens in a list."""
 
 import re
-from dataclasses import dataclass, field
 from random import Random
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.kinds.index import IndexKeys
 from tandem.cache.kinds.kv import KV
+from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
-from tandem.cache.plan.spans import Sliding
+from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.spans import ALL, Chunk, Sliding, Span, Window
 from tests.cache.naive import (
     HEAD_DIM,
     MAX_LENGTH,
@@ -24,98 +24,21 @@ from tests.cache.naive import (
     Inputs,
     NaiveCache,
     assert_same_kv,
-    attend,
     cache_of,
     draw_inputs,
     layout_of,
     pools_of,
+    ropes_of,
     run,
-    windowed,
+    spanned,
 )
+from tests.cache.naive_streams import NaiveStream, check_contents
 from tests.cache.peer_writer import PeerWriter
 from tests.support.tolerances import assert_close
 from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2, 1)
-ROTARY = RotaryEmbedding(ROPE, 4096, "cpu", torch.float64)
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
-
-
-def rotated(x: Tensor, begin: int) -> Tensor:
-    return ROTARY.rotation(torch.arange(begin, begin + x.shape[0])).apply(x.double())
-
-
-@dataclass
-class NaiveStream:
-    """kept: the positions that are there; keys, values: per layer theirs, [n, heads, head_dim], not rotated."""
-
-    window: int
-    sink: int
-    keys: list[Tensor]
-    values: list[Tensor]
-    length: int = 0
-    kept: list[int] = field(default_factory=list)
-    evict_after: bool = False
-    rotated: int = 0
-    """Of positions before it the cache stores K rotated."""
-
-    @classmethod
-    def of(cls, layout: KVLayout, window: int, sink: int, *, evict_after: bool = False) -> "NaiveStream":
-        empty = [torch.empty(0, heads, HEAD_DIM) for _, heads in sorted(heads_of(layout).items())]
-        return cls(window, sink, list(empty), list(empty), evict_after=evict_after)
-
-    def fork(self, length: int, window: int, sink: int, *, rotated: int) -> "NaiveStream":
-        """Of the first positions, which are there."""
-        keys, values = ([x[:length] for x in of] for of in (self.keys, self.values))
-        return NaiveStream(window, sink, keys, values, length, self.kept[:length], rotated=rotated)
-
-    def evict(self, append: int) -> None:
-        append = 0 if self.evict_after else append
-        excess = min(len(self.kept) + append - self.window, len(self.kept) - self.sink)
-        if excess > 0:
-            left = [*range(self.sink), *range(self.sink + excess, len(self.kept))]
-            self.kept = [self.kept[index] for index in left]
-            self.keys = [k[left] for k in self.keys]
-            self.values = [v[left] for v in self.values]
-
-    def run(self, count: int, inputs: Inputs, sinks: Tensor | None = None) -> list[Tensor]:
-        self.evict(count)
-        self.kept += range(self.length, self.length + count)
-        self.length += count
-        outputs = []
-        for layer, (q, k, v) in enumerate(inputs.layers):
-            self.keys[layer] = torch.cat((self.keys[layer], k))
-            self.values[layer] = torch.cat((self.values[layer], v))
-            stored = len(self.kept)
-            keys = rotated(self.keys[layer], 0)
-            outputs.append(attend(rotated(q, stored - count), keys, self.values[layer].double(), sinks=sinks))
-        return outputs
-
-    def pop(self, count: int) -> None:
-        self.length -= count
-        self.kept, left = self.kept[: len(self.kept) - count], slice(len(self.kept) - count)
-        self.keys, self.values = [k[left] for k in self.keys], [v[left] for v in self.values]
-
-
-def heads_of(layout: KVLayout) -> dict[int, int]:
-    return {layer: group.num_kv_heads for group in layout.groups for layer in group.layers}
-
-
-def check_contents(cache: TvmCache, sequence: int, naive: NaiveStream) -> None:
-    """What is kept, bit for bit; what is not is refused."""
-    assert cache.num_tokens(sequence) == naive.length
-    recent = [position for position in naive.kept if position >= naive.sink]
-    begin = recent[0] if recent else naive.length
-    for first, end in ((0, min(naive.sink, naive.length)), (begin, naive.length)):
-        indices = [naive.kept.index(position) for position in range(first, end)]
-        turned = max(min(naive.rotated, end) - first, 0)
-        for layer, (k, v) in enumerate(cache.gather_kv(sequence, first, end)):
-            assert_close(k[:turned], rotated(naive.keys[layer][indices[:turned]], first))
-            assert torch.equal(k[turned:], naive.keys[layer][indices[turned:]])
-            assert torch.equal(v, naive.values[layer][indices])
-    if begin > naive.sink:
-        with pytest.raises(InvalidArgument, match=rf"positions {naive.sink} … {begin - 1} have left the window"):
-            cache.gather_kv(sequence, begin - 1, begin)
 
 
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
@@ -195,6 +118,33 @@ def pass_on(stream: NaiveStream, count: int, inputs: Inputs) -> None:
     stream.length += count
     stream.keys = [torch.cat((old, k)) for old, (_, k, _) in zip(stream.keys, inputs.layers, strict=True)]
     stream.values = [torch.cat((old, v)) for old, (_, _, v) in zip(stream.values, inputs.layers, strict=True)]
+
+
+@pytest.mark.parametrize(("window", "sink", "held"), [(12, 3, 0), (24, 5, 40)])
+@pytest.mark.parametrize("span", [Window(6), Window(15), Window(40), Chunk(8), Chunk(16)], ids=str)
+def test_spans_of_layers_go_by_the_text(span: Span, window: int, sink: int, held: int) -> None:
+    """Layers with a window or chunks see of what is kept what they would see of the whole text, and hold no more pages
+    for it than a plain sequence does."""
+    layout, random = spanned(LAYOUT, ALL, span), Random(window)
+    cache, stream = cache_of(layout, 48), NaiveStream.of(layout, MAX_LENGTH, sink)
+    cache.add_sequence(0)
+    for begin in range(0, held, 9):
+        count = min(9, held - begin)
+        inputs = draw_inputs(layout, count, seed=begin)
+        run(cache, [0], [count], inputs, SINKS)
+        stream.run(count, inputs, SINKS)
+    cache.enable_sliding_window(0, window, sink)
+    stream.window, stream.rotated = window, held
+    for step in range(60):
+        count = random.choice([1, 1, 1, 1, 2, 5, 17])
+        inputs = draw_inputs(layout, count, seed=100 + step)
+        outputs = run(cache, [0], [count], inputs, SINKS)
+        for actual, expected in zip(outputs, stream.run(count, inputs, SINKS), strict=True):
+            assert_close(actual, expected)
+        group = cache._table.groups[1]
+        assert group.ends[0] - group.begins[0] <= span.most_pages(MAX_LENGTH, count, 4)
+    cache.clear()
+    assert cache.num_free_pages == 48
 
 
 def test_out_of_pages_evicts_nothing() -> None:
@@ -421,10 +371,11 @@ def test_wrong_use_is_refused() -> None:
     cache.remove_sequence(1)
     cache.add_sequence(1)
     assert cache.match_prefix(1, [1] * 9) == 0  # a new sequence of the same id does not slide
-    with_windows = cache_of(windowed(LAYOUT, None, 5))
-    with_windows.add_sequence(0)
-    with pytest.raises(InvalidArgument, match="groups with a window"):
-        with_windows.enable_sliding_window(0, 8, 2)
+    indexed = KVLayout((LayerGroup((0,), Latent(12, 8)), LayerGroup((0,), IndexKeys(10, 6, 5))), 4, torch.float32)
+    with_index = cache_of(indexed, rope=ropes_of(indexed))
+    with_index.add_sequence(0)
+    with pytest.raises(InvalidArgument, match="groups with index keys"):
+        with_index.enable_sliding_window(0, 8, 2)
     dynamic = cache_of(LAYOUT, rope=RopeParameters("dynamic", HEAD_DIM, factor=2.0, max_position_embeddings=8))
     dynamic.add_sequence(0)
     with pytest.raises(InvalidArgument, match="RoPE is dynamic"):

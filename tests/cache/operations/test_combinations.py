@@ -169,15 +169,8 @@ def slide(twin: Twin, rope: RopeParameters) -> None:
     """As long as nothing is evicted a stream is what a plain sequence is; in 8 bits its K is rounded before RoPE."""
     cache = twin.cache
     cache.add_sequence(4)
-    reason = (
-        "the layout has groups with a window"
-        if cache.layout.drops_past
-        else "the layout has groups with latents"
-        if has_latents(cache.layout)
-        else "RoPE is dynamic"
-        if rope.by_length
-        else None
-    )
+    reason = next((group.kind.no_sliding for group in cache.layout.groups if group.kind.no_sliding is not None), None)
+    reason = "RoPE is dynamic" if reason is None and rope.by_length else reason
     if reason is not None:
         with pytest.raises(InvalidArgument, match=reason):
             cache.enable_sliding_window(4, 12, 3)

@@ -4,6 +4,7 @@ import difflib
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypedDict, cast
 
@@ -13,7 +14,22 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.proto import inference_pb2
 from tandem.proto.sampling import Sampling
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+@dataclass(frozen=True)
+class Fork:
+    """A prompt: the first `position` tokens, prompt and output, of a request that runs, and token_ids behind them. See
+    Fork in inference.proto.
+
+    position None: all that the parent's client has been sent. index: of the parent's answer.
+    """
+
+    request_id: str
+    position: int | None = None
+    token_ids: Sequence[int] = ()
+    index: int = 0
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Fork
 HalfPrompt = str | Sequence[int]
 HALVES = ("encoder_prompt", "decoder_prompt")
 """Options of a model with an encoder, text or token ids each."""
@@ -79,8 +95,8 @@ def accepted_value(name: str) -> str:
 def build_request(
     prompt: Prompt | None, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str | None = None
 ) -> inference_pb2.GenerateRequest:
-    """prompt: text, token ids, or chat messages with role and content; None beside encoder_prompt. sampling: by the
-    names of Options. Raises InvalidRequest."""
+    """prompt: text, token ids, chat messages with role and content, or a Fork; None beside encoder_prompt. sampling: by
+    the names of Options. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
     for field, text in (("request_id", request_id), ("cache_salt", cache_salt)):
         try:
@@ -176,6 +192,8 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt | None) -
     try:
         if isinstance(items, str):
             request.text = items
+        elif isinstance(items, Fork):
+            request.fork.CopyFrom(inference_pb2.Fork(**vars(items)))
         elif len(items) and isinstance(items[0], Mapping):
             request.chat.messages.extend(map(_message, items))
         else:
@@ -183,5 +201,5 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt | None) -
     except (TypeError, ValueError, KeyError, struct.error) as error:
         raise InvalidRequest(
             f"prompt is {items!r:.80}: {error}; "
-            "Unicode text, token ids in [0, 2^32) or a list of chat messages are accepted"
+            "Unicode text, token ids in [0, 2^32), a list of chat messages or a Fork are accepted"
         ) from None

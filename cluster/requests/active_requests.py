@@ -5,12 +5,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import DeadlineExceeded, Superseded, Unavailable, WorkerCallError, WorkerTimedOut
 from tandem.cluster.peers.claims import Claim, Claims, Holder, in_use, superseded
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.requests.answers import Answers
 from tandem.cluster.requests.body_budget import release_current_body
 from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.forks import NOT_FORKED, ForkedFrom, take_tokens
 from tandem.cluster.requests.generation import Generation, Write
 from tandem.cluster.requests.observer import Observe, RequestObserver, all_of
 from tandem.cluster.requests.reading.guide_checks import GuideChecks
@@ -37,7 +39,10 @@ class _Call:
 
     claim: Claim
     answers: Answers
-    settled: bool  # no other process runs a call of that id
+    credential: str  # what its caller showed to be let in
+    salt: bytes  # of its prefixes
+    fork: ForkedFrom
+    settled: bool = False  # no other process runs a call of that id
     work: "asyncio.Task[None]" = field(init=False)
 
 
@@ -113,13 +118,13 @@ class ActiveRequests:
         answers: Answers | None = None
         is_named = bool(request.request_id)
         try:
-            valid = await self._validate(request, open_ended, credential, host)
+            valid, fork = await self._validate(request, open_ended, credential, host)
             del request  # which may be large, and the call long
             release_current_body()
             observer.validated(valid)
             answers = self._answers(valid, arrived, observer, client)
             claim = Claim(valid.request_id, valid.resumes, self._claims.clock.next(), self._origin)
-            call = self._enter(claim, answers)
+            call = self._enter(_Call(claim, answers, credential, valid.prompt.salt, fork))
             # An id that the gateway has just made runs nowhere else.
             holders = self._claims.asked(claim) if is_named else []
             await self._finish(call, holders, client, write, deadline, limit)
@@ -215,15 +220,16 @@ class ActiveRequests:
             return outcome
         return await self._claims.outcome(claim, holders)
 
-    def _enter(self, claim: Claim, answers: Answers) -> _Call:
+    def _enter(self, call: _Call) -> _Call:
         """A call that resumes a request ends the one that runs. That one's client has gone, perhaps unnoticed."""
+        claim = call.claim
         before = self._running.get(claim.request_id)
         if before is not None:
             if not claim.resumes:
                 raise in_use(claim.request_id)
             self._leave(before)
             before.work.cancel()
-        call = self._running[claim.request_id] = _Call(claim, answers, settled=False)
+        self._running[claim.request_id] = call
         self._table.add(self._table.id_column(claim.request_id), 1)
         self._table.put(Column.ACTIVE, len(self._running))
         return call
@@ -243,10 +249,12 @@ class ActiveRequests:
 
     async def _validate(
         self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str, host: str
-    ) -> ValidRequest:
+    ) -> tuple[ValidRequest, ForkedFrom]:
         self._validator.check(request)
-        tokens = None
-        if self._validator.is_long(request):
+        tokens, fork = None, NOT_FORKED
+        if request.HasField("fork"):
+            tokens, fork = self._take_fork(request, credential)
+        elif self._validator.is_long(request):
             try:
                 tokens = await self._readers.tokens(host, request, self._validator.most_kept(request))
             except (ChatTemplateError, TokenizerFailed) as error:
@@ -258,7 +266,13 @@ class ActiveRequests:
             valid = self._validator.validate(request, open_ended, credential, tokens)
         if valid.params.guided is not None:
             await self._guides.check(host, valid.params.guided)
-        return valid
+        return valid, fork
+
+    def _take_fork(self, request: inference_pb2.GenerateRequest, credential: str) -> tuple[Int64Array, ForkedFrom]:
+        """See take_tokens(). Who may not share the parent's prefixes does not learn that it runs."""
+        call, salt = self._running.get(request.fork.request_id), self._validator.salt(request.cache_salt, credential)
+        theirs = call is not None and (call.credential, call.salt) == (credential, salt)
+        return take_tokens(request.fork, call.answers.answer(request.fork.index) if call and theirs else None)
 
     async def _run(self, call: _Call, holders: Sequence[Holder], client: str, write: Write, deadline: float) -> None:
         if holders:
@@ -268,7 +282,7 @@ class ActiveRequests:
         try:
             # One limit for all: a limit for each message would add a tenth to its cost.
             async with limit:
-                await call.answers.run(self._router, client, self._max_attempts, deadline, write)
+                await call.answers.run(self._router, client, self._max_attempts, deadline, write, call.fork)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tandem.cluster.requests.fair_turns import cost_of, most_tokens
+from tandem.cluster.requests.forks import NOT_FORKED, ForkedFrom
 from tandem.cluster.requests.generation import Generation, Write
 from tandem.cluster.requests.replay import Replay
 from tandem.cluster.requests.validation import Received, ValidRequest
@@ -41,6 +42,10 @@ class Answers:
     def generations(self) -> Sequence[Generation]:
         return tuple(self._generations.values())
 
+    def answer(self, index: int) -> Generation | None:
+        """That of one answer; None where there is none, or where the client does not get it as it is generated."""
+        return None if self._ranked else self._generations.get(index)
+
     @property
     def usage(self) -> inference_pb2.Usage:
         """The prompt once, and the output of all answers."""
@@ -54,18 +59,27 @@ class Answers:
             accepted_tokens=sum(one.usage.accepted_tokens for one in self._generations.values()),
         )
 
-    async def run(self, router: Router, client: str, max_attempts: int, deadline: float, write: Write) -> None:
-        """Gives all messages to `write`. An answer that fails ends the others. Raises as Replay.run."""
+    async def run(
+        self,
+        router: Router,
+        client: str,
+        max_attempts: int,
+        deadline: float,
+        write: Write,
+        fork: ForkedFrom = NOT_FORKED,
+    ) -> None:
+        """Gives all messages to `write`. An answer that fails ends the others. Raises as Replay.run. fork: see
+        Replay."""
         if self._request.params.num_answers == 1:
             (only,) = self._generations.values()
             told = partial(self._write_told, write) if self._tells else write
-            await Replay(router, only, client, max_attempts).run(deadline, told)
+            await Replay(router, only, client, max_attempts, fork=fork).run(deadline, told)
             return
         landed = asyncio.Event()
         (first, lead), *others = self._generations.items()
         try:
             async with asyncio.TaskGroup() as group:
-                replay = Replay(router, lead, client, max_attempts, count=1 + len(others))
+                replay = Replay(router, lead, client, max_attempts, count=1 + len(others), fork=fork)
                 group.create_task(_lead(replay, deadline, self._writer(first, write), landed))
                 await landed.wait()
                 near = _pair_of(lead)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest, PlacementLost, ServerError
 from tandem.cluster.requests.arrivals import Arrivals, Begun
 from tandem.cluster.requests.fair_turns import FairTurns, cost_of
@@ -97,6 +98,16 @@ class Generation:
     def prompt(self) -> PromptSpec:
         """The prompt of the next placement: the tokens sent are part of it."""
         return self._request.prompt.going_on(self._sent, whole=self.prompt_logprobs.wanted)
+
+    @property
+    def tokens(self) -> Int64Array:
+        """int64 [n]: its prompt's, and those that its client has."""
+        return self._request.prompt.going_on(self._sent).token_ids
+
+    def fits_window(self, position: int) -> bool:
+        """Whether nothing had left its window when it had its first `position` tokens."""
+        prompt = self._request.prompt
+        return position <= len(prompt) or prompt.fits_window(position - len(prompt))
 
     @property
     def max_tokens_left(self) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, ForwardFailed, PlacementLost
+from tandem.cluster.requests.forks import NOT_FORKED, ForkedFrom
 from tandem.cluster.requests.generation import Generation, Moved, Write
 from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.router import Placement, Router
@@ -25,14 +26,17 @@ class Replay:
         *,
         count: int = 1,
         near: LinkPair | None = None,
+        fork: ForkedFrom = NOT_FORKED,
     ) -> None:
-        """client, count, near: see Router.place. near: a pair makes it one of the answers that were admitted before."""
+        """client, count, near: see Router.place. near: a pair makes it one of the answers that were admitted before.
+        fork: where the first attempt finds what it begins with."""
         self._router = router
         self._generation = generation
         self._client = client
         self._max_attempts = max_attempts
         self._count = count
         self._near = near
+        self._fork = fork
 
     async def run(self, deadline: float, write: Write) -> None:
         """Writes the messages for the client. deadline in the event loop's time.
@@ -84,8 +88,9 @@ class Replay:
                     self._client,
                     again=again or self._near is not None,
                     move=move,
-                    near=None if again else self._near,
+                    near=None if again else self._near or self._fork.pair,
                     count=self._count,
+                    fork_of="" if again else self._fork.request_id,
                 )
         except DeadlineExceeded:  # gateway.queue_seconds
             raise

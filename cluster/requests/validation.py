@@ -129,8 +129,10 @@ class RequestValidator:
             raise InvalidRequest(str(error)) from error
         kind = message.WhichOneof("input")
         if kind is None:
-            raise InvalidRequest("input is missing; set text, token_ids, token_bytes or chat")
-        if kind in ("token_ids", "token_bytes"):
+            raise InvalidRequest("input is missing; set text, token_ids, token_bytes, chat or fork")
+        if kind == "fork":
+            self._check_fork(message)
+        elif kind in ("token_ids", "token_bytes"):
             ids = (
                 len(message.token_ids.ids) if kind == "token_ids" else len(message.token_bytes) // PROMPT_DTYPE.itemsize
             )
@@ -138,6 +140,16 @@ class RequestValidator:
                 self._check_ids(ids)
         else:
             self._check_text(kind, message)
+
+    def _check_fork(self, message: inference_pb2.GenerateRequest) -> None:
+        if not message.fork.request_id:
+            raise InvalidRequest("fork.request_id is empty; the id of the request that is forked is accepted")
+        if self._limits.max_encoder_tokens:
+            raise InvalidRequest("fork is set; the model has an encoder, whose prompt comes whole")
+        for name in ("resume", "truncate_prompt_tokens"):
+            if message.HasField(name):
+                raise InvalidRequest(f"{name} is set beside fork; send the tokens as token_ids with it")
+        self._limits.check_length(len(message.fork.token_ids) + 1, 1)
 
     def _check_ids(self, count: int) -> None:
         if self._limits.max_encoder_tokens:
@@ -153,6 +165,10 @@ class RequestValidator:
             or message.chat.ByteSize() > QUICK_TEXT
             or len(message.token_ids.ids) > QUICK_IDS
         )
+
+    def salt(self, cache_salt: str, credential: str) -> bytes:
+        """By which workers share prefixes. Raises InvalidRequest."""
+        return worker_salt(cache_salt, credential if self._salt_by_token else "")
 
     def most_kept(self, message: inference_pb2.GenerateRequest) -> int | None:
         """No more of the prompt's last tokens are kept; None where it is not truncated."""
@@ -187,8 +203,7 @@ class RequestValidator:
             if params.prompt_logprobs is not None:
                 raise InvalidRequest("sampling.prompt_logprobs is set; a model with an encoder has none to report")
             token_ids, encoder = self._join(token_ids, message)
-        salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
-        prompt = PromptSpec(token_ids, salt, encoder, params.sliding)
+        prompt = PromptSpec(token_ids, self.salt(message.cache_salt, credential), encoder, params.sliding)
         if open_ended is not None and ends_anywhere:
             most = min(open_ended, self._limits.room(prompt))
             params = replace(params, max_tokens=max(1, params.min_tokens, most))
@@ -315,10 +330,12 @@ class RequestValidator:
     ) -> Int64Array:
         kind = str(message.WhichOneof("input"))
         try:
-            if kind == "token_bytes":
+            if tokens is not None:
+                token_ids = tokens
+            elif kind == "token_bytes":
                 token_ids = prompt_from_bytes(message.token_bytes, kind)
             else:
-                token_ids = prompt_tokens(self._tokenizer, message) if tokens is None else tokens
+                token_ids = prompt_tokens(self._tokenizer, message)
         except (ChatTemplateError, TokenizerFailed) as error:
             raise refused_prompt(message, error) from error
         except InvalidCall as error:
@@ -326,7 +343,9 @@ class RequestValidator:
         if not len(token_ids):
             name = "token_ids.ids" if kind == "token_ids" else kind
             raise InvalidRequest(f"{name} is empty; at least one token{' id' * (kind == 'token_ids')} is needed")
-        if kind in ("token_ids", "token_bytes"):
+        if kind == "fork":
+            self._check_vocabulary("fork.token_ids", np.array(message.fork.token_ids, np.int64))
+        elif kind in ("token_ids", "token_bytes"):
             self._check_vocabulary("token_ids.ids" if kind == "token_ids" else kind, token_ids)
         token_ids = token_ids if kept is None else token_ids[max(0, len(token_ids) - kept) :].copy()  # without the rest
         self._check_vocabulary(kind, token_ids, of_text=True)

@@ -34,6 +34,7 @@ class _Wanted:
     prompt: PromptSpec
     max_tokens: int
     keys: PromptKeys
+    fork_of: str
 
     @property
     def total_tokens(self) -> int:
@@ -96,18 +97,19 @@ class Router:
         move: LinkPair | None = None,
         near: LinkPair | None = None,
         count: int = 1,
+        fork_of: str = "",
     ) -> Placement:
         """Finds a pair of workers and skips those that cannot be reached.
 
         client: the request's owner; waiting clients take turns. again: the request was admitted before, so a full queue
         does not refuse it. move: the pair that is tried first, however many wait. near: the pair that is tried first in
-        the request's own turn. count: as how many requests it counts while it waits. Raises Overloaded (queue full),
-        DeadlineExceeded (no room in time) or WorkerCallError.
+        the request's own turn. count: as how many requests it counts while it waits. fork_of: see
+        PrepareReceiveRequest. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
         """
         token_ids, encoder_len = prompt.token_ids, prompt.encoder.length
         key_salt = encoder_salt(token_ids[:encoder_len], prompt.salt) if encoder_len else prompt.salt
         keys = self._islands.prompt_keys(token_ids[:1] if prompt.whole else token_ids, key_salt)  # one token has none
-        wanted = _Wanted(request_id, prompt, max_tokens, keys)
+        wanted = _Wanted(request_id, prompt, max_tokens, keys, fork_of)
         if move is not None or not self._queue.waits:
             placement = await self._try(wanted, announce=move is None, first=move or near)
             if placement is not None:
@@ -193,6 +195,7 @@ class Router:
                 writer_pe=prefill.pe,
                 writer_epoch=prefill.epoch,
                 prompt=message,
+                fork_of=wanted.fork_of,
             )
             expected = pair.first_token_seconds
             announce = announce and prefill is not decode and not prefill.has_prompts and not prompt.whole

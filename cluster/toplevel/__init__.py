@@ -1,6 +1,6 @@
-"""What `import tandem` gives: launch, connect, LLM, AsyncLLM, Output, Answer, Client, AsyncClient and __version__.
+"""What `import tandem` gives: launch, connect, LLM, AsyncLLM, Output, Answer, Client, AsyncClient, Fork, __version__.
 
-Each of the first eight is imported when it is first used, so that `import tandem.cache` stays as light as it is.
+Each of the first nine is imported when it is first used, so that `import tandem.cache` stays as light as it is.
 """
 
 from importlib import import_module
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tandem.cluster.client import AsyncClient as AsyncClient
     from tandem.cluster.client import Client as Client
+    from tandem.cluster.client import Fork as Fork
     from tandem.cluster.llm import LLM as LLM
     from tandem.cluster.llm import Answer as Answer
     from tandem.cluster.llm import AsyncLLM as AsyncLLM
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 HOMES = {
-    "tandem.cluster.client": ("AsyncClient", "Client"),
+    "tandem.cluster.client": ("AsyncClient", "Client", "Fork"),
     "tandem.cluster.llm": ("LLM", "Answer", "AsyncLLM", "Output", "connect", "launch"),
 }
 

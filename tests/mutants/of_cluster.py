@@ -12,6 +12,14 @@ ADMISSION = "tests/cluster/routing/test_admission.py"
 
 CLUSTER = (
     Mutant(
+        name="forks-of-others-requests",
+        file="cluster/requests/active_requests.py",
+        find="(call.credential, call.salt) == (credential, salt)",
+        replace="call.salt == call.salt",
+        reason="A fork shows its parent's prompt: only callers with the same credentials and salt may have one.",
+        tests=("tests/e2e/test_forks.py::test_what_cannot_be_forked_is_refused",),
+    ),
+    Mutant(
         name="receiver-freed-before-its-sender",
         file="cluster/routing/router.py",
         find=(

@@ -78,7 +78,7 @@ class Decodes:
         self._fanout = fanout
         self._threads = threads
         self._eos_token_ids = settings.eos_token_ids
-        self._published = PublishedPrefixes(engine, sharing=settings.sharing)
+        self.published = PublishedPrefixes(engine, reservations, sharing=settings.sharing)
         self._awaiting: list[DecodeRequest] = []
         self._local = LocalPrompts(queue, self)
         self._joining: list[DecodeRequest] = []  # their first token came since the last batch
@@ -246,7 +246,7 @@ class Decodes:
                 steps.launched(launched, overlaps=self._engine.capabilities.overlaps)
             if behind is None:
                 self._masks.settle()  # the device computes meanwhile
-            self._published.prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
+            self.published.prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
         except Exception as error:
             return self._fail_all(error)
@@ -313,7 +313,7 @@ class Decodes:
             raise LogitsNotFinite(request.request_id, len(request.prompt))
         request.begin(token)
         reason = request.rule.reason(token, 1)
-        self._published.prompts([] if reason == FinishReason.RUNNING else [request])
+        self.published.prompts([] if reason == FinishReason.RUNNING else [request])
         return reason
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
@@ -388,7 +388,7 @@ class Decodes:
         self._end(request, writer_quiet=True)
 
     def _end(self, request: DecodeRequest, writer_quiet: bool) -> None:
-        self._published.whole(request)
+        self.published.so_far(request)
         if not self._local.withdraw(request):
             self._steps.release(request)
         self._speculation.forget(request)

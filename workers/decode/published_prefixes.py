@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.workers.engine.engine import Engine
+from tandem.workers.handoff.reservations import Reservations
 from tandem.workers.requests.decode_request import DecodeRequest
 
 
 class PublishedPrefixes:
     """Owned by the step thread. Publishes nothing where the worker does not share, nor of a sequence that slides."""
 
-    def __init__(self, engine: Engine, *, sharing: bool) -> None:
+    def __init__(self, engine: Engine, reservations: Reservations, *, sharing: bool) -> None:
         self._engine = engine
+        self._reservations = reservations
         self._sharing = sharing
 
     def prompts(self, requests: Sequence[DecodeRequest]) -> None:
@@ -21,8 +23,14 @@ class PublishedPrefixes:
             if not request.ended and request.prompt.sliding is None:
                 self._engine.publish(request.sequence_id, request.prompt.token_ids, request.prompt.salt)
 
-    def whole(self, request: DecodeRequest) -> None:
-        """Prompt and output of one that ends; its last token's KV was never computed."""
+    def of(self, request_id: str) -> None:
+        """What a request has so far that is to be forked; nothing where it is not here any more."""
+        request = self._reservations.get(request_id)
+        if request is not None:
+            self.so_far(request)
+
+    def so_far(self, request: DecodeRequest) -> None:
+        """Prompt and output of one; its last token's KV is not computed yet."""
         if self._sharing and request.received and len(request.output) > 1 and request.prompt.sliding is None:
             tokens = np.concatenate((request.prompt.token_ids, request.output[:-1]))
             self._engine.publish(request.sequence_id, tokens, request.prompt.salt)

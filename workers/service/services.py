@@ -230,6 +230,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if request.writer_pe != self._config.pe:
                 self._loop.check_peer(request.writer_pe)
             writer = request.writer_pe, request.writer_epoch
+            if request.fork_of:
+                decodes.published.of(request.fork_of)
             reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, *writer)
             return reservation, self._loop.windows_past()
 

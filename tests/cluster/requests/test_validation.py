@@ -1,5 +1,6 @@
 """The request validator, where a running gateway is not needed."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ def test_bytes_that_are_no_token_ids_are_refused(token_bytes: bytes, reason: str
     message.sampling.max_tokens = 1
     with pytest.raises(InvalidRequest, match=reason):
         RequestValidator(LIMITS, None).validate(message)
+
+
+@pytest.mark.parametrize(
+    ("fork", "options", "encoder", "reason"),
+    [
+        ({}, {}, 0, "fork.request_id is empty; the id of the request that is forked is accepted"),
+        ({"request_id": "a"}, {}, 20, "fork is set; the model has an encoder"),
+        ({"request_id": "a"}, {"resume": inference_pb2.Resume()}, 0, "resume is set beside fork; send the tokens as"),
+        ({"request_id": "a"}, {"truncate_prompt_tokens": 3}, 0, "truncate_prompt_tokens is set beside fork"),
+        ({"request_id": "a", "token_ids": [0] * 99}, {}, 0, "the prompt has 100 tokens; the model's context takes at"),
+    ],
+)
+def test_forks_that_no_parent_can_have_are_refused(
+    fork: dict[str, Any], options: dict[str, Any], encoder: int, reason: str
+) -> None:
+    """Before the parent is looked for."""
+    message = inference_pb2.GenerateRequest(request_id="b", fork=inference_pb2.Fork(**fork), **options)
+    limits = replace(LIMITS, max_encoder_tokens=encoder)
+    with pytest.raises(InvalidRequest, match=reason):
+        RequestValidator(limits, None).check(message)
 
 
 def test_a_request_id_has_a_bounded_length() -> None:

@@ -1,0 +1,63 @@
+"""Requests that begin with what another one has so far."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.routing.islands import LinkPair
+from tandem.cluster.routing.router import Placement
+from tandem.proto import inference_pb2
+
+MOST_BESIDE = 512  # tokens behind the parent's that its decode worker computes
+
+
+class ForkedFrom(NamedTuple):
+    """Where what a fork begins with has its KV: at both of the pair's workers, which are one, under the id that the
+    workers know."""
+
+    pair: LinkPair | None = None
+    request_id: str = ""
+
+
+NOT_FORKED = ForkedFrom()
+
+
+class Parent(Protocol):
+    """A request that is forked: see Generation."""
+
+    placement: Placement | None
+
+    @property
+    def num_sent(self) -> int: ...
+
+    @property
+    def tokens(self) -> Int64Array: ...
+
+    def fits_window(self, position: int) -> bool: ...
+
+
+def take_tokens(fork: inference_pb2.Fork, parent: Parent | None) -> tuple[Int64Array, ForkedFrom]:
+    """The prompt of a fork, int64 [n]. parent: None where the caller has no such request here. InvalidRequest for what
+    cannot be forked."""
+    if parent is None:
+        raise InvalidRequest(
+            f"fork.request_id is {fork.request_id!r} and fork.index {fork.index}; no such answer of a caller with the "
+            "same credentials and cache_salt runs at this gateway process. Send a fork over the connection of its "
+            "parent, while that runs and without best_of"
+        )
+    tokens = parent.tokens
+    position = fork.position if fork.HasField("position") else tokens.size
+    if not 1 <= position <= tokens.size:
+        raise InvalidRequest(f"fork.position is {position}; the parent has {tokens.size} tokens: 1 … {tokens.size}")
+    if not parent.fits_window(position):
+        raise InvalidRequest(
+            f"fork.position is {position}; the parent slides, and had let go of tokens by then that the fork would need"
+        )
+    placement, prompt = parent.placement, np.concatenate((tokens[:position], np.array(fork.token_ids, np.int64)))
+    # The second token comes from the decode worker, which then has all KV.
+    if placement is None or parent.num_sent < 2 or len(fork.token_ids) > MOST_BESIDE:
+        return prompt, NOT_FORKED
+    decode = placement.decode
+    return prompt, ForkedFrom(LinkPair(decode, decode, 0.0, min(position, prompt.size - 1)), placement.request_id)

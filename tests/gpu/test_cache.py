@@ -98,10 +98,12 @@ def test_learned_sinks(shape: str) -> None:
             assert_close(actual, expected)
 
 
-def test_a_stream_beside_a_plain_sequence() -> None:
-    """A sliding window with sinks on the GPU as float32 on a CPU has it."""
-    cache = QWEN3.cache(QWEN3.pool())
-    exact = replace(QWEN3, dtype=torch.float32)
+@pytest.mark.parametrize("window", [None, 20, 90])
+def test_a_stream_beside_a_plain_sequence(window: int | None) -> None:
+    """A sliding window with sinks on the GPU as float32 on a CPU has it. window: of the layers."""
+    shape = replace(QWEN3, window=window)
+    cache = shape.cache(shape.pool())
+    exact = replace(shape, dtype=torch.float32)
     twin = exact.cache(exact.pool())
     for of in (cache, twin):
         of.add_sequence(0)

@@ -164,6 +164,23 @@ def test_attention(shape: Shape) -> None:
     check(shape, PROGRAM)
 
 
+@pytest.mark.parametrize("shape", [BF16, FP8], ids=["bf16", "bf16 in 8 bits"])
+def test_a_stream_beside_a_plain_sequence(shape: Shape) -> None:
+    """One that slides from the start, and one whose first positions are stored rotated."""
+    cache, twin = shape.cache(shape.pool()), exact(shape).cache(exact(shape).pool())
+    for step, appends in enumerate([{0: 100, 1: 80, 2: 7}, {0: 1, 1: 1, 2: 1}, {0: 30, 1: 9}, {2: 2, 0: 1}, {1: 1}]):
+        for of in (cache, twin):
+            for sequence in range(3) if not step else ():
+                of.add_sequence(sequence)
+            if step < 2:
+                of.enable_sliding_window(step, 64, 5)
+        inputs = shape.draw(sum(appends.values()), seed=step)
+        same = [(q.float(), latents.float(), keys.float()) for q, latents, keys in inputs]
+        expected = run(twin, exact(shape), appends, same)
+        for actual, wanted in zip(run(cache, shape, appends, inputs), expected, strict=True):
+            assert_close(actual, wanted)
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_trees(shape: Shape) -> None:
     """Trees that grow beside plain sequences, one behind nothing; then commits, and a plain forward."""

@@ -259,7 +259,7 @@ def test_nobody_there(generate: Generate) -> None:
         ("caf\udce9", {}, r"prompt is 'caf\\udce9': .*; Unicode text, token ids in"),  # a byte of a command line
         ({"role": "user", "content": "x"}, {}, "a list of chat messages"),
         ([1, -2], {}, r"prompt is \[1, -2\]"),
-        ([1, {"role": "user"}], {}, r"token ids in \[0, 2\^32\) or a list of chat messages are accepted"),
+        ([1, {"role": "user"}], {}, r"token ids in \[0, 2\^32\), a list of chat messages or a Fork are accepted"),
         ([{"rol": "user"}], {}, "rol"),
         (3, {}, "prompt is 3"),
     ],

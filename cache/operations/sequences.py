@@ -117,7 +117,8 @@ class SequenceCalls(Parts):
 
         What is in excess is evicted before a forward appends, so that with what that appends `window` are there (more
         while one appends more). evict_after: only what is in excess without that; a forward's tokens see `window`
-        positions before them. What has left is out of reach once the next forward begins.
+        positions before them. What has left is out of reach once the next forward begins. Of what is kept, a group
+        with a window or chunks shows and holds what it would of the whole text.
 
         K is stored before RoPE and rotated by its index among what is kept. What the sequence holds already stays as it
         is stored, also where others share it: a fork's prefix can be its sink. The sequence can be forked within its

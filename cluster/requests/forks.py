@@ -30,6 +30,9 @@ class Parent(Protocol):
     placement: Placement | None
 
     @property
+    def slides(self) -> bool: ...
+
+    @property
     def num_sent(self) -> int: ...
 
     @property
@@ -56,8 +59,8 @@ def take_tokens(fork: inference_pb2.Fork, parent: Parent | None) -> tuple[Int64A
             f"fork.position is {position}; the parent slides, and had let go of tokens by then that the fork would need"
         )
     placement, prompt = parent.placement, np.concatenate((tokens[:position], np.array(fork.token_ids, np.int64)))
-    # The second token comes from the decode worker, which then has all KV.
-    if placement is None or parent.num_sent < 2 or len(fork.token_ids) > MOST_BESIDE:
+    # The second token comes from the decode worker, which then has all KV. It shares none of a sequence that slides.
+    if placement is None or parent.num_sent < 2 or parent.slides or len(fork.token_ids) > MOST_BESIDE:
         return prompt, NOT_FORKED
     decode = placement.decode
     return prompt, ForkedFrom(LinkPair(decode, decode, 0.0, min(position, prompt.size - 1)), placement.request_id)

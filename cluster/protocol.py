@@ -29,7 +29,8 @@ class Fork:
     index: int = 0
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Fork
+WrittenPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = WrittenPrompt | Fork
 HalfPrompt = str | Sequence[int]
 HALVES = ("encoder_prompt", "decoder_prompt")
 """Options of a model with an encoder, text or token ids each."""

@@ -9,7 +9,7 @@ from tandem.cluster.client.client import GENERATE_SECONDS, AsyncClient, Client
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.llm.outputs import Output, output_of
-from tandem.cluster.protocol import Options, Prompt
+from tandem.cluster.protocol import Fork, Options, Prompt
 from tandem.workers.event_loop import EventLoopThread
 
 NO_SECURITY = ClientSecurity()
@@ -155,8 +155,8 @@ class LLM:
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt stands for a list of it: a text, a list of integers, or a list of messages."""
-    if isinstance(prompts, str):
+    """One prompt stands for a list of it: a text, a list of integers, a list of messages, or a fork."""
+    if isinstance(prompts, str | Fork):
         return [prompts]
     many: Iterable[object] = list(prompts)
     if many and all(isinstance(one, int | Mapping) for one in many):

@@ -63,7 +63,7 @@ class Fp8LatentKernels(FlashInferLatentKernels):
         """o [n, num_heads, value_dim] of q [n, num_heads, key_dim + rotated] over what each token sees."""
         still, rotated = self._split(q)
         return up.values(
-            attend_seen(self._pool, layer, up.absorb(still), rotated, seen, longest, self._scale, self._fp8)
+            attend_seen(self._pool, layer, up.absorb(still), rotated, seen, longest, self.scale, self._fp8)
         )
 
 

@@ -13,7 +13,7 @@ from tandem.cluster.frontends.http.json_blocks import JsonList
 from tandem.cluster.frontends.openai.answer import Answer, logprob_value, token_name
 from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.generation_body import GenerationBody, too_long
-from tandem.cluster.protocol import Prompt
+from tandem.cluster.protocol import WrittenPrompt
 from tandem.cluster.text.token_offsets import TokenOffsets
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
@@ -110,7 +110,7 @@ class CompletionBody(GenerationBody):
         return {name: value for name, value in given.items() if value is not None}
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[WrittenPrompt]:
         given: Any = self.prompt
         return given if _kind(given) in ("texts", "lists") else [given]
 
@@ -171,7 +171,7 @@ class CompletionAnswer(Answer):
         shown = [inference_pb2.TokenLogprobs(chosen=one.chosen, top=one.top[:most]) for one in scored]
         self._add_tokens(shown, self._prompt_offsets)
 
-    def _first_token(self, prompt: Prompt) -> int:
+    def _first_token(self, prompt: WrittenPrompt) -> int:
         if isinstance(prompt, str):
             assert self._texts is not None, "a text was refused without a tokenizer"
             special = self._body.add_special_tokens is not False
@@ -180,7 +180,7 @@ class CompletionAnswer(Answer):
         assert isinstance(first, int)
         return first
 
-    def _prompt_text(self, prompt: Prompt) -> str:
+    def _prompt_text(self, prompt: WrittenPrompt) -> str:
         if isinstance(prompt, str):
             return prompt
         ids = [token for token in prompt if isinstance(token, int)]
